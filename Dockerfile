@@ -1,0 +1,38 @@
+# docker build -t project .
+# docker run --gpus all project --precision 16-mixed
+# docker run --gpus all --ipc=host -v "$PWD/checkpoints:/app/checkpoints" -v "$PWD/data:/app/data" project --devices 2
+# docker run --entrypoint python project -m project.devices
+#
+# Any Debian with Python 3.10-3.13, its venv module and its headers. PyTorch's wheels bring their own CUDA libraries.
+ARG BASE=python:3.11-slim-bookworm
+# hadolint ignore=DL3006
+FROM ${BASE}
+
+# torch.compile builds its kernels with a C++ compiler. Pinned to the base's release, not to one of its packages.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
+# Before the code, so that an edit rebuilds the last small layers only.
+COPY requirements.lock /tmp/requirements.lock
+RUN python3 -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r /tmp/requirements.lock
+
+# HOME and USER: any `docker run --user ID` can write its caches and has a name.
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HOME=/tmp \
+    USER=trainer \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+WORKDIR /app
+RUN useradd --no-create-home --uid 1000 trainer \
+    && install --directory --owner=trainer --group=trainer checkpoints data
+COPY LICENSE ./
+COPY configs configs
+COPY project project
+
+USER 1000
+VOLUME ["/app/checkpoints", "/app/data"]
+ENTRYPOINT ["python", "-m", "project.fit"]
