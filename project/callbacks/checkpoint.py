@@ -1,0 +1,362 @@
+"""Keeps a run: saves best.ckpt and last.ckpt, resumes bit-exactly, and stops cleanly when asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from project import signals
+from project.callbacks.agreement import Agreement
+from project.callbacks.exact_state import (
+    Place,
+    clean_place,
+    metric_states,
+    random_state,
+    restore_metric_states,
+    restore_random_state,
+)
+from project.checkpoints import RUN_KEY, damage, read, write_atomically
+from project.errors import UserError
+from project.loggers import MetricsCSV
+
+SAVE_DUE = 1  # a request below every signal number
+
+
+class RunCheckpoint(Callback):
+    """Saves, resumes and stops a run at the edges between two optimizer steps.
+
+    Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and logging steps,
+    forgets the best when its folder changes, and numbers its files (Lightning issues 17543, 21800, 11379). Here every
+    checkpoint is taken at an edge: the last step, its validation and its logging are done, the next step has not
+    begun. What comes due during a step waits for its end.
+
+    Args:
+        folder: The run's folder; ``best.ckpt`` and ``last.ckpt`` are written there.
+        record: What every checkpoint says of its run (name, configuration, ...): plain values.
+        every_seconds: ``last.ckpt`` is saved at least this often, besides every epoch's end and every new best.
+        every_steps: The same, counted in optimizer steps; overrides ``every_seconds``.
+        monitor: The metric whose maximum makes ``best.ckpt``.
+        exclude: Context manager under which saving is done, so that throughput does not count it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        record: dict[str, Any],
+        every_seconds: float = 60.0,
+        every_steps: int | None = None,
+        monitor: str = "val/accuracy",
+        exclude: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.folder = folder
+        self.record = record
+        self.every_seconds = every_seconds
+        self.every_steps = every_steps
+        self.monitor = monitor
+        self.exclude = exclude
+        self.best_score: float | None = None
+        self.best_epoch: int | None = None
+        self.best_step: int | None = None
+        self.notes: list[str] = []
+        self._agreement: Agreement | None = None
+        self._place: Place | None = None
+        self._request = 0  # agreed: a signal to stop by, or SAVE_DUE
+        self._best_due = False
+        self._random_state: dict[str, Any] | None = None
+        self._resume: dict[str, Any] | None = None
+        self._stepped: int | None = None
+        self._last_save = time.monotonic()
+
+    @property
+    def best_path(self) -> Path:
+        return self.folder / "best.ckpt"
+
+    @property
+    def last_path(self) -> Path:
+        return self.folder / "last.ckpt"
+
+    # Start and resume
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._agreement is None:
+            self._agreement = Agreement(trainer.world_size)
+        signals.defer(shared=trainer.world_size > 1)
+        # Ours replaces Lightning's handling, which can hang and ends a terminated run with exit code 0 (issues 20806, 21406).
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        environment = trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+            signal.signal(environment.requeue_signal, lambda number, _: signals.note(number))
+            trainer._checkpoint_connector.hpc_save_path = lambda _: str(self.last_path)  # type: ignore[method-assign]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get(RUN_KEY) or {}
+        self._resume = saved.get("state")
+        if self._resume and self._resume["place"] != "validation":
+            self._stepped = checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+        if saved.get("optimizer") not in (None, pl_module.hparams.get("optimizer")):
+            self.notes.append(f"optimizer {saved['optimizer']} → {pl_module.hparams.get('optimizer')}: its state starts anew.")
+            checkpoint["optimizer_states"] = []
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_score, self.best_epoch, self.best_step = (
+            state_dict["best_score"],
+            state_dict["best_epoch"],
+            state_dict["best_step"],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_score": self.best_score, "best_epoch": self.best_epoch, "best_step": self.best_step}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.training_begins()
+        self._last_save = time.monotonic()
+        if self._resume is None:
+            return
+        self._check_best(trainer)
+        self._find_place(trainer)
+        self._apply_typed_hyperparameters(trainer, pl_module)
+        ranks = self._resume["ranks"]
+        if len(ranks) == trainer.world_size:
+            mine = ranks[trainer.global_rank]
+            restore_metric_states(pl_module, mine["metrics"])
+            if mine["device"] == trainer.strategy.root_device.type:
+                restore_random_state(mine["random"], trainer.strategy.root_device)
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCSV):
+                logger.keep_rows(self._resume["metric_rows"])
+        for note in self.notes:
+            if trainer.is_global_zero:
+                print(note, flush=True)
+
+    def _find_place(self, trainer: Trainer) -> None:
+        """Start the sampler where the checkpoint left off, in samples: also for another batch size or rank count."""
+        assert self._resume is not None
+        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        if not hasattr(sampler, "resume_at"):
+            return
+        epoch = trainer.fit_loop.epoch_progress.current.processed
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        done = sampler.resume_at(epoch, batches.completed * self._resume["global_batch_size"])
+        world_size = len(self._resume["ranks"])
+        if (world_size, self._resume["global_batch_size"]) != (trainer.world_size, sampler.global_batch_size):
+            self.notes.append(
+                f"resumed with {trainer.world_size} device(s) and global batch {sampler.global_batch_size} instead of "
+                f"{world_size} and {self._resume['global_batch_size']}: it goes on from the right sample, but not bit-exactly."
+            )
+            batches.ready = batches.started = batches.processed = batches.completed = done
+        iter(trainer.fit_loop._data_fetcher)  # type: ignore[call-overload]  # the iterator made before knew nothing of this
+
+    def _apply_typed_hyperparameters(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The checkpoint's optimizer state brings its rate and weight decay along; this run's configuration wins."""
+        for optimizer, scheduler in zip(trainer.optimizers, trainer.lr_scheduler_configs, strict=False):
+            fresh = pl_module.configure_optimizers()
+            fresh = fresh["optimizer"] if isinstance(fresh, dict) else fresh
+            if not isinstance(fresh, torch.optim.Optimizer) or type(fresh) is not type(optimizer):
+                continue
+            if not hasattr(scheduler.scheduler, "lr_lambdas"):
+                continue
+            for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+                kept = {"params", "lr"}
+                group.update({key: value for key, value in wanted.items() if key not in kept})
+            scheduler.scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+            scheduler.scheduler.last_epoch = trainer.global_step
+            for group, base, factor in zip(
+                optimizer.param_groups, scheduler.scheduler.base_lrs, scheduler.scheduler.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * factor(trainer.global_step)
+
+    def _check_best(self, trainer: Trainer) -> None:
+        """A best.ckpt that is damaged, gone or of another run is no best: say so, keep the file, look for a new one."""
+        reason = None
+        if self.best_score is not None and trainer.is_global_zero:
+            reason = damage(self.best_path)
+            if reason is None and read(self.best_path).get(RUN_KEY, {}).get("run_id") != self.record.get("run_id"):
+                reason = f"{self.best_path} belongs to another run"
+            if reason and self.best_path.exists():
+                os.replace(self.best_path, self.best_path.with_suffix(".ckpt.set-aside"))
+        reason = trainer.strategy.broadcast(reason)
+        if reason:
+            self.notes.append(f"{reason} It was set aside; the best is looked for anew.")
+            self.best_score = self.best_epoch = self.best_step = None
+
+    # Edges
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._stepped is not None:  # Lightning's restart logic counts one up at some places and not at others
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self._stepped
+            self._stepped = None
+        if self._request or self._best_due:
+            self._edge(trainer, "batch")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fit_loop.epoch_progress.current.processed > 0 and self._resume is None:
+            self._edge(trainer, "epoch", save_last=True)
+        self._resume = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._request = max(self._request, self._settle())
+        if self.best_score is None:
+            self._best_due = True  # never validated: the last is the best there is
+        self._edge(trainer, "epoch", save_last=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._resume = None
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return  # half an accumulated gradient cannot be saved
+        request = signals.requested()
+        if not request and trainer.is_global_zero and self.every_steps is None:
+            request = SAVE_DUE if time.monotonic() - self._last_save >= self.every_seconds else 0
+        assert self._agreement is not None
+        self._request = max(self._request, self._agreement.latest(request))
+        if self.every_steps is not None and trainer.global_step % self.every_steps == 0:
+            self._request = max(self._request, SAVE_DUE)
+        if self._request:
+            self._note_random_state(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_random_state(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._stop_asked_in_evaluation(trainer, trainer.num_val_batches):
+            if not trainer.sanity_checking:
+                for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                    if isinstance(callback, WeightAveraging):  # put the trained weights back before they are saved
+                        callback.on_validation_epoch_end(trainer, pl_module)
+                self._edge(trainer, "validation", save_last=True)
+            raise signals.Stopped(self._request)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or self.monitor not in trainer.callback_metrics:
+            return
+        score = float(trainer.callback_metrics[self.monitor])
+        if self.best_score is None or score > self.best_score:
+            self.best_score, self.best_epoch, self.best_step = score, trainer.current_epoch, trainer.global_step
+            self._best_due = True
+        self._note_random_state(trainer)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._stop_asked_in_evaluation(trainer, trainer.num_test_batches):
+            raise signals.Stopped(self._request)
+
+    def _stop_asked_in_evaluation(self, trainer: Trainer, batches: Any) -> bool:
+        """Whether the ranks agreed to stop; they count the same batches only with our evaluation sampler."""
+        assert self._agreement is not None
+        loaders = trainer.val_dataloaders if not trainer.testing else trainer.test_dataloaders
+        if trainer.world_size == 1 or hasattr(getattr(loaders, "sampler", None), "num_batches"):
+            self._request = max(self._request, self._agreement.latest(signals.requested()))
+        return self._request > SAVE_DUE
+
+    def _settle(self) -> int:
+        assert self._agreement is not None
+        return self._agreement.settle(signals.requested())
+
+    def _note_random_state(self, trainer: Trainer) -> None:
+        self._random_state = random_state(trainer.strategy.root_device)
+
+    def _edge(self, trainer: Trainer, place: Place, save_last: bool = False) -> None:
+        stop = self._request if self._request > SAVE_DUE else 0
+        with self.exclude():
+            if place == "epoch":  # nothing has drawn a random number since the epoch ended
+                self._note_random_state(trainer)
+            if save_last or self._request or self._best_due:
+                self._save(trainer, place)
+        self._request = 0
+        if stop:
+            self._stop(trainer, stop)
+
+    def _save(self, trainer: Trainer, place: Place) -> None:
+        self._place = place
+        try:
+            target = self.best_path if self._best_due else self.last_path
+            trainer.save_checkpoint(target)
+            if self._best_due and trainer.is_global_zero:
+                # last after best: killed in between, the run repeats what made the best. A copy, not a link: damage
+                # to one file must not be damage to both.
+                write_atomically(self.best_path.read_bytes(), self.last_path)
+        finally:
+            self._place = None
+        self._best_due = False
+        self._last_save = time.monotonic()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        progress = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+        scores = {key: float(value) for key, value in trainer.callback_metrics.items() if "/" in key}
+        checkpoint[RUN_KEY] = {
+            **self.record,
+            **progress,
+            "metrics": scores,
+            "data_source": getattr(trainer.datamodule, "data_source", None),  # type: ignore[attr-defined]
+            "precision": trainer.precision,
+            "world_size": trainer.world_size,
+            "optimizer": pl_module.hparams.get("optimizer"),
+        }
+        if self._place is None:
+            return  # somebody else's checkpoint, from within a hook: resumable, not exactly
+        clean_place(checkpoint["loops"], self._place)
+        assert self._agreement is not None
+        mine = {
+            "random": self._random_state,
+            "metrics": metric_states(pl_module),
+            "device": trainer.strategy.root_device.type,
+        }
+        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        checkpoint[RUN_KEY]["state"] = {
+            "place": self._place,
+            "ranks": self._agreement.gather(mine),
+            "global_batch_size": getattr(sampler, "global_batch_size", 0),
+            "metric_rows": next((x.flush_rows() for x in trainer.loggers if isinstance(x, MetricsCSV)), 0),
+        }
+
+    def _stop(self, trainer: Trainer, signum: int) -> None:
+        environment = trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and signum == environment.requeue_signal:
+            # Lightning's own: saves (to last.ckpt, see setup) and asks SLURM to start the job again
+            self._place = "epoch" if not trainer.fit_loop.epoch_loop.batch_progress.current.completed else "batch"
+            trainer._signal_connector._slurm_sigusr_handler_fn(signum, None)  # type: ignore[arg-type]
+            signum = signal.SIGTERM
+        release_child_processes()
+        raise signals.Stopped(signum)
+
+
+def release_child_processes() -> None:
+    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero."""
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            thread._child_processes = []  # type: ignore[attr-defined]
+
+
+def parse_interval(text: str) -> tuple[float, int | None]:
+    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
+
+    Raises:
+        UserError: It is neither, or not above 0.
+    """
+    number = text.strip().removesuffix("steps").removesuffix("step").strip()
+    try:
+        if text.strip().endswith("s") and not text.strip().endswith(("steps", "step")):
+            seconds = float(text.strip()[:-1])
+            if seconds > 0:
+                return seconds, None
+        elif int(number) > 0:
+            return 60.0, int(number)
+    except ValueError:
+        pass
+    raise UserError(f"--checkpoint_every must be optimizer steps (500) or seconds (60s), above 0, got {text}.")

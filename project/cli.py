@@ -1,0 +1,188 @@
+"""The command line of ``fit`` and its kin: LightningCLI, with every Trainer flag also flat and errors in one line."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from project.checkpoints import RUN_KEY, read
+from project.cli_errors import explain
+from project.data.base import BatchedDataModule
+from project.errors import UserError
+from project.model import networks
+from project.model.classifier import ImageClassifier
+from project.progress import silence_unfounded_advice
+from project.ranks import decided_by_rank_zero
+from project.runs import ROOT, Run, choose
+
+DEFAULTS: dict[str, Any] = {
+    "trainer.max_epochs": 5,
+    # our sampler shards, shuffles and resumes; Lightning's replacement would pad evaluation sets
+    "trainer.use_distributed_sampler": False,
+    "trainer.num_sanity_val_steps": 0,  # tests run the real thing; a user pays for two batches at every start
+    "model": {"class_path": "project.model.MNISTClassifier"},
+    "data": {"class_path": "project.data.MNISTDataModule"},
+}
+DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
+
+
+class OneLineParser(LightningArgumentParser):
+    """Parser whose errors are a :class:`UserError` of one line, and whose Trainer flags work flat as well as nested."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise UserError(explain(message, [o for o in self._option_string_actions if o.startswith("--")]))
+
+    def flatten(self, group: str) -> None:
+        """Give every option ``--group.name`` the second spelling ``--name``."""
+        for action in list(self._actions):
+            for option in list(action.option_strings):
+                flat = "--" + option.removeprefix(f"--{group}.")
+                if option.startswith(f"--{group}.") and "." not in flat and flat not in self._option_string_actions:
+                    action.option_strings.append(flat)
+                    self._option_string_actions[flat] = action
+
+    def format_usage(self) -> str:
+        return f"usage: python -m {self.prog} [--config FILE] [--run_name NAME] [--precision P] [--option VALUE ...]\n"
+
+
+class ProjectCLI(LightningCLI):
+    """LightningCLI without sub-commands: defaults < checkpoint (when resuming) < config files < typed flags.
+
+    Args:
+        argv: Command-line arguments.
+        prog: What ``--help`` calls the command.
+        base: A configuration that beats the defaults and is beaten by everything typed; for a resumed run its own.
+    """
+
+    def __init__(self, argv: list[str], prog: str = "project.fit", base: dict[str, Any] | None = None) -> None:
+        self.base = base
+        silence_unfounded_advice()
+        super().__init__(
+            ImageClassifier,
+            BatchedDataModule,
+            save_config_callback=None,  # ours writes one resolved file into the run's folder
+            seed_everything_default=42,
+            parser_kwargs={"prog": prog, "allow_abbrev": False, "description": __doc__},
+            parser_class=OneLineParser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=argv,
+            run=False,
+            auto_configure_optimizers=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--run_name", type=str | None, default=None, help="The run's folder in checkpoints/ (default: a time stamp).")
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Go on from last, best, auto (last whole one, else afresh) or a file.")
+        parser.add_argument("--checkpoint_every", type=str, default="60s", help="Save last.ckpt at least every so many optimizer steps (500) or seconds (60s).")
+        parser.add_argument("--matmul_precision", type=str | None, default=None, help="float32 matrix products: highest, high (TF32) or medium (bfloat16).")
+        parser.add_argument("--tensorboard", type=bool, default=False, help="Also write TensorBoard files into the run's folder.")
+        parser.set_defaults(DEFAULTS)
+        parser.set_defaults({"model": {**DEFAULTS["model"], "init_args": {"network": DEFAULT_NETWORK}}})
+        parser.flatten("trainer")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = our_networks(configs_first(list(args)))
+            if self.base is not None:
+                path = Path(folder) / "checkpoint.yaml"
+                path.write_text(yaml.safe_dump(self.base))
+                arguments = ["--config", str(path), *arguments]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.config = parser.parse_args(arguments)
+        self.config.pop("config", None)
+
+    def resolved(self) -> dict[str, Any]:
+        """The whole configuration as plain values, as config.yaml and the checkpoints hold it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plain: dict[str, Any] = yaml.safe_load(self.parser.dump(self.config, skip_none=False, skip_link_targets=False))
+        return {key: value for key, value in plain.items() if key not in ("ckpt_path", "run_name")}
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Not here: the trainer needs the run's folder, see :func:`project.training.make_trainer`."""
+        return None  # type: ignore[return-value]
+
+
+def configs_first(argv: list[str]) -> list[str]:
+    """``argv`` with every ``--config FILE`` moved to the front, in order: what is typed wins wherever it stands."""
+    configs: list[str] = []
+    others: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("--config", "-c"):
+            configs += [word, *([value] if (value := next(words, None)) is not None else [])]
+        elif word.startswith("--config="):
+            configs.append(word)
+        else:
+            others.append(word)
+    return configs + others
+
+
+def our_networks(argv: list[str]) -> list[str]:
+    """``argv`` with ``--model.network MLP`` spelled out: torchvision, which torchmetrics imports, has an MLP, too."""
+    flag = "--model.network"
+    spelled = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        option, _, name = word.rpartition("=")
+        if (before == flag or option == flag) and name in networks.__all__:
+            word = f"{option}{'=' if option else ''}{networks.__name__}.{name}"
+        spelled.append(word)
+    return spelled
+
+
+def read_configuration(argv: list[str], prog: str) -> tuple[ProjectCLI, Run, list[str]]:
+    """Parse ``argv``, find the run it means, and where the run is resumed put the run's configuration beneath what is typed.
+
+    Returns:
+        The command line with module and data module instantiated, the run, and lines that tell the differences.
+    """
+    cli = ProjectCLI(argv, prog)
+    root = Path(cli.config.trainer.default_root_dir or ROOT)
+    run = Run.from_plain(
+        decided_by_rank_zero(lambda: choose(root, cli.config.run_name, cli.config.ckpt_path).to_plain())
+    )
+    if run.checkpoint is None:
+        return cli, run, []
+    saved = (read(run.checkpoint).get(RUN_KEY) or {}).get("config")
+    if saved is None:
+        raise UserError(f"--ckpt_path {run.checkpoint} was not written by this project: there is no configuration in it.")
+    cli = ProjectCLI(argv, prog, base=saved)
+    before, after = flat(saved), flat(cli.resolved())
+    changes = [
+        f"{key}: {before.get(key)} → {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    return cli, run, changes
+
+
+def build_from_config(config: dict[str, Any], overrides: list[str]) -> tuple[LightningModule, BatchedDataModule]:
+    """The module (random weights) and data module of a resolved configuration; the network is not compiled."""
+    base = copy.deepcopy(config)
+    init_args = base["model"].get("init_args", {})
+    for flag in ("compile",):
+        if flag in init_args:
+            init_args[flag] = False
+    cli = ProjectCLI(overrides, base=base)
+    return cli.model, cli.datamodule
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots, without the ``init_args`` levels, as they are typed."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{name}." if name else "")
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,6 @@
+"""Data modules: where images come from, how batches are made, and how they reach the device."""
+
+from project.data.base import BatchedDataModule
+from project.data.mnist import MNISTDataModule
+
+__all__ = ["BatchedDataModule", "MNISTDataModule"]

@@ -1,0 +1,211 @@
+"""What every data module of this template inherits: exact order, exact evaluation, loaders, device-side normalisation."""
+
+import os
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from project import threads
+from project.data.augment import random_affine
+from project.data.loader import TensorImages, make_loader
+from project.data.sampler import EvalBatchSampler, TrainBatchSampler
+from project.errors import UserError
+
+Split = Literal["train", "val", "test"]
+
+
+class BatchedDataModule(LightningDataModule):
+    """Base class: write :meth:`make_split`, set the four class attributes, and inherit the rest.
+
+    The loader yields ``(images, labels)``: images uint8 or float in 0-1, (batch, channels, height, width), labels
+    int64 (batch,). On the device, images become float32, in training augmented, and normalised.
+
+    Args:
+        batch_size: Training samples per batch and device.
+        eval_batch_size: Validation and test samples per batch and device; changes speed and memory, never a metric.
+        num_workers: Loader processes per device. Default: none for data in memory (gathering a batch takes less than
+            asking a worker for it), else this process's share of the CPU cores.
+        pin_memory: Page-locked batches, for copies that overlap with computing. Default: with a CUDA device only.
+        prefetch_factor: Batches each worker prepares ahead.
+        train_samples: Keep the first N training samples (default: all).
+        val_samples: Keep the first N validation samples (default: all).
+        test_samples: Keep the first N test samples (default: all).
+        rotate_degrees: Augmentation: random rotation within ± this angle. All four at 0: no augmentation.
+        scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
+        shear_degrees: Augmentation: random shear within ± this angle.
+        shift_pixels: Augmentation: random shift per axis within ± this many pixels.
+    """
+
+    mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
+    std: list[float] = [0.5]
+    image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
+    class_names: list[str] = [str(digit) for digit in range(10)]
+    data_source: str = "files"  # recorded in the run's summary
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        eval_batch_size: int = 1000,
+        num_workers: int | None = None,
+        pin_memory: bool | None = None,
+        prefetch_factor: int = 2,
+        train_samples: int | None = None,
+        val_samples: int | None = None,
+        test_samples: int | None = None,
+        rotate_degrees: float = 0.0,
+        scale_fraction: float = 0.0,
+        shear_degrees: float = 0.0,
+        shift_pixels: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.batch_size = _at_least("batch_size", batch_size, 1)
+        self.eval_batch_size = _at_least("eval_batch_size", eval_batch_size, 1)
+        self.num_workers = num_workers if num_workers is None else _at_least("num_workers", num_workers, 0)
+        self.pin_memory = pin_memory
+        self.prefetch_factor = _at_least("prefetch_factor", prefetch_factor, 1)
+        self.limits: dict[str, int | None] = {"train": train_samples, "val": val_samples, "test": test_samples}
+        for split, limit in self.limits.items():
+            if limit is not None:
+                _at_least(f"{split}_samples", limit, 1)
+        self.augmentation = {
+            "degrees": rotate_degrees,
+            "scale": scale_fraction,
+            "shear": shear_degrees,
+            "shift": shift_pixels,
+        }
+        # A rank with no sample of a tiny evaluation set is as it should be, see EvalBatchSampler.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.splits: dict[str, Dataset[Any]] = {}
+        self._augment_generator: torch.Generator | None = None
+
+    # What a newcomer writes
+
+    def make_split(self, split: Split) -> Dataset[Any]:
+        """The dataset of a split: :class:`TensorImages`, or any map-style dataset of (image, label) samples.
+
+        Called once per split in every process, after ``prepare_data`` (which runs once per machine). Validation must
+        be cut from the training data in the same way every time.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
+
+    # What a newcomer inherits
+
+    def setup(self, stage: str) -> None:
+        """Build the splits that ``stage`` ("fit", "validate", "test", "predict") needs, cut to their ``*_samples``."""
+        needed: dict[str, list[Split]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}
+        for split in needed.get(stage, []):
+            if split not in self.splits:
+                self.splits[split] = _first(self.make_split(split), self.limits[split])
+        if stage == "test":
+            self.splits.pop("train", None)  # the test set comes after training: one of them in memory at a time
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank, world_size = self._rank()
+        dataset = self.splits["train"]
+        if len(dataset) < world_size:  # type: ignore[arg-type]
+            raise UserError(
+                f"--data.train_samples must be at least the number of devices ({world_size}), got {len(dataset)}."  # type: ignore[arg-type]
+            )
+        sampler = TrainBatchSampler(len(dataset), self.batch_size, rank, world_size, global_seed())  # type: ignore[arg-type]
+        return self._loader(dataset, sampler)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._eval_loader("test")
+
+    def num_samples(self, split: Split) -> int:
+        """Samples in a split that has been set up."""
+        return len(self.splits[split])  # type: ignore[arg-type]
+
+    def train_batches_per_epoch(self) -> int:
+        """Training batches per rank and epoch, known without building a loader (schedules need it early)."""
+        _, world_size = self._rank()
+        return len(TrainBatchSampler(self.num_samples("train"), self.batch_size, 0, world_size))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Augment (training only) and normalise a batch that has reached its device."""
+        images, labels = batch
+        if self.trainer is not None and self.trainer.training and any(self.augmentation.values()):
+            images = random_affine(as_unit_floats(images), self._batch_generator(images.device), **self.augmentation)
+        return self.normalize(images), labels
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """uint8 in 0-255 or float in 0-1, (batch, channels, height, width) → float32 with ``mean`` 0 and ``std`` 1."""
+        whole = 255.0 if images.dtype == torch.uint8 else 1.0
+        if len(self.mean) == 1:  # plain numbers: no little tensors to copy to the device at every step
+            return (images.float() - whole * self.mean[0]).mul_(1 / (whole * self.std[0]))
+        mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
+        std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
+        return (images.float() / whole - mean) / std
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copy without waiting; Lightning's general walk through nested collections costs more than the copy."""
+        if isinstance(batch, (tuple, list)) and all(isinstance(part, Tensor) for part in batch):
+            return tuple(part.to(device, non_blocking=True) for part in batch)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    # Inside
+
+    def _rank(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+    def _eval_loader(self, split: Split) -> DataLoader[Any]:
+        rank, world_size = self._rank()
+        return self._loader(
+            self.splits[split], EvalBatchSampler(self.num_samples(split), self.eval_batch_size, rank, world_size)
+        )
+
+    def _loader(self, dataset: Dataset[Any], sampler: Any) -> DataLoader[Any]:
+        workers = self.num_workers
+        if workers is None:
+            local_ranks = self.trainer.num_devices if self.trainer is not None else 1
+            workers = 0 if isinstance(dataset, TensorImages) else max(1, threads.available_cores() // local_ranks)
+        pin = self.pin_memory
+        if pin is None:
+            pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return make_loader(
+            dataset,
+            sampler,
+            num_workers=workers,
+            pin_memory=pin,
+            prefetch_factor=self.prefetch_factor,
+            seed=global_seed(),
+        )
+
+    def _batch_generator(self, device: torch.device) -> torch.Generator:
+        """Generator of this batch's augmentation: a function of (seed, rank, batches so far), so a resume repeats it."""
+        if self._augment_generator is None or self._augment_generator.device != device:
+            self._augment_generator = torch.Generator(device)
+        assert self.trainer is not None
+        rank, world_size = self._rank()
+        position = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed * world_size + rank
+        return self._augment_generator.manual_seed(global_seed() * 1_000_003 + position)
+
+
+def as_unit_floats(images: Tensor) -> Tensor:
+    """uint8 images as float32 in 0-1; floats as they are."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images
+
+
+def global_seed() -> int:
+    """The seed of the run, as Lightning's ``seed_everything`` recorded it; 0 without one."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if value < least:
+        raise UserError(f"--data.{name} must be at least {least}, got {value}.")
+    return value
+
+
+def _first(dataset: Dataset[Any], limit: int | None) -> Dataset[Any]:
+    if limit is None or limit >= len(dataset):  # type: ignore[arg-type]
+        return dataset
+    if isinstance(dataset, TensorImages):
+        return TensorImages(dataset.images[:limit].clone(), dataset.labels[:limit].clone())
+    return Subset(dataset, range(limit))

@@ -1,0 +1,46 @@
+"""Make the bundled digits: 10,000 training and 2,000 test images of MNIST, stratified by digit, in their files' order.
+
+    python -m project.data.digits.make_digits MNIST_ROOT
+
+reads the full set from MNIST_ROOT (torchvision's layout) and writes the four ``.gz`` files beside this script. The
+result depends on the full set alone: the same images on every machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from project.data.idx import find_idx, read_idx, write_idx
+from project.data.mnist import MNISTDataModule
+
+SIZES = {"train": 10_000, "t10k": 2_000}
+
+
+def stratified(labels: Tensor, size: int) -> Tensor:
+    """Sorted indices of ``size`` samples with the classes in the proportions of ``labels``, first come first taken."""
+    counts = torch.bincount(labels).double() * size / len(labels)
+    wanted = counts.floor().long()
+    # largest remainders take the places that rounding down left
+    for digit in (counts - wanted).argsort(descending=True)[: size - int(wanted.sum())]:
+        wanted[digit] += 1
+    return torch.cat([(labels == digit).nonzero().flatten()[:n] for digit, n in enumerate(wanted)]).sort().values
+
+
+def main(root: str, target: Path = Path(__file__).parent) -> None:
+    """Write the bundled files into ``target`` from the full set in ``root``."""
+    raw = Path(root) / MNISTDataModule.folder
+    for part, size in SIZES.items():
+        names = [name for name in MNISTDataModule.files if name.startswith(part)]
+        paths = [find_idx(raw, name) for name in names]
+        images, labels = (read_idx(p, MNISTDataModule.files[n]) for p, n in zip(paths, names, strict=True) if p)
+        chosen = stratified(labels, size)
+        for name, values in zip(names, (images, labels), strict=True):
+            write_idx(target / f"{name}.gz", values[chosen])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,124 @@
+"""Datasets that answer a whole batch of indices in one call, and the loader around them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+
+
+class TensorImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images and labels that live in memory; a batch is gathered by index in one call.
+
+    Args:
+        images: uint8 (or float), (count, channels, height, width).
+        labels: int64, (count,).
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, indices: Any) -> tuple[Tensor, Tensor]:
+        return self.images[indices], self.labels[indices]
+
+
+class SeededFetch(Dataset[Any]):
+    """A map-style dataset of single samples, fetched a batch at a time with random numbers tied to the batch.
+
+    Random augmentation in ``__getitem__`` usually depends on which worker fetched what before, and so cannot be
+    repeated. Here all generators are seeded from (seed, epoch, the batch's indices) before a batch is fetched: any
+    number of workers, and a resumed run, get the same images.
+
+    Args:
+        dataset: Any map-style dataset (``__getitem__(int)``; ``__getitems__(list)`` is used where it exists).
+        seed: Seed of the run.
+        collate: Makes a batch of a list of samples.
+        epoch: Called before each fetch in the process that fetches; the epoch the batch belongs to.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, request: tuple[int, Tensor]) -> Any:
+        epoch, indices = request
+        # In a worker the generators are nobody else's; in the main process the training's own must not move.
+        scope: AbstractContextManager[Any] = nullcontext() if get_worker_info() else torch.random.fork_rng(devices=[])
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        with scope:
+            first = int(indices[0]) if len(indices) else 0
+            seed = hash((self.seed, epoch, first)) % 2**32
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            wanted = indices.tolist()
+            fetch_many = getattr(self.dataset, "__getitems__", None)
+            samples = fetch_many(wanted) if fetch_many else [self.dataset[i] for i in wanted]
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        return self.collate(samples)
+
+
+class EpochTagged(Sampler[Any]):
+    """Yields ``(epoch, indices)`` for :class:`SeededFetch`; everything else is the wrapped sampler's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler":  # not set yet: copying and unpickling ask before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    def __iter__(self) -> Any:
+        epoch = getattr(self.sampler, "epoch", 0)
+        return ((epoch, indices) for indices in self.sampler)
+
+
+def make_loader(
+    dataset: Dataset[Any], sampler: Sampler[Any], *, num_workers: int, pin_memory: bool, prefetch_factor: int, seed: int
+) -> DataLoader[Any]:
+    """A loader that asks ``dataset`` for whole batches: ``dataset[indices]`` for every item of ``sampler``."""
+    if not isinstance(dataset, TensorImages):
+        dataset = SeededFetch(dataset, seed)
+        sampler = EpochTagged(sampler)
+    return DataLoader(
+        dataset,
+        sampler=sampler,
+        batch_size=None,  # the sampler yields batches; PyTorch neither collates nor copies
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        prefetch_factor=prefetch_factor if num_workers > 0 else None,
+        worker_init_fn=_leave_signals_to_the_trainer if num_workers > 0 else None,
+        generator=torch.Generator().manual_seed(seed),  # else every epoch draws from the training's generator
+    )
+
+
+def _leave_signals_to_the_trainer(_: int) -> None:
+    """A signal sent to the whole process group must not kill the workers under a trainer that is saving."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,0 +1,157 @@
+"""MNIST: the full set where it can be had, else the real digits that ship inside the package."""
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from project.data.base import BatchedDataModule, Split
+from project.data.idx import find_idx, read_idx
+from project.data.loader import TensorImages
+from project.errors import UserError
+
+DIGITS = Path(__file__).parent / "digits"
+SPLIT_SEED = 0  # of the validation split: the same 5,000 images whatever --seed_everything is
+DOWNLOAD_TIMEOUT_S = 10.0  # per connection and per read
+
+
+class MNISTDataModule(BatchedDataModule):
+    """MNIST as uint8 tensors in memory: 55,000 training, 5,000 validation, 10,000 test images of 28 × 28.
+
+    Validation is split from the training set with a fixed seed. The bundled digits are 10,000 + 2,000 images of the
+    real training and test sets (9,000 training, 1,000 validation, 2,000 test).
+
+    Args:
+        root: Folder in torchvision's layout: ``root/MNIST/raw/...``, plain or ``.gz``.
+        source: ``mnist``: the files in ``root``, else a download into it, else an error. ``sample``: the bundled
+            digits. ``auto``: ``mnist`` where it can be had, else ``sample`` with a warning.
+        kwargs: Those of :class:`BatchedDataModule`.
+    """
+
+    mean = [0.1307]
+    std = [0.3081]
+    folder = "MNIST/raw"
+    # SHA-256 of the decompressed files, computed from the files torchvision fetches
+    files: dict[str, str | None] = {
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    }
+    torchvision_dataset = "MNIST"  # the class in torchvision.datasets that can fetch the files
+    sample_folder: Path | None = DIGITS
+
+    def __init__(
+        self, root: str = "data", source: Literal["auto", "mnist", "sample"] = "auto", **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.root = root
+        self.source = source
+        self.data_source = source
+
+    def prepare_data(self) -> None:
+        """Fetch the full set where it is wanted, missing and can be had (once per machine)."""
+        if self.source != "sample" and self._missing():
+            try:
+                self._download()
+            except Exception as error:
+                if self.source == "mnist" or self.sample_folder is None:
+                    raise UserError(
+                        f"--data.source {self.source}: {self._raw()} lacks {', '.join(self._missing())} and the download "
+                        f"failed ({error}). Put the files there (plain or .gz), name another --data.root, or use "
+                        "--data.source sample for the bundled digits."
+                    ) from None
+
+    def make_split(self, split: Split) -> Dataset[Any]:
+        prefix = "t10k" if split == "test" else "train"
+        if self.data_source == "auto":
+            self.data_source = self._resolve_auto()
+        if self.data_source == "sample":
+            assert self.sample_folder is not None
+            images, labels = _read_pair(self.sample_folder, prefix, {})
+        else:
+            images, labels = _read_pair(self._raw(), prefix, self.files)
+        if split == "test":
+            return TensorImages(images, labels)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        val_count = len(labels) // 12 if self.data_source != "sample" else len(labels) // 10
+        # sorted: reading memory in order is several times faster, and training shuffles anyway
+        chosen = (order[:-val_count] if split == "train" else order[-val_count:]).sort().values
+        return TensorImages(images[chosen], labels[chosen])
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self._require_one_source()
+        if self.batch_size > 60_000:
+            raise UserError(f"--data.batch_size must be at most the 60,000 images of the set, got {self.batch_size}.")
+
+    def _raw(self) -> Path:
+        return Path(self.root) / self.folder
+
+    def _missing(self) -> list[str]:
+        return [name for name in self.files if find_idx(self._raw(), name) is None]
+
+    def _resolve_auto(self) -> str:
+        if not self._missing():
+            return "mnist"
+        warnings.warn(
+            f"\n{'!' * 100}\nFull MNIST was not found in {self._raw()} and could not be downloaded: using the 10,000 + "
+            "2,000 digits that ship with the package.\nFor the full set name its folder with --data.root, or silence "
+            f"this with --data.source sample.\n{'!' * 100}",
+            stacklevel=2,
+        )
+        return "sample"
+
+    def _require_one_source(self) -> None:
+        """All ranks must have found the same data: a rank with other images would train a chimera."""
+        if self.trainer is None or self.trainer.world_size == 1:
+            return
+        first = self.trainer.strategy.broadcast(self.data_source)
+        same = torch.tensor(float(first == self.data_source), device=self.trainer.strategy.root_device)
+        if self.trainer.strategy.reduce(same, reduce_op="mean") < 1:
+            raise UserError(
+                f"--data.source auto found different data on different ranks (rank 0: {first}). Give all machines the "
+                "files, or name the source: --data.source mnist or sample."
+            )
+
+    def _download(self) -> None:
+        """torchvision's download, with bounded time-outs, into a folder of its own: the root never sees half a file."""
+        from torchvision import datasets
+
+        root = Path(self.root)
+        root.mkdir(parents=True, exist_ok=True)
+        previous = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
+        try:
+            with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as scratch:
+                with contextlib.redirect_stdout(open(os.devnull, "w")):
+                    getattr(datasets, self.torchvision_dataset)(scratch, download=True)
+                self._raw().mkdir(parents=True, exist_ok=True)
+                for name, digest in self.files.items():
+                    fetched = Path(scratch) / self.folder / name
+                    read_idx(fetched, digest)
+                    shutil.move(fetched, self._raw() / name)
+        finally:
+            socket.setdefaulttimeout(previous)
+
+
+def _read_pair(folder: Path, prefix: str, digests: dict[str, str | None]) -> tuple[Tensor, Tensor]:
+    """Checked images and labels of one part ("train" or "t10k")."""
+    parts = []
+    for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"):
+        path = find_idx(folder, name)
+        if path is None:
+            raise UserError(f"{folder} lacks {name}. Name another --data.root or use --data.source sample.")
+        parts.append(read_idx(path, digests.get(name)))
+    images, labels = parts
+    if len(images) != len(labels):
+        raise UserError(f"{folder}: {len(images)} {prefix} images but {len(labels)} labels.")
+    return images, labels

@@ -1,0 +1,146 @@
+"""Where scalars go: metrics.csv in the run's folder, and Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from project.checkpoints import write_atomically
+
+
+class MetricsCSV(Logger):
+    """One row per logged step in ``metrics.csv``; what is logged at the same step shares the row.
+
+    Lightning's CSVLogger deletes the file when a run is resumed and writes a row per call. Here a resumed run
+    keeps exactly the rows its checkpoint knew, so the file of a killed run ends like that of an undisturbed one.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._columns = ["step", "epoch"]
+        self._count = 0  # rows in the file
+        self._row: dict[str, float] = {}  # the row being gathered
+        self._row_in_file = False  # an earlier state of it is the file's last row
+        self._row_changed = False
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run's config.yaml holds them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        step = int(step or 0)
+        if self._row and self._row["step"] != step:
+            self.flush_rows()
+            self._row, self._row_in_file = {}, False
+        self._row["step"] = step
+        self._row.update({key: float(value) for key, value in metrics.items()})
+        if "epoch" in self._row:
+            self._row["epoch"] = int(self._row["epoch"])
+        self._row_changed = True
+
+    @rank_zero_only
+    def save(self) -> None:
+        self.flush_rows()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.flush_rows()
+
+    def flush_rows(self) -> int:
+        """Write the row being gathered, which may still grow; returns the number of rows in the file."""
+        if self._row_changed:
+            new = sorted(key for key in self._row if key not in self._columns)
+            self._columns += new
+            if self._row_in_file or new or not self._count:
+                rows: list[dict[str, Any]] = list(self._read())
+                self._rewrite([*(rows[:-1] if self._row_in_file else rows), self._row])
+            else:
+                with open(self.path, "a", newline="") as file:
+                    csv.DictWriter(file, self._columns).writerow(self._row)
+            self._count += not self._row_in_file
+            self._row_in_file, self._row_changed = True, False
+        return self._count
+
+    @rank_zero_only
+    def keep_rows(self, count: int) -> None:
+        """Go on after the first ``count`` rows of the file; those behind them are of steps that will come again."""
+        rows = self._read()[:count]
+        self._count = len(rows)
+        self._columns = list(dict.fromkeys([*self._columns, *(key for row in rows for key in row)]))
+        self._rewrite(list(rows))
+        if rows:  # what is still logged at its step joins the last row
+            self._row = {key: float(value) for key, value in rows[-1].items() if value != ""}
+        self._row_in_file, self._row_changed = bool(rows), False
+
+    def _read(self) -> list[dict[str, str]]:
+        if not self.path.exists():
+            return []
+        with open(self.path, newline="") as file:
+            return list(csv.DictReader(file))
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(text.getvalue().encode(), self.path)
+
+
+def make_wandb_logger(folder: Path, run_name: str, run_id: str) -> Logger | None:
+    """The W&B logger of a run, or None where ``WANDB_MODE=disabled``.
+
+    Online where an API key is configured, else offline: no prompt, no network. ``WANDB_MODE`` wins. The id is the one in
+    the run's folder, so a resumed run goes on in the same W&B run.
+    """
+    mode = os.environ.get("WANDB_MODE", "").lower()
+    if mode == "disabled" or os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        return None
+    from lightning.pytorch.loggers import WandbLogger
+
+    offline = mode in ("offline", "dryrun") or (not mode and not has_wandb_key())
+    os.environ.setdefault("WANDB_SILENT", "true")  # its lines about where files lie; our summary says it in one
+    return WandbLogger(
+        name=run_name,
+        save_dir=str(folder),
+        id=run_id,
+        project=os.environ.get("WANDB_PROJECT", "mnist-lightning"),
+        offline=offline,
+        resume="allow" if not offline else None,
+        log_model=False,
+    )
+
+
+def has_wandb_key() -> bool:
+    """Whether a W&B API key is configured (environment or netrc); no network is touched."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    try:
+        hosts = netrc.netrc(os.environ.get("NETRC", str(Path.home() / ".netrc"))).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any("wandb" in host for host in hosts)

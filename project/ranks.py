@@ -1,0 +1,81 @@
+"""Which rank this process is before Lightning knows, and how rank 0 decides once for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from project.errors import UserError
+
+# Lightning starts its child ranks with the parent's environment: what rank 0 decided travels in it.
+DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
+
+
+def launched_world() -> tuple[int, int, int]:
+    """Rank, world size and ranks per machine as torchrun or SLURM (srun) announce them; (0, 1, 1) outside of both."""
+    environ = os.environ
+    if "TORCHELASTIC_RUN_ID" in environ or ("RANK" in environ and "WORLD_SIZE" in environ):
+        world = int(environ["WORLD_SIZE"])
+        return int(environ["RANK"]), world, int(environ.get("LOCAL_WORLD_SIZE", world))
+    # interactive shells inside an allocation have the variables, too, but one process
+    if "SLURM_STEP_ID" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        world = int(environ.get("SLURM_NTASKS", 1))
+        return int(environ.get("SLURM_PROCID", 0)), world, max(1, world // int(environ.get("SLURM_NNODES", 1)))
+    return 0, 1, 1
+
+
+def is_child() -> bool:
+    """Whether Lightning's launcher started this process as a further rank of another one."""
+    return DECISION_VARIABLE in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that speaks and writes."""
+    return not is_child() and launched_world()[0] == 0
+
+
+def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
+    """``decide()`` of rank 0, known to every rank. Its value must be plain (JSON).
+
+    Ranks started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
+
+    Raises:
+        UserError: What ``decide`` raised on rank 0, on every rank (silent on the others).
+    """
+    if is_child():
+        return json.loads(os.environ[DECISION_VARIABLE])
+    if os.environ.get("NODE_RANK", "0") != "0" and launched_world()[1] == 1:
+        raise UserError("NODE_RANK is set without a launcher. Start several machines with torchrun, see the README.")
+    if launched_world()[1] > 1:
+        return _broadcast(decide)
+    decision = decide()
+    os.environ[DECISION_VARIABLE] = json.dumps(decision)
+    return decision
+
+
+def _broadcast(decide: Callable[[], Any]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size, _ = launched_world()
+    if not dist.is_initialized():
+        if "MASTER_ADDR" not in os.environ:
+            from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+            slurm = SLURMEnvironment()
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = slurm.main_address, str(slurm.main_port)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))
+    told: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            told = [decide(), None]
+        except UserError as error:
+            told = [None, str(error)]
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise UserError(told[1])
+    return told[0]

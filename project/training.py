@@ -1,0 +1,202 @@
+"""The main job as functions: a trainer for a run, and a run from start to summary. ``fit`` is its thin command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import Logger
+
+from project import signals, summary, threads
+from project.callbacks.checkpoint import RunCheckpoint, parse_interval, release_child_processes
+from project.callbacks.memory import MemoryMonitor
+from project.callbacks.optimizer_monitor import OptimizerMonitor
+from project.callbacks.throughput import ThroughputMonitor
+from project.checkpoints import AtomicCheckpointIO
+from project.cli import ProjectCLI
+from project.errors import UserError
+from project.loggers import MetricsCSV, make_wandb_logger
+from project.progress import progress_callback
+from project.ranks import is_rank_zero, launched_world
+from project.runs import Run
+
+MATMUL_PRECISIONS = ("highest", "high", "medium")
+
+
+def make_trainer(cli: ProjectCLI, run: Run) -> Trainer:
+    """A Trainer from the command line's flags with this project's callbacks, loggers and checkpoint files.
+
+    Raises:
+        UserError: Lightning refuses a flag, or flags contradict the launcher or the machine.
+    """
+    flags = trainer_flags(cli)
+    timer, throughput, memory = summary.RunTimer(), ThroughputMonitor(), MemoryMonitor()
+    seconds, steps = parse_interval(cli.config.checkpoint_every)
+    keeper = RunCheckpoint(run.folder, run_record(cli, run), seconds, steps, exclude=throughput.pause)
+    chosen: list[Callback] = flags.pop("callbacks", None) or []
+    ours: list[Callback | None] = [timer, keeper, OptimizerMonitor(), throughput, memory]
+    bar = progress_callback(flags.pop("enable_progress_bar", None))
+    plugins = flags.pop("plugins", None) or []
+    flags |= {
+        "callbacks": [callback for callback in (*ours, bar, *chosen) if callback is not None],
+        "enable_progress_bar": isinstance(bar, ProgressBar),
+        "enable_model_summary": bool(flags["enable_model_summary"]),  # the start line says what matters
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in chosen),
+        "plugins": [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()],
+        "logger": make_loggers(cli, run, flags.pop("logger", None)),
+        "default_root_dir": run.folder,
+    }
+    return build_trainer(flags)
+
+
+def trainer_flags(cli: ProjectCLI) -> dict[str, Any]:
+    """The Trainer's arguments as typed, made to agree with torchrun or SLURM and with this machine."""
+    flags: dict[str, Any] = dict(cli.config_init.trainer)
+    _, world_size, local_size = launched_world()
+    if world_size > 1:
+        # Without this, `torchrun fit` would run as many independent trainings (Lightning's devices default to one CPU).
+        if flags["devices"] == "auto":
+            flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
+        elif str(flags["devices"]).isdigit() and int(flags["devices"]) * flags["num_nodes"] != world_size:
+            raise UserError(
+                f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']} must be the {world_size} processes the "
+                "launcher started. Leave both away to take what it started."
+            )
+    devices = str(flags["devices"])
+    most = 4 * threads.available_cores()
+    on_cpu = flags["accelerator"] == "cpu" or (flags["accelerator"] == "auto" and not torch.accelerator.is_available())
+    if on_cpu and devices.isdigit() and int(devices) > most:
+        raise UserError(
+            f"--devices must be at most {most} on this machine's {threads.available_cores()} CPU cores, got {devices}."
+        )
+    precision = cli.config.matmul_precision
+    if precision is not None:
+        if precision not in MATMUL_PRECISIONS:
+            raise UserError(f"--matmul_precision must be one of {', '.join(MATMUL_PRECISIONS)}, got {precision}.")
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.conv.fp32_precision = "ieee" if precision == "highest" else "tf32"
+    return flags
+
+
+def build_trainer(flags: dict[str, Any]) -> Trainer:
+    """``Trainer(**flags)``, its refusals as a :class:`UserError`."""
+    try:
+        return Trainer(**flags)
+    except (MisconfigurationException, ValueError, RuntimeError, TypeError) as error:
+        raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
+
+
+def make_loggers(cli: ProjectCLI, run: Run, chosen: Any) -> list[Logger]:
+    """metrics.csv always; W&B unless ``--logger`` names others or ``WANDB_MODE=disabled``; TensorBoard on its flag."""
+    loggers: list[Logger] = [MetricsCSV(run.folder / "metrics.csv")]
+    if isinstance(chosen, Logger):
+        loggers.append(chosen)
+    elif isinstance(chosen, (list, tuple)):
+        loggers += chosen
+    elif chosen is not False and is_rank_zero() and (logger := make_wandb_logger(run.folder, run.name, run.run_id)):
+        loggers.append(logger)
+    if cli.config.tensorboard:
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(run.folder, name="tensorboard", version=""))
+    return loggers
+
+
+def run_record(cli: ProjectCLI, run: Run) -> dict[str, Any]:
+    """What every checkpoint of a run says of it, besides its state."""
+    return {"run_name": run.name, "run_id": run.run_id, "config": cli.resolved(), "versions": summary.versions()}
+
+
+def train(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
+    """Train, test the best checkpoint once, and write the summary. Returns the summary's facts.
+
+    Raises:
+        signals.Stopped: The run was asked to stop; last.ckpt holds the step it reached.
+    """
+    keeper = find(trainer, RunCheckpoint)
+    status = 1
+    try:
+        trainer.fit(
+            cli.model, datamodule=cli.datamodule, ckpt_path=str(run.checkpoint) if run.checkpoint else None, weights_only=True
+        )
+        facts = gather_facts(cli, run, trainer)
+        facts |= test_best(trainer, cli, keeper)
+        if trainer.is_global_zero:
+            summary.write_summary(run.folder / "summary.json", facts)
+        status = 0
+        return facts
+    except signals.Stopped as stop:
+        status = stop.exit_code
+        raise
+    finally:
+        finish_wandb(trainer, status)
+        release_child_processes()
+
+
+def test_best(trainer: Trainer, cli: ProjectCLI, keeper: RunCheckpoint) -> dict[str, Any]:
+    """Metrics of best.ckpt on the test set: the one time a run looks at it."""
+    if not keeper.best_path.exists():
+        return {}
+    (metrics,) = trainer.test(
+        cli.model, datamodule=cli.datamodule, ckpt_path=str(keeper.best_path), weights_only=True, verbose=False
+    )
+    return dict(metrics)
+
+
+def gather_facts(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
+    """The summary's facts that are known when training has ended."""
+    keeper, timer = find(trainer, RunCheckpoint), find(trainer, summary.RunTimer)
+    datamodule = cli.datamodule
+    return {
+        "run_name": run.name,
+        "finished": True,
+        "device": summary.device_name(trainer),
+        "precision": trainer.precision,
+        "world_size": trainer.world_size,
+        "data_source": datamodule.data_source,
+        "train_samples": datamodule.num_samples("train"),
+        "parameters": sum(p.numel() for p in cli.model.parameters()),
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "fit_seconds": timer.seconds_so_far(),
+        "start_seconds": timer.start_seconds,
+        "best_epoch": keeper.best_epoch,
+        "val/accuracy": keeper.best_score,
+        **find(trainer, ThroughputMonitor).summary(),
+        **find(trainer, MemoryMonitor).summary(),
+        "git_commit": summary.git_commit(),
+        "versions": summary.versions(),
+        "command": summary.command_line(),
+    }
+
+
+def write_config(cli: ProjectCLI, folder: Path) -> None:
+    """The resolved configuration: ``--config`` of it repeats the run."""
+    text = yaml.safe_dump(cli.resolved(), sort_keys=False)
+    (folder / "config.yaml").write_text(f"# {summary.command_line()}\n{text}")
+
+
+def finish_wandb(trainer: Trainer, exit_code: int) -> None:
+    """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
+    if "wandb" in sys.modules and trainer.is_global_zero:
+        active = sys.modules["wandb"].run
+        if active is not None:
+            active.finish(exit_code=exit_code)
+
+
+def wandb_folder(run: Run) -> Path | None:
+    """The newest offline W&B folder of a run, None where there is none."""
+    found = sorted((run.folder / "wandb").glob("offline-run-*"), key=os.path.getmtime)
+    return found[-1] if found else None
+
+
+def find(trainer: Trainer, kind: type[Any]) -> Any:
+    """The trainer's callback of a class."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
