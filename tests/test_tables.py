@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from project.errors import UserError
+from project.tables import check_output, format_table, write_rows
+
+ROWS = [
+    {"file": "a b.png", "digit": "7", "probability": 0.1 + 0.2, "size": 12345},
+    {"file": "ü,\n.png", "digit": "1", "probability": math.nan, "size": 3, "note": Path("x")},
+]
+
+
+def test_json_holds_the_rows_in_full_precision_and_null_for_what_is_not_a_number(tmp_path: Path) -> None:
+    write_rows(tmp_path / "out.json", ROWS)
+    read = json.loads((tmp_path / "out.json").read_text())
+    assert read[0] == ROWS[0]
+    assert read[1] == {"file": "ü,\n.png", "digit": "1", "probability": None, "size": 3, "note": "x"}
+
+
+def test_csv_reads_back_with_every_column_of_every_row(tmp_path: Path) -> None:
+    write_rows(tmp_path / "out.CSV", ROWS)
+    with open(tmp_path / "out.CSV", newline="") as file:
+        first, second = csv.DictReader(file)
+    assert float(first["probability"]) == 0.1 + 0.2
+    assert (first["note"], second["note"], second["probability"], second["file"]) == ("", "x", "", "ü,\n.png")
+
+
+def test_table_aligns_numbers_right_and_marks_what_was_not_measured() -> None:
+    table = format_table(
+        [{"size": 16, "rate": 12345.6, "name": "a"}, {"size": 1024, "rate": None, "name": "long name"}]
+    )
+    assert table.split("\n") == [
+        " size    rate  name",
+        "-----  ------  ---------",
+        "   16  12,346  a",
+        "1,024       -  long name",
+    ]
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out", "folder.csv", "missing/out.csv"])
+def test_an_output_that_cannot_be_written_is_refused_in_one_line_before_any_work(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(UserError, match=r"^--output must .*got .*\.") as error:
+        check_output(tmp_path / name)
+    assert "\n" not in str(error.value)
+    assert os.listdir(tmp_path) == ["folder.csv"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "out.csv", ROWS)
+    before = (tmp_path / "out.csv").read_bytes()
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("project.tables.os.replace", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_rows(tmp_path / "out.csv", ROWS[:1])
+    assert (tmp_path / "out.csv").read_bytes() == before
+    assert os.listdir(tmp_path) == ["out.csv"]
