@@ -132,18 +132,36 @@ def load(path: Path, overrides: list[str] | None = None) -> Loaded:
     """
     from project.cli import build_from_config
 
-    checkpoint = read(path)
-    run = dict(checkpoint.get(RUN_KEY) or {})
-    if "config" not in run:
-        raise UserError(f"--ckpt_path {path} does not say which network it belongs to: it was not written by this project.")
+    run = record(path)
     config = run.pop("config")
     module, datamodule = build_from_config(config, overrides or [])
+    load_weights(module, path)
+    return Loaded(module.eval(), datamodule, config, run, path)
+
+
+def record(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
+
+    Raises:
+        UserError: The file is unusable or was not written by this project.
+    """
+    run = dict(read(path).get(RUN_KEY) or {})
+    if "config" not in run:
+        raise UserError(f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to.")
+    return run
+
+
+def load_weights(module: LightningModule, path: Path) -> None:
+    """Give a module a checkpoint's weights.
+
+    Raises:
+        UserError: They do not fit.
+    """
     try:
-        module.load_state_dict(checkpoint["state_dict"])
+        module.load_state_dict(read(path)["state_dict"])
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--ckpt_path {path}: its weights do not fit its network: {reason}.") from None
-    return Loaded(module.eval(), datamodule, config, run, path)
+        raise UserError(f"--ckpt_path {path}: its weights do not fit the network: {reason}") from None
 
 
 def _require_plain(value: Any, where: str) -> None:

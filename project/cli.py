@@ -112,6 +112,23 @@ class ProjectCLI(LightningCLI):
         return None  # type: ignore[return-value]
 
 
+class TestCLI(ProjectCLI):
+    """The command line of ``test``: model and data of the checkpoint, Trainer flags, ``--output``."""
+
+    __test__ = False  # pytest: this is no test class
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--output", type=str | None, default=None, help="Also write the metrics to FILE.json or FILE.csv.")
+
+
+def typed_value(argv: list[str], option: str) -> str | None:
+    """What was typed for one option, before anything is parsed; the last one counts, as it does when parsing."""
+    values = [after for word, after in zip(argv, argv[1:], strict=False) if word == option]
+    values += [word.split("=", 1)[1] for word in argv if word.startswith(f"{option}=")]
+    return values[-1] if values else None
+
+
 def configs_first(argv: list[str]) -> list[str]:
     """``argv`` with every ``--config FILE`` moved to the front, in order: what is typed wins wherever it stands."""
     configs: list[str] = []

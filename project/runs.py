@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from project.checkpoints import damage, read
+from project.checkpoints import damage
 from project.errors import UserError, nearest
 
 ROOT = Path("checkpoints")
@@ -205,8 +205,3 @@ def _check_name(name: str) -> None:
             f"--run_name must be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit and not '{LATEST}', "
             f"got '{name}'."
         )
-
-
-def run_record(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run (name, configuration, ...), {} where it says nothing."""
-    return dict(read(path).get("run") or {})

@@ -13,11 +13,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from project import signals, summary, threads
-from project.callbacks.checkpoint import RunCheckpoint, parse_interval, release_child_processes
+from project.callbacks.checkpoint import RunCheckpoint, parse_interval
 from project.callbacks.memory import MemoryMonitor
 from project.callbacks.optimizer_monitor import OptimizerMonitor
+from project.callbacks.stop import release_child_processes
 from project.callbacks.throughput import ThroughputMonitor
 from project.checkpoints import AtomicCheckpointIO
 from project.cli import ProjectCLI
@@ -120,14 +122,13 @@ def train(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
     Raises:
         signals.Stopped: The run was asked to stop; last.ckpt holds the step it reached.
     """
-    keeper = find(trainer, RunCheckpoint)
     status = 1
     try:
         trainer.fit(
             cli.model, datamodule=cli.datamodule, ckpt_path=str(run.checkpoint) if run.checkpoint else None, weights_only=True
         )
-        facts = gather_facts(cli, run, trainer)
-        facts |= test_best(trainer, cli, keeper)
+        facts = gather_facts(cli, run, trainer)  # before the test's precision is set
+        facts |= test_best(trainer, cli, find(trainer, RunCheckpoint))
         if trainer.is_global_zero:
             summary.write_summary(run.folder / "summary.json", facts)
         status = 0
@@ -142,8 +143,9 @@ def train(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
 
 def test_best(trainer: Trainer, cli: ProjectCLI, keeper: RunCheckpoint) -> dict[str, Any]:
     """Metrics of best.ckpt on the test set: the one time a run looks at it."""
-    if not keeper.best_path.exists():
-        return {}
+    # Without autocast: the figure is then what the checkpoint predicts on any device, also on a CPU in float32.
+    if isinstance(trainer.precision_plugin, MixedPrecision):
+        trainer.strategy.precision_plugin = Precision()
     (metrics,) = trainer.test(
         cli.model, datamodule=cli.datamodule, ckpt_path=str(keeper.best_path), weights_only=True, verbose=False
     )

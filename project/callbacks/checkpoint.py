@@ -1,10 +1,9 @@
-"""Keeps a run: saves best.ckpt and last.ckpt, resumes bit-exactly, and stops cleanly when asked to."""
+"""Keeps a run: saves best.ckpt and last.ckpt between two steps, and resumes from them bit-exactly."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from project import signals
-from project.callbacks.agreement import Agreement
 from project.callbacks.exact_state import (
     Place,
     clean_place,
@@ -26,15 +23,14 @@ from project.callbacks.exact_state import (
     restore_metric_states,
     restore_random_state,
 )
+from project.callbacks.stop import SAVE_DUE, GracefulStop, release_child_processes
 from project.checkpoints import RUN_KEY, damage, read, write_atomically
 from project.errors import UserError
 from project.loggers import MetricsCSV
 
-SAVE_DUE = 1  # a request below every signal number
 
-
-class RunCheckpoint(Callback):
-    """Saves, resumes and stops a run at the edges between two optimizer steps.
+class RunCheckpoint(GracefulStop):
+    """Saves, resumes and (see the base class) stops a run at the edges between two optimizer steps.
 
     Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and logging steps,
     forgets the best when its folder changes, and numbers its files (Lightning issues 17543, 21800, 11379). Here every
@@ -59,6 +55,7 @@ class RunCheckpoint(Callback):
         monitor: str = "val/accuracy",
         exclude: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        super().__init__(requeue_path=folder / "last.ckpt")
         self.folder = folder
         self.record = record
         self.every_seconds = every_seconds
@@ -69,9 +66,7 @@ class RunCheckpoint(Callback):
         self.best_epoch: int | None = None
         self.best_step: int | None = None
         self.notes: list[str] = []
-        self._agreement: Agreement | None = None
         self._place: Place | None = None
-        self._request = 0  # agreed: a signal to stop by, or SAVE_DUE
         self._best_due = False
         self._random_state: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
@@ -87,18 +82,6 @@ class RunCheckpoint(Callback):
         return self.folder / "last.ckpt"
 
     # Start and resume
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._agreement is None:
-            self._agreement = Agreement(trainer.world_size)
-        signals.defer(shared=trainer.world_size > 1)
-        # Ours replaces Lightning's handling, which can hang and ends a terminated run with exit code 0 (issues 20806, 21406).
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        environment = trainer._accelerator_connector.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
-            signal.signal(environment.requeue_signal, lambda number, _: signals.note(number))
-            trainer._checkpoint_connector.hpc_save_path = lambda _: str(self.last_path)  # type: ignore[method-assign]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(RUN_KEY) or {}
@@ -233,7 +216,7 @@ class RunCheckpoint(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._stop_asked_in_evaluation(trainer, trainer.num_val_batches):
+        if self._stop_asked_in_evaluation(trainer):
             if not trainer.sanity_checking:
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
                     if isinstance(callback, WeightAveraging):  # put the trained weights back before they are saved
@@ -250,24 +233,6 @@ class RunCheckpoint(Callback):
             self._best_due = True
         self._note_random_state(trainer)
 
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if self._stop_asked_in_evaluation(trainer, trainer.num_test_batches):
-            raise signals.Stopped(self._request)
-
-    def _stop_asked_in_evaluation(self, trainer: Trainer, batches: Any) -> bool:
-        """Whether the ranks agreed to stop; they count the same batches only with our evaluation sampler."""
-        assert self._agreement is not None
-        loaders = trainer.val_dataloaders if not trainer.testing else trainer.test_dataloaders
-        if trainer.world_size == 1 or hasattr(getattr(loaders, "sampler", None), "num_batches"):
-            self._request = max(self._request, self._agreement.latest(signals.requested()))
-        return self._request > SAVE_DUE
-
-    def _settle(self) -> int:
-        assert self._agreement is not None
-        return self._agreement.settle(signals.requested())
-
     def _note_random_state(self, trainer: Trainer) -> None:
         self._random_state = random_state(trainer.strategy.root_device)
 
@@ -278,9 +243,15 @@ class RunCheckpoint(Callback):
                 self._note_random_state(trainer)
             if save_last or self._request or self._best_due:
                 self._save(trainer, place)
+            if stop and self._asks_to_requeue(trainer, stop):
+                # Lightning's SLURM plugin: saves to last.ckpt (see setup) and asks for the job to be queued again
+                self._place = place
+                trainer._signal_connector._slurm_sigusr_handler_fn(stop, None)  # type: ignore[arg-type]
+                stop = signal.SIGTERM
         self._request = 0
         if stop:
-            self._stop(trainer, stop)
+            release_child_processes()
+            raise signals.Stopped(stop)
 
     def _save(self, trainer: Trainer, place: Place) -> None:
         self._place = place
@@ -324,24 +295,6 @@ class RunCheckpoint(Callback):
             "global_batch_size": getattr(sampler, "global_batch_size", 0),
             "metric_rows": next((x.flush_rows() for x in trainer.loggers if isinstance(x, MetricsCSV)), 0),
         }
-
-    def _stop(self, trainer: Trainer, signum: int) -> None:
-        environment = trainer._accelerator_connector.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and signum == environment.requeue_signal:
-            # Lightning's own: saves (to last.ckpt, see setup) and asks SLURM to start the job again
-            self._place = "epoch" if not trainer.fit_loop.epoch_loop.batch_progress.current.completed else "batch"
-            trainer._signal_connector._slurm_sigusr_handler_fn(signum, None)  # type: ignore[arg-type]
-            signum = signal.SIGTERM
-        release_child_processes()
-        raise signals.Stopped(signum)
-
-
-def release_child_processes() -> None:
-    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero."""
-    for thread in threading.enumerate():
-        if thread.name == "child-process-observer":
-            thread._child_processes = []  # type: ignore[attr-defined]
-
 
 def parse_interval(text: str) -> tuple[float, int | None]:
     """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).

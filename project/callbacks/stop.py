@@ -1,0 +1,73 @@
+"""Ends a run when it is asked to, on all ranks at the same step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from project import signals
+from project.callbacks.agreement import Agreement
+
+SAVE_DUE = 1  # what the ranks may agree on besides a signal's number: a request below them all
+
+
+class GracefulStop(Callback):
+    """SIGTERM, Ctrl-C and SLURM's signal, received by any rank at any moment, end all ranks at the same batch.
+
+    Replaces Lightning's handling, which broadcasts inside the signal handler and can hang, hears rank 0 only, saves
+    nothing and exits with 0 (Lightning issues 20806, 21406, 20542).
+
+    Args:
+        requeue_path: The checkpoint that Lightning's SLURM plugin writes before it asks for the job to be queued again.
+    """
+
+    def __init__(self, requeue_path: Path | None = None) -> None:
+        self.requeue_path = requeue_path
+        self._agreement: Agreement | None = None
+        self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._agreement is None:
+            self._agreement = Agreement(trainer.world_size)
+        signals.defer(shared=trainer.world_size > 1)
+        # Ours replaces Lightning's handling, which can hang and ends a terminated run with exit code 0 (issues 20806, 21406).
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        environment = trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+            signal.signal(environment.requeue_signal, lambda number, _: signals.note(number))
+            trainer._checkpoint_connector.hpc_save_path = lambda _: str(self.requeue_path)  # type: ignore[method-assign]
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._stop_asked_in_evaluation(trainer):
+            raise signals.Stopped(self._request)
+
+    def _stop_asked_in_evaluation(self, trainer: Trainer) -> bool:
+        """Whether the ranks agreed to stop; they count the same batches only with our evaluation sampler."""
+        assert self._agreement is not None
+        loaders = trainer.val_dataloaders if not trainer.testing else trainer.test_dataloaders
+        if trainer.world_size == 1 or hasattr(getattr(loaders, "sampler", None), "num_batches"):
+            self._request = max(self._request, self._agreement.latest(signals.requested()))
+        return self._request > SAVE_DUE
+
+    def _settle(self) -> int:
+        assert self._agreement is not None
+        return self._agreement.settle(signals.requested())
+
+    def _asks_to_requeue(self, trainer: Trainer, signum: int) -> bool:
+        environment = trainer._accelerator_connector.cluster_environment
+        return isinstance(environment, SLURMEnvironment) and signum == environment.requeue_signal
+
+
+def release_child_processes() -> None:
+    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero."""
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            thread._child_processes = []  # type: ignore[attr-defined]

@@ -1,0 +1,61 @@
+"""A checkpoint's metrics on the test set; everything that is needed is in the checkpoint.
+
+python -m project.test
+python -m project.test --ckpt_path checkpoints/mine/best.ckpt --data.root data --output metrics.json
+python -m project.test --devices 2 --strategy ddp
+"""
+
+from __future__ import annotations
+
+
+def main(argv: list[str]) -> int:
+    """Test as ``argv`` says; returns the exit code."""
+    from pathlib import Path
+
+    from project import checkpoints, summary, tables
+    from project.callbacks.checkpoint import GracefulStop
+    from project.cli import TestCLI, typed_value
+    from project.ranks import decided_by_rank_zero, is_rank_zero
+    from project.runs import find_checkpoint
+    from project.training import build_trainer, trainer_flags
+
+    if output := typed_value(argv, "--output"):
+        tables.check_output(output)
+    ckpt_path, run_name = typed_value(argv, "--ckpt_path"), typed_value(argv, "--run_name")
+    if "--help" in argv or "-h" in argv:
+        TestCLI(argv, "project.test")
+    path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(ckpt_path, run_name=run_name))))
+    record = checkpoints.record(path)
+    # the training run's Trainer flags are of its machine and its job; what is typed here counts
+    base = {key: value for key, value in record["config"].items() if key != "trainer"}
+    cli = TestCLI(argv, "project.test", base=base)
+    checkpoints.load_weights(cli.model, path)
+    flags = trainer_flags(cli) | {
+        "logger": False,
+        "callbacks": [GracefulStop()],
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    trainer = build_trainer(flags)
+    (metrics,) = trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
+    facts = {
+        "checkpoint": str(path),
+        "run_name": record.get("run_name"),
+        "data_source": cli.datamodule.data_source,
+        "test_samples": cli.datamodule.num_samples("test"),
+        "device": summary.device_name(trainer),
+        "precision": trainer.precision,
+        "world_size": trainer.world_size,
+        **metrics,
+    }
+    if is_rank_zero():
+        print(tables.format_table([facts]))
+        if output:
+            tables.write_rows(output, facts)
+    return 0
+
+
+if __name__ == "__main__":
+    from project.entry import run
+
+    run(main)
