@@ -1,6 +1,7 @@
 # docker build -t project .
 # docker run --gpus all project --precision 16-mixed
-# docker run --gpus all --ipc=host -v "$PWD/checkpoints:/app/checkpoints" -v "$PWD/data:/app/data" project --devices 2
+# docker run --gpus all --ipc=host --user "$(id -u):$(id -g)" \
+#   -v "$PWD/checkpoints:/app/checkpoints" -v "$PWD/data:/app/data" project --devices 2
 # docker run --entrypoint python project -m project.devices
 #
 # Any Debian with Python 3.10-3.13, its venv module and its headers. PyTorch's wheels bring their own CUDA libraries.
@@ -19,7 +20,7 @@ COPY requirements.lock /tmp/requirements.lock
 RUN python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r /tmp/requirements.lock
 
-# HOME and USER: any `docker run --user ID` can write its caches and has a name.
+# Any `docker run --user ID` has a name and a place for its caches, and can write the two folders below.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HOME=/tmp \
@@ -27,8 +28,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 WORKDIR /app
-RUN useradd --no-create-home --uid 1000 trainer \
-    && install --directory --owner=trainer --group=trainer checkpoints data
+RUN install --directory --mode=1777 checkpoints data
 COPY LICENSE ./
 COPY configs configs
 COPY project project

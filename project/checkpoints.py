@@ -94,7 +94,9 @@ def read(path: Path) -> dict[str, Any]:
                 f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in it "
                 "was run. Give a checkpoint written by this project."
             ) from None
-        raise UserError(f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one.") from None
+        raise UserError(
+            f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one."
+        ) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     return checkpoint
@@ -147,7 +149,9 @@ def record(path: Path) -> dict[str, Any]:
     """
     run = dict(read(path).get(RUN_KEY) or {})
     if "config" not in run:
-        raise UserError(f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to.")
+        raise UserError(
+            f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
+        )
     return run
 
 

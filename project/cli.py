@@ -79,11 +79,33 @@ class ProjectCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--run_name", type=str | None, default=None, help="The run's folder in checkpoints/ (default: a time stamp).")
-        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Go on from last, best, auto (last whole one, else afresh) or a file.")
-        parser.add_argument("--checkpoint_every", type=str, default="60s", help="Save last.ckpt at least every so many optimizer steps (500) or seconds (60s).")
-        parser.add_argument("--matmul_precision", type=str | None, default=None, help="float32 matrix products: highest, high (TF32) or medium (bfloat16).")
-        parser.add_argument("--tensorboard", type=bool, default=False, help="Also write TensorBoard files into the run's folder.")
+        parser.add_argument(
+            "--run_name",
+            type=str | None,
+            default=None,
+            help="The run's folder in checkpoints/ (default: a time stamp).",
+        )
+        parser.add_argument(
+            "--ckpt_path",
+            type=str | None,
+            default=None,
+            help="Go on from last, best, auto (last whole one, else afresh) or a file.",
+        )
+        parser.add_argument(
+            "--checkpoint_every",
+            type=str,
+            default="60s",
+            help="Save last.ckpt at least every so many optimizer steps (500) or seconds (60s).",
+        )
+        parser.add_argument(
+            "--matmul_precision",
+            type=str | None,
+            default=None,
+            help="float32 matrix products: highest, high (TF32) or medium (bfloat16).",
+        )
+        parser.add_argument(
+            "--tensorboard", type=bool, default=False, help="Also write TensorBoard files into the run's folder."
+        )
         parser.set_defaults(DEFAULTS)
         parser.set_defaults({"model": {**DEFAULTS["model"], "init_args": {"network": DEFAULT_NETWORK}}})
         parser.flatten("trainer")
@@ -104,7 +126,9 @@ class ProjectCLI(LightningCLI):
         """The whole configuration as plain values, as config.yaml and the checkpoints hold it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plain: dict[str, Any] = yaml.safe_load(self.parser.dump(self.config, skip_none=False, skip_link_targets=False))
+            plain: dict[str, Any] = yaml.safe_load(
+                self.parser.dump(self.config, skip_none=False, skip_link_targets=False)
+            )
         return {key: value for key, value in plain.items() if key not in ("ckpt_path", "run_name")}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -119,7 +143,9 @@ class TestCLI(ProjectCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--output", type=str | None, default=None, help="Also write the metrics to FILE.json or FILE.csv.")
+        parser.add_argument(
+            "--output", type=str | None, default=None, help="Also write the metrics to FILE.json or FILE.csv."
+        )
 
 
 def typed_value(argv: list[str], option: str) -> str | None:
@@ -171,7 +197,9 @@ def read_configuration(argv: list[str], prog: str) -> tuple[ProjectCLI, Run, lis
         return cli, run, []
     saved = (read(run.checkpoint).get(RUN_KEY) or {}).get("config")
     if saved is None:
-        raise UserError(f"--ckpt_path {run.checkpoint} was not written by this project: there is no configuration in it.")
+        raise UserError(
+            f"--ckpt_path {run.checkpoint} was not written by this project: there is no configuration in it."
+        )
     cli = ProjectCLI(argv, prog, base=saved)
     before, after = flat(saved), flat(cli.resolved())
     changes = [

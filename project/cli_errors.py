@@ -6,7 +6,13 @@ import re
 
 from project.errors import nearest
 
-KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "dict": "key: value pairs"}
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "dict": "key: value pairs",
+}
 
 
 def explain(message: str, options: list[str]) -> str:

@@ -50,7 +50,9 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
     except OSError as error:
         if error.errno in DISK_ERRORS:
-            say_error(f"{error.filename or 'a file'}: {error.strerror}. Free space or choose a folder you may write to.")
+            say_error(
+                f"{error.filename or 'a file'}: {error.strerror}. Free space or choose a folder you may write to."
+            )
             return 2
         traceback.print_exc()
         return 1

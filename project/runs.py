@@ -39,6 +39,7 @@ class Run:
             with contextlib.suppress(OSError):
                 self.run_id = (self.folder / RUN_ID).read_text().strip()
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
+
     _lock: Any = None
 
     @property
@@ -53,7 +54,14 @@ class Run:
     def to_plain(self) -> dict[str, Any]:
         """The decision as JSON can carry it to other ranks."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
-        return {"folder": str(self.folder), "checkpoint": checkpoint, "finished": self.finished, "fork": self.fork, "notes": self.notes, "run_id": self.run_id}
+        return {
+            "folder": str(self.folder),
+            "checkpoint": checkpoint,
+            "finished": self.finished,
+            "fork": self.fork,
+            "notes": self.notes,
+            "run_id": self.run_id,
+        }
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Run:

@@ -82,8 +82,12 @@ def git_commit() -> str | None:
     """The commit of the code that runs, with ``-dirty`` where files differ from it; None outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5).stdout
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5).stdout
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5
+        ).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.strip() + ("-dirty" if changed.strip() else "")
@@ -120,7 +124,9 @@ def closing_lines(facts: dict[str, Any], folder: Path, wandb_folder: Path | None
     if "test/accuracy" in facts:
         lines.append(f"test/accuracy {facts['test/accuracy']:.4f}   test/loss {facts['test/loss']:.4f}")
     if facts.get("val/accuracy") is not None:
-        lines.append(f"val/accuracy  {facts['val/accuracy']:.4f}   (best, epoch {facts['best_epoch'] + 1} of {facts['epochs']})")
+        lines.append(
+            f"val/accuracy  {facts['val/accuracy']:.4f}   (best, epoch {facts['best_epoch'] + 1} of {facts['epochs']})"
+        )
     speed = facts.get("throughput/samples_per_sec")
     lines.append(f"trained {facts['fit_seconds']:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
     if advice:

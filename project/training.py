@@ -125,7 +125,10 @@ def train(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
     status = 1
     try:
         trainer.fit(
-            cli.model, datamodule=cli.datamodule, ckpt_path=str(run.checkpoint) if run.checkpoint else None, weights_only=True
+            cli.model,
+            datamodule=cli.datamodule,
+            ckpt_path=str(run.checkpoint) if run.checkpoint else None,
+            weights_only=True,
         )
         facts = gather_facts(cli, run, trainer)  # before the test's precision is set
         facts |= test_best(trainer, cli, find(trainer, RunCheckpoint))

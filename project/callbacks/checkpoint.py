@@ -89,7 +89,9 @@ class RunCheckpoint(GracefulStop):
         if self._resume and self._resume["place"] != "validation":
             self._stepped = checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
         if saved.get("optimizer") not in (None, pl_module.hparams.get("optimizer")):
-            self.notes.append(f"optimizer {saved['optimizer']} → {pl_module.hparams.get('optimizer')}: its state starts anew.")
+            self.notes.append(
+                f"optimizer {saved['optimizer']} → {pl_module.hparams.get('optimizer')}: its state starts anew."
+            )
             checkpoint["optimizer_states"] = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -214,7 +216,13 @@ class RunCheckpoint(GracefulStop):
         self._note_random_state(trainer)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if self._stop_asked_in_evaluation(trainer):
             if not trainer.sanity_checking:
@@ -295,6 +303,7 @@ class RunCheckpoint(GracefulStop):
             "global_batch_size": getattr(sampler, "global_batch_size", 0),
             "metric_rows": next((x.flush_rows() for x in trainer.loggers if isinstance(x, MetricsCSV)), 0),
         }
+
 
 def parse_interval(text: str) -> tuple[float, int | None]:
     """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).

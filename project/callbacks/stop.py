@@ -44,7 +44,13 @@ class GracefulStop(Callback):
             trainer._checkpoint_connector.hpc_save_path = lambda _: str(self.requeue_path)  # type: ignore[method-assign]
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if self._stop_asked_in_evaluation(trainer):
             raise signals.Stopped(self._request)

@@ -48,9 +48,7 @@ class SeededFetch(Dataset[Any]):
         epoch: Called before each fetch in the process that fetches; the epoch the batch belongs to.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         self.dataset = dataset
         self.seed = seed
         self.collate = collate

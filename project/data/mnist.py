@@ -49,9 +49,7 @@ class MNISTDataModule(BatchedDataModule):
     torchvision_dataset = "MNIST"  # the class in torchvision.datasets that can fetch the files
     sample_folder: Path | None = DIGITS
 
-    def __init__(
-        self, root: str = "data", source: Literal["auto", "mnist", "sample"] = "auto", **kwargs: Any
-    ) -> None:
+    def __init__(self, root: str = "data", source: Literal["auto", "mnist", "sample"] = "auto", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.root = root
         self.source = source
