@@ -33,6 +33,6 @@ COPY LICENSE ./
 COPY configs configs
 COPY project project
 
-USER 1000
+USER 1000:1000
 VOLUME ["/app/checkpoints", "/app/data"]
 ENTRYPOINT ["python", "-m", "project.fit"]

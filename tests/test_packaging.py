@@ -129,7 +129,7 @@ def test_the_image_is_locked_and_not_root() -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert all("--require-hashes" in line for line in text.splitlines() if "pip install" in line)
     (user,) = re.findall(r"^USER (\S+)$", text, flags=re.MULTILINE)
-    assert int(user) > 0
+    assert min(int(number) for number in user.split(":")) > 0
     assert f'ENTRYPOINT ["python", "-m", "{PACKAGE}.fit"]' in text
 
 
