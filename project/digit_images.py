@@ -61,11 +61,10 @@ def find_ink(pixels: np.ndarray) -> np.ndarray:
     """
     background, noise = find_background(pixels)
     away = pixels - background  # (height, width, 3)
-    strength = np.linalg.norm(away, axis=2)
-    peak = float(strength.max())
-    if peak < LEAST_CONTRAST:
+    squares = np.einsum("hwc,hwc->hw", away, away)
+    if squares.max() < LEAST_CONTRAST**2:
         raise BadImage("one plain colour, no digit in it")
-    towards = np.einsum("hwc,hw->c", away, strength**2)  # the strongest pixels say where the digit's colour lies
+    towards = np.einsum("hwc,hw->c", away, squares)  # the strongest pixels say where the digit's colour lies
     ink = np.clip(away @ (towards / max(float(np.linalg.norm(towards)), 1e-12)), 0, None)
     # not the strongest pixel of all: in a photo that one is noise
     full = float(np.quantile(ink[ink >= ink.max() / 2], 0.9))
@@ -79,18 +78,20 @@ def find_background(pixels: np.ndarray) -> tuple[np.ndarray, float]:
     A plane through the edge's pixels for each colour: light falls off across a photo of a sheet of paper.
     """
     height, width = pixels.shape[:2]
-    y, x = np.mgrid[-1 : 1 : height * 1j, -1 : 1 : width * 1j].astype(np.float32)
-    basis = np.stack([np.ones_like(x), x, y], axis=2)  # (height, width, 3)
     thick = max(1, min(height, width) // 50)
     edge = np.ones((height, width), dtype=bool)
     edge[thick:-thick, thick:-thick] = False
-    at, values = basis[edge], pixels[edge]
+    y, x = np.linspace(-1, 1, height, dtype=np.float32), np.linspace(-1, 1, width, dtype=np.float32)
+    rows, columns = np.nonzero(edge)
+    at, values = np.stack([np.ones(len(rows)), y[rows], x[columns]], axis=1), pixels[edge]  # (count, 3) both
     residual = np.abs(values - np.median(values, axis=0)).max(axis=1)
     for _ in range(3):  # without the ink of a digit that touches the edge
         usual = residual <= max(3 * float(np.median(residual)), 1 / 255)
-        plane = np.linalg.lstsq(at[usual], values[usual], rcond=None)[0]
+        plane = np.linalg.lstsq(at[usual], values[usual], rcond=None)[0]  # (3, 3): coefficient, colour
         residual = np.abs(values - at @ plane).max(axis=1)
-    return basis @ plane, float(residual[usual].std())
+    level, down, across = plane.astype(np.float32)
+    background = level + y[:, None, None] * down + x[None, :, None] * across
+    return background, float(residual[usual].std())
 
 
 def without_dust(ink: np.ndarray) -> np.ndarray:

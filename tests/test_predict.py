@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from digit_files import WAYS
+from PIL import Image, ImageDraw, ImageFont
+from trained import trained_checkpoint
+
+from project import entry, predict
+from project.checkpoints import Loaded, load
+from project.digit_images import prepare_digit
+from project.errors import UserError
+from project.image_files import BadImage, find_images, fit_picture, read_image
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    loaded = load(trained_checkpoint())
+    loaded.datamodule.setup("test")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def digits(loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
+    """300 test digits spread over the test set: uint8 (300, 28, 28), and their labels (300,)."""
+    test = loaded.datamodule.splits["test"]
+    chosen = np.arange(300) * (len(test) // 300)
+    return test.images[chosen, 0].numpy(), test.labels[chosen].numpy()
+
+
+def test_300_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_mnist(
+    loaded: Loaded, digits: tuple[np.ndarray, np.ndarray], tmp_path: Path
+) -> None:
+    images, labels = digits
+    direct = np.mean(accurate(predict.label_batch(loaded, [tmp_path] * 300, list(images[:, None])), labels))
+    assert direct > 0.9
+    rng = np.random.default_rng(0)
+    found = {}
+    for way in WAYS:
+        paths = [way(image, tmp_path / f"{way.__name__}_{index:03}", rng) for index, image in enumerate(images)]
+        rows, _, bad = predict.predict_files(loaded, paths)
+        assert not bad
+        assert [row["file"] for row in rows] == [str(path) for path in paths]
+        found[way.__name__] = np.mean(accurate(rows, labels))
+    print(f"straight from MNIST {direct:.4f}", found)
+    assert min(found.values()) >= direct - 0.01, found
+    assert found["as_it_is"] == direct
+
+
+def accurate(rows: list[dict], labels: np.ndarray) -> list[bool]:
+    return [int(row["digit"]) == label for row, label in zip(rows, labels, strict=True)]
+
+
+def test_an_mnist_image_comes_out_of_preparation_unchanged(digits: tuple[np.ndarray, np.ndarray]) -> None:
+    for image in digits[0]:
+        pixels = np.repeat(image[..., None].astype(np.float32) / 255, 3, axis=2)
+        np.testing.assert_array_equal(prepare_digit(pixels), image)
+
+
+def test_prepared_digits_have_mnists_box_and_centre_of_mass(digits: tuple[np.ndarray, np.ndarray]) -> None:
+    for image in digits[0][:50]:
+        wide = np.zeros((200, 300), dtype=np.float32)
+        wide[20:160, 150:290] = np.asarray(Image.fromarray(image).resize((140, 140)), dtype=np.float32) / 255
+        prepared = prepare_digit(1 - np.repeat(wide[..., None], 3, axis=2)).astype(np.float64)
+        rows, columns = np.flatnonzero(prepared.any(axis=1)), np.flatnonzero(prepared.any(axis=0))
+        assert max(np.ptp(rows), np.ptp(columns)) + 1 in (19, 20)  # 19: a faint outermost row rounds to 0
+        centre = [prepared.sum(axis=1) @ np.arange(28), prepared.sum(axis=0) @ np.arange(28)] / prepared.sum()
+        np.testing.assert_allclose(centre, 14, atol=0.51)
+
+
+def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> None:
+    """DejaVu ships with matplotlib. Bar for a net of seconds; the README's figure is of many fonts and a full run."""
+    import matplotlib
+
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 150)
+    for digit in range(10):
+        picture = Image.new("RGB", (300, 220), "navy")
+        ImageDraw.Draw(picture).text((20, 20), str(digit), font=font, fill="yellow")
+        picture.save(tmp_path / f"{digit}.png")
+    rows, _, _ = predict.predict_files(loaded, find_images([str(tmp_path)]))
+    assert sum(row["digit"] == Path(row["file"]).stem for row in rows) >= 7
+
+
+def test_dust_and_a_digit_in_a_corner_do_not_matter(loaded: Loaded, digits: tuple[np.ndarray, np.ndarray]) -> None:
+    clean, dusty = [], []
+    for image in digits[0][:100]:
+        page = np.ones((200, 200, 3), dtype=np.float32)
+        page[110:194, 110:194] -= np.asarray(Image.fromarray(image).resize((84, 84)), dtype=np.float32)[..., None] / 255
+        clean.append(prepare_digit(page))
+        page[10:13, 10:13] = 0
+        dusty.append(prepare_digit(page))
+    np.testing.assert_allclose(
+        np.array(dusty, dtype=int), np.array(clean, dtype=int), atol=8
+    )  # full ink is re-estimated
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 40), (40, 1), (2, 2), (3, 500)])
+def test_pictures_of_odd_sizes_are_prepared_or_refused_never_a_crash(height: int, width: int) -> None:
+    rng = np.random.default_rng(0)
+    for picture in (np.zeros((height, width, 3)), np.ones((height, width, 3)), rng.random((height, width, 3))):
+        try:
+            prepared = prepare_digit(picture.astype(np.float32))
+        except BadImage:
+            continue
+        assert prepared.shape == (28, 28)
+        assert prepared.any()
+
+
+def test_a_picture_for_another_networks_shape_keeps_its_middle_and_colours() -> None:
+    pixels = np.zeros((10, 30, 3), dtype=np.float32)
+    pixels[:, 10:20] = (1, 0, 0)
+    fitted = fit_picture(pixels, (3, 32, 32))
+    assert fitted.shape == (3, 32, 32)
+    assert (fitted[0, :, 4:28] == 255).all()
+    assert (fitted[1:] == 0).all()
+    assert fit_picture(pixels, (1, 8, 8)).shape == (1, 8, 8)
+
+
+def test_bad_files_are_named_and_skipped_and_the_exit_code_says_so(
+    digits: tuple[np.ndarray, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "scans"
+    (folder / "below").mkdir(parents=True)
+    Image.fromarray(digits[0][0]).save(folder / "good.png")
+    Image.fromarray(digits[0][1]).save(folder / "below" / "also good.webp", lossless=True)
+    (folder / "truncated.png").write_bytes((folder / "good.png").read_bytes()[:100])
+    (folder / "text.jpg").write_text("no image at all")
+    Image.new("L", (50, 50), 200).save(folder / "blank.bmp")
+    Image.new("1", (20_000, 20_000)).save(folder / "bomb.png")
+    (folder / "notes.txt").write_text("not taken from a folder")
+    output = tmp_path / "labels.csv"
+    words = [str(folder), str(folder / "*.png"), str(folder / "missing.png"), "--ckpt_path", str(trained_checkpoint())]
+    assert entry.exit_code(predict.main, [*words, "--output", str(output)]) == 2
+    told = capsys.readouterr()
+    assert [line.split(": ", 1)[0].removeprefix(f"skipped {folder}/") for line in told.err.splitlines()] == [
+        "blank.bmp",
+        "bomb.png",
+        "text.jpg",
+        "truncated.png",
+        "missing.png",
+        "error",
+    ]
+    assert "Traceback" not in told.err
+    with open(output, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [Path(row["file"]).name for row in rows] == ["also good.webp", "good.png"]
+    assert list(rows[0]) == ["file", "digit", "probability", "runner_up", "runner_up_probability"]
+    for name in ("also good.webp", "good.png"):
+        assert name in told.out
+
+
+def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
+    digits: tuple[np.ndarray, np.ndarray], tmp_path: Path
+) -> None:
+    for index in range(7):
+        Image.fromarray(digits[0][index]).save(tmp_path / f"{index}.png")
+    words = [str(tmp_path / "[0-9].png"), "--ckpt_path", str(trained_checkpoint())]
+    flags = ["--output", str(tmp_path / "out.json"), "--contact_sheet", str(tmp_path / "sheet.png")]
+    assert entry.exit_code(predict.main, [*words, *flags]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert len(rows) == 7
+    assert all(0.5 >= row["runner_up_probability"] >= 0 and row["digit"] != row["runner_up"] for row in rows)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert np.asarray(sheet).min() == 0  # the digits' background, black on the white sheet
+        assert sheet.width > 3 * 84
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no*such.png"], "IMAGE no*such.png matches no file"),
+        (["EMPTY"], "is a folder without image files"),
+        (["x.png", "--output", "x.txt"], "--output must end in .json or .csv, got x.txt"),
+        (["x.png", "--contact_sheet", "x.csv"], "--contact_sheet must end in .png, got x.csv"),
+        (["x.png", "--ckpt", "a"], "unknown option --ckpt. Did you mean --ckpt_path?"),
+        ([], "IMAGE"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(tmp_path) if word == "EMPTY" else word for word in words]
+    assert entry.exit_code(predict.main, words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    for name in ("b.png", "a.PNG", ".hidden.png", "c.txt"):
+        (tmp_path / name).write_bytes(b"")
+    assert find_images([str(tmp_path), str(tmp_path / "b.png")]) == [tmp_path / "a.PNG", tmp_path / "b.png"]
+    with pytest.raises(UserError):
+        find_images([str(tmp_path / "*.gif")])
+
+
+def test_postscript_is_never_started(tmp_path: Path) -> None:
+    """Pillow would hand an .eps file to Ghostscript, a whole programming language, whatever its name ends in."""
+    Image.new("RGB", (50, 50)).save(tmp_path / "x.eps")
+    shutil.copy(tmp_path / "x.eps", tmp_path / "x.png")
+    with pytest.raises(BadImage, match="not an image"):
+        read_image(tmp_path / "x.png")
+
+
+def test_sixteen_bits_and_transparency_are_not_clipped(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 32768, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
+    np.testing.assert_allclose(read_image(tmp_path / "deep.png")[0, :, 0], [0, 0.5, 1], atol=1e-4)
+    for shade in (0, 255):
+        Image.fromarray(np.array([[[shade] * 3 + [0], [shade] * 3 + [255]]], dtype=np.uint8)).save(tmp_path / "c.png")
+        np.testing.assert_allclose(np.ptp(read_image(tmp_path / "c.png"), axis=1), 1)
+
+
+def test_help_is_there_in_under_three_seconds() -> None:
+    command = [sys.executable, "-m", "project.predict", "--help"]
+    help_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3).stdout
+    assert "--contact_sheet" in help_text
+
+
+@pytest.mark.gpu
+def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from project import fit
+
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    flags = ["--data.source", "sample", "--max_epochs", "2", "--accelerator", "gpu", "--devices", "1"]
+    for precision in ("32-true", "16-mixed", "bf16-mixed"):
+        where = ["--default_root_dir", str(tmp_path), "--run_name", precision, "--precision", precision]
+        assert fit.main([*flags, *where]) == 0
+        loaded = load(tmp_path / precision / "best.ckpt")
+        loaded.datamodule.setup("test")
+        images = loaded.datamodule.normalize(loaded.datamodule.splits["test"].images)
+        with torch.inference_mode():
+            on_cpu = loaded.module(images).argmax(dim=1)
+            on_gpu = loaded.module.cuda()(images.cuda()).argmax(dim=1).cpu()
+        assert (on_cpu != on_gpu).sum() == 0
