@@ -138,6 +138,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Loaded:
     config = run.pop("config")
     module, datamodule = build_from_config(config, overrides or [])
     load_weights(module, path)
+    datamodule.describe(run.pop("data", {}))
     return Loaded(module.eval(), datamodule, config, run, path)
 
 

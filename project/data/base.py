@@ -15,6 +15,7 @@ from project.data.sampler import EvalBatchSampler, TrainBatchSampler
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]
+SPLIT_SEED = 0  # of the validation split: the same samples whatever --seed_everything is
 
 
 class BatchedDataModule(LightningDataModule):
@@ -86,12 +87,42 @@ class BatchedDataModule(LightningDataModule):
     def make_split(self, split: Split) -> Dataset[Any]:
         """The dataset of a split: :class:`TensorImages`, or any map-style dataset of (image, label) samples.
 
-        Called once per split in every process, after ``prepare_data`` (which runs once per machine). Validation must
-        be cut from the training data in the same way every time.
+        An image is a uint8 tensor (channels, height, width), a float one in 0-1, or a Pillow image of any size and
+        mode, which is fitted to ``image_shape``. Called once per split in every process, after ``prepare_data`` (which
+        runs once per machine). Validation must be cut from the training data in the same way every time:
+        :meth:`hold_out` does.
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
     # What a newcomer inherits
+
+    def hold_out(self, dataset: Dataset[Any], split: Split, share: float = 0.1) -> Dataset[Any]:
+        """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share`` is validation.
+
+        The same samples in every run, on every rank and whatever ``--seed_everything`` is.
+        """
+        count = len(dataset)  # type: ignore[arg-type]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(SPLIT_SEED))
+        held_out = max(1, round(count * share))
+        # sorted: reading files or memory in order is several times faster, and training shuffles anyway
+        chosen = (order[:-held_out] if split == "train" else order[-held_out:]).sort().values
+        if isinstance(dataset, TensorImages):
+            return TensorImages(*dataset[chosen])
+        return Subset(dataset, chosen.tolist())
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint must know of the data to be used without them; plain values."""
+        return {
+            "class_names": [str(name) for name in self.class_names],
+            "image_shape": list(self.image_shape),
+            "mean": [float(value) for value in self.mean],
+            "std": [float(value) for value in self.std],
+        }
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Take over what :meth:`description` said in training: class names may have been read from a folder."""
+        for name, value in description.items():
+            setattr(self, name, tuple(value) if name == "image_shape" else value)
 
     def setup(self, stage: str) -> None:
         """Build the splits that ``stage`` ("fit", "validate", "test", "predict") needs, cut to their ``*_samples``."""
@@ -99,6 +130,7 @@ class BatchedDataModule(LightningDataModule):
         for split in needed.get(stage, []):
             if split not in self.splits:
                 self.splits[split] = _first(self.make_split(split), self.limits[split])
+                self._check_split(split)
         if stage == "test":
             self.splits.pop("train", None)  # the test set comes after training: one of them in memory at a time
 
@@ -130,6 +162,11 @@ class BatchedDataModule(LightningDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Augment (training only) and normalise a batch that has reached its device."""
         images, labels = batch
+        if tuple(images.shape[1:]) != tuple(self.image_shape):
+            raise UserError(
+                f"{type(self).__name__}.image_shape must be the images' (channels, height, width), "
+                f"{tuple(images.shape[1:])}, got {tuple(self.image_shape)}."
+            )
         if self.trainer is not None and self.trainer.training and any(self.augmentation.values()):
             images = random_affine(as_unit_floats(images), self._batch_generator(images.device), **self.augmentation)
         return self.normalize(images), labels
@@ -154,6 +191,17 @@ class BatchedDataModule(LightningDataModule):
     def _rank(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
+    def _check_split(self, split: Split) -> None:
+        """What is wrong with a user's data said in the user's words, before it is an index error in the loss."""
+        dataset, name = self.splits[split], type(self).__name__
+        if not len(dataset):  # type: ignore[arg-type]
+            raise UserError(f"{name}.make_split('{split}') must hold at least one sample, got none.")
+        if isinstance(dataset, TensorImages) and int(dataset.labels.max()) >= len(self.class_names):
+            raise UserError(
+                f"{name}.class_names must name every class: the {split} labels go up to {int(dataset.labels.max())}, "
+                f"got {len(self.class_names)} names."
+            )
+
     def _eval_loader(self, split: Split) -> DataLoader[Any]:
         rank, world_size = self._rank()
         return self._loader(
@@ -175,6 +223,7 @@ class BatchedDataModule(LightningDataModule):
             pin_memory=pin,
             prefetch_factor=self.prefetch_factor,
             seed=global_seed(),
+            image_shape=self.image_shape,
         )
 
     def _batch_generator(self, device: torch.device) -> torch.Generator:

@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
     """Images and labels that live in memory; a batch is gathered by index in one call.
 
     Args:
-        images: uint8 (or float), (count, channels, height, width).
-        labels: int64, (count,).
+        images: uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel.
+        labels: Whole numbers from 0, (count,).
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images = images
-        self.labels = labels
+        self.images = images if images.ndim == 4 else images.unsqueeze(1)
+        self.labels = labels.long()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -45,7 +46,6 @@ class SeededFetch(Dataset[Any]):
         dataset: Any map-style dataset (``__getitem__(int)``; ``__getitems__(list)`` is used where it exists).
         seed: Seed of the run.
         collate: Makes a batch of a list of samples.
-        epoch: Called before each fetch in the process that fetches; the epoch the batch belongs to.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -75,6 +75,29 @@ class SeededFetch(Dataset[Any]):
         return self.collate(samples)
 
 
+def collate_images(samples: list[Any], image_shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """A batch of (image, label) samples; Pillow images become uint8 tensors of ``image_shape``.
+
+    Returns:
+        Images (batch, channels, height, width), and labels int64 (batch,).
+    """
+    if not samples:  # a rank of an evaluation with more ranks than samples
+        return torch.empty(0, *image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+    images, labels = default_collate([(_as_tensor(image, image_shape), label) for image, label in samples])
+    return images, labels.long()
+
+
+def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
+    """uint8 (channels, height, width) of a Pillow image: its largest middle part of that shape. Tensors as they are."""
+    if not hasattr(image, "convert"):
+        return image
+    from PIL import ImageOps
+
+    channels, height, width = image_shape
+    fitted = ImageOps.fit(image.convert("L" if channels == 1 else "RGB"), (width, height))
+    return torch.from_numpy(np.array(fitted)).view(height, width, channels).permute(2, 0, 1)
+
+
 class EpochTagged(Sampler[Any]):
     """Yields ``(epoch, indices)`` for :class:`SeededFetch`; everything else is the wrapped sampler's."""
 
@@ -95,11 +118,18 @@ class EpochTagged(Sampler[Any]):
 
 
 def make_loader(
-    dataset: Dataset[Any], sampler: Sampler[Any], *, num_workers: int, pin_memory: bool, prefetch_factor: int, seed: int
+    dataset: Dataset[Any],
+    sampler: Sampler[Any],
+    *,
+    num_workers: int,
+    pin_memory: bool,
+    prefetch_factor: int,
+    seed: int,
+    image_shape: tuple[int, int, int],
 ) -> DataLoader[Any]:
     """A loader that asks ``dataset`` for whole batches: ``dataset[indices]`` for every item of ``sampler``."""
     if not isinstance(dataset, TensorImages):
-        dataset = SeededFetch(dataset, seed)
+        dataset = SeededFetch(dataset, seed, partial(collate_images, image_shape=image_shape))
         sampler = EpochTagged(sampler)
     return DataLoader(
         dataset,

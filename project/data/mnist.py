@@ -19,7 +19,6 @@ from project.data.loader import TensorImages
 from project.errors import UserError
 
 DIGITS = Path(__file__).parent / "digits"
-SPLIT_SEED = 0  # of the validation split: the same 5,000 images whatever --seed_everything is
 DOWNLOAD_TIMEOUT_S = 10.0  # per connection and per read
 
 
@@ -54,6 +53,8 @@ class MNISTDataModule(BatchedDataModule):
         self.root = root
         self.source = source
         self.data_source = source
+        if source == "sample" and self.sample_folder is None:
+            raise UserError(f"--data.source must be auto or mnist, got sample: {type(self).__name__} ships no files.")
 
     def prepare_data(self) -> None:
         """Fetch the full set where it is wanted, missing and can be had (once per machine)."""
@@ -62,10 +63,10 @@ class MNISTDataModule(BatchedDataModule):
                 self._download()
             except Exception as error:
                 if self.source == "mnist" or self.sample_folder is None:
+                    bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
                     raise UserError(
                         f"--data.source {self.source}: {self._raw()} lacks {', '.join(self._missing())} and the download "
-                        f"failed ({error}). Put the files there (plain or .gz), name another --data.root, or use "
-                        "--data.source sample for the bundled digits."
+                        f"failed ({error}). Put the files there (plain or .gz) or name another --data.root{bundled}."
                     ) from None
 
     def make_split(self, split: Split) -> Dataset[Any]:
@@ -79,11 +80,7 @@ class MNISTDataModule(BatchedDataModule):
             images, labels = _read_pair(self._raw(), prefix, self.files)
         if split == "test":
             return TensorImages(images, labels)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
-        val_count = len(labels) // 12 if self.data_source != "sample" else len(labels) // 10
-        # sorted: reading memory in order is several times faster, and training shuffles anyway
-        chosen = (order[:-val_count] if split == "train" else order[-val_count:]).sort().values
-        return TensorImages(images[chosen], labels[chosen])
+        return self.hold_out(TensorImages(images, labels), split, 1 / 10 if self.data_source == "sample" else 1 / 12)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from project.errors import UserError
+from project.model.fit_to_data import check_fit
 from project.model.networks import ConvNet
 from project.model.optimizers import Schedule, make_optimizer, make_schedule
 from project.model.recompute import recompute_activations
@@ -81,6 +82,11 @@ class ImageClassifier(LightningModule):
         # Since the last log step: per batch its mean loss, logits and labels. One update of the metric for many
         # batches costs what one batch would: 938 single updates take about a tenth of an epoch of the MLP.
         self.window: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def setup(self, stage: str) -> None:
+        """Before training: does the network fit the data? An answer in the user's words instead of a shape error."""
+        if stage == "fit" and hasattr(self.trainer.datamodule, "class_names"):
+            check_fit(self.network, self.trainer.datamodule)
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalised images (batch, channels, height, width) → logits (batch, classes)."""
