@@ -1,0 +1,448 @@
+"""Memory: exact values on a known allocator, and the truth on a real host."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch import Callback
+from monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
+from torch import nn
+
+from project.callbacks.host_memory import HostMemory
+from project.callbacks.memory import MemoryMonitor
+from project.callbacks.memory_breakdown import ACTIVATIONS, GIB, add_activations, possible_savings, table
+from project.callbacks.memory_growth import MIB, MemoryGrowth
+from project.callbacks.memory_snapshot import MemorySnapshot
+from project.callbacks.out_of_memory import flags_to_try, is_out_of_memory
+from project.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*logging interval", "ignore:.*does not have many workers")
+
+
+class FakeAllocator:
+    """A device of 8 GiB on which what is allocated and reserved is set by hand."""
+
+    total: int | None = 8 * GIB
+
+    def __init__(self) -> None:
+        self.now = {"allocated": 0, "reserved": 0}
+        self.peak = dict(self.now)
+        self.resets = 0
+
+    def hold(self, allocated_gib: float, reserved_gib: float | None = None) -> None:
+        self.now = {"allocated": int(allocated_gib * GIB), "reserved": int((reserved_gib or 2 * allocated_gib) * GIB)}
+        self.peak = {name: max(self.peak[name], size) for name, size in self.now.items()}
+
+    def read(self) -> dict[str, int]:
+        return {**self.now, **{f"peak_{name}": size for name, size in self.peak.items()}}
+
+    def reset_peak(self) -> None:
+        self.resets += 1
+        self.peak = dict(self.now)
+
+
+class FakeHost(HostMemory):
+    """A host whose memory is set by hand, in GiB."""
+
+    def __init__(self, process: float = 1.0, workers: float = 0.5, peak: float = 1.25) -> None:
+        super().__init__()
+        self.process, self.workers, self.peak = process, workers, peak
+
+    def process_rss(self) -> int:
+        return int(self.process * GIB)
+
+    def rss(self) -> int:
+        return int((self.process + self.workers) * GIB)
+
+    def peak_rss(self) -> int:
+        return int(self.peak * GIB)
+
+
+def known_run(folder: Path, **options: Any) -> tuple[Any, Any, FakeAllocator, MemoryMonitor, Linear]:
+    """A run that holds 1 GiB; a training step touches 3, a validation step 5, what came before training 6."""
+    allocator = FakeAllocator()
+    monitor = MemoryMonitor(lambda device: allocator, FakeHost())
+    trainer, rows = make_trainer(folder, monitor, **{"log_every_n_steps": 4, **options})
+
+    def touch(gib: float) -> None:
+        allocator.hold(gib)
+        allocator.hold(1.0)
+
+    touch(6.0)
+    return trainer, rows, allocator, monitor, Linear(lambda: touch(3.0), lambda: touch(5.0))
+
+
+GPU_ROW = {
+    "allocated_gib": 1.0,
+    "reserved_gib": 2.0,
+    "peak_allocated_gib": 3.0,
+    "peak_reserved_gib": 6.0,
+    "peak_reserved_pct": 75.0,
+    "rss_gib": 1.5,
+}
+
+
+def test_device_memory_is_logged_at_log_steps_and_epoch_ends_with_peaks_of_their_own(tmp_path):
+    trainer, rows, allocator, _, module = known_run(tmp_path)
+    trainer.fit(module, Points(80, 8).loader())
+    assert rows.of("memory") == [(3, GPU_ROW), (7, GPU_ROW), (10, GPU_ROW)]
+    assert allocator.resets == 1 + 3  # when training starts, and with every row
+
+
+def test_a_peak_belongs_to_its_own_window(tmp_path):
+    trainer, rows, allocator, monitor, module = known_run(tmp_path)
+
+    class Spike(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 5:
+                allocator.hold(3.5)
+
+    trainer.callbacks.append(Spike())
+    trainer.fit(module, Points(80, 8).loader())
+    assert [row["peak_allocated_gib"] for _, row in rows.of("memory")] == [3.0, 3.5, 3.0]
+    assert monitor.epoch_peaks == [
+        {
+            "memory/peak_allocated_gib": 3.5,
+            "memory/peak_reserved_gib": 7.0,
+            "memory/peak_reserved_pct": 87.5,
+            "memory/peak_rss_gib": 1.5,
+        }
+    ]
+
+
+def test_validation_counts_for_the_peak_but_not_for_the_breakdown_of_a_training_step(tmp_path):
+    trainer, rows, _, monitor, module = known_run(tmp_path, val_check_interval=6)
+    trainer.fit(module, Points(80, 8).loader(), Points(16, 8).loader())
+    assert [row["peak_allocated_gib"] for _, row in rows.of("memory")] == [3.0, 5.0, 3.0]
+    assert monitor.summary()["memory/peak_allocated_gib"] == 5.0
+    assert sum(monitor.breakdown.values()) == pytest.approx(3.0)
+
+
+def test_the_breakdown_adds_up_tensors_exactly(tmp_path):
+    trainer, _, _, monitor, module = known_run(tmp_path)
+    module.layer = nn.Linear(8, 2, dtype=torch.float32)
+    module.register_buffer("table", torch.zeros(100, dtype=torch.float64))
+    trainer.fit(module, Points(80, 8).loader())
+    weights, parameters = (8 * 2 + 2) * 4 + 100 * 8, (8 * 2 + 2) * 4
+    assert monitor.breakdown == pytest.approx(
+        {
+            "weights": weights / GIB,
+            "gradients": parameters / GIB,
+            "optimizer state": (2 * parameters + 2 * 4) / GIB,  # two moments each, and a float32 step count per tensor
+            ACTIVATIONS: 3.0 - (weights + 3 * parameters + 8) / GIB,
+        }
+    )
+
+
+def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path):
+    monitor = MemoryMonitor()
+    trainer, rows = make_trainer(tmp_path, monitor)
+    trainer.fit(Linear(), Points(80, 8).loader())
+    ((step, row),) = rows.of("memory")
+    assert (step, set(row)) == (10, {"rss_gib"})
+    assert row["rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / GIB, rel=0.05)
+    assert monitor.summary().keys() == {"memory/peak_rss_gib"}
+    assert monitor.summary()["memory/peak_rss_gib"] >= row["rss_gib"]
+    assert monitor.breakdown.keys() == {"weights", "gradients", "optimizer state"}
+    assert monitor.breakdown["gradients"] == 72 / GIB
+
+
+def test_the_breakdown_waits_for_the_first_optimizer_step(tmp_path):
+    trainer, _, _, monitor, module = known_run(tmp_path, accumulate_grad_batches=4, limit_train_batches=5)
+    trainer.fit(module, Points(80, 8).loader())
+    assert monitor.breakdown["optimizer state"] == (2 * 72 + 8) / GIB
+
+
+def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
+    trainer, _, allocator, monitor, module = known_run(tmp_path, max_epochs=3)
+
+    class SpikeInTheSecond(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                allocator.hold(4.0)
+
+    trainer.callbacks.append(SpikeInTheSecond())
+    trainer.fit(module, Points(80, 8).loader())
+    assert monitor.summary()["memory/peak_allocated_gib"] == 4.0
+    assert [peaks["memory/peak_allocated_gib"] for peaks in monitor.epoch_peaks] == [3.0, 4.0, 3.0]
+
+
+def test_two_ranks_share_the_larger_device_figure_and_the_sum_of_host_memory(tmp_path):
+    allocator = FakeAllocator()
+    host = FakeHost()
+    monitor = MemoryMonitor(lambda device: allocator, host)
+    trainer, rows = make_trainer(tmp_path, monitor, devices=2, strategy="ddp_fork", use_distributed_sampler=False)
+
+    class Differ(Callback):
+        def on_train_start(self, trainer, pl_module):
+            allocator.hold(1.0 + trainer.global_rank)
+            host.process = 1.0 + trainer.global_rank
+
+        def on_train_end(self, trainer, pl_module):
+            report = [rows.of("memory"), monitor.summary()]
+            (tmp_path / f"{trainer.global_rank}.json").write_text(json.dumps(report))
+
+    trainer.callbacks.append(Differ())
+    trainer.fit(Linear(), Points(80, 8).loader())
+    for rank in (0, 1):
+        logged, summary = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert logged[-1][1]["allocated_gib"] == 2.0
+        assert logged[-1][1]["peak_reserved_pct"] == 50.0
+        assert logged[-1][1]["rss_gib"] == 1.5 + 2.5
+        assert summary["memory/peak_rss_gib"] == 4.0  # above the sum of what the processes say: 2.5
+
+
+# Host memory
+
+
+def work(ready: Any, done: Any) -> None:
+    block = bytearray(64 * MIB)
+    block[::4096] = b"x" * len(block[::4096])
+    ready.set()
+    done.wait()
+
+
+def test_host_memory_counts_workers_and_forgets_those_that_ended():
+    host = HostMemory()
+    alone = host.rss()
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+    worker = context.Process(target=work, args=(ready, done))
+    worker.start()
+    ready.wait()
+    both = host.rss()
+    done.set()
+    worker.join()
+    assert both > alone + 64 * MIB
+    assert host.rss() < both - 64 * MIB
+    assert host.process_rss() == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_the_peak_is_this_process_own_and_not_its_parents():
+    script = "from project.callbacks.host_memory import HostMemory; print(HostMemory().peak_rss())"
+    block = bytearray(512 * MIB)
+    block[::4096] = b"x" * len(block[::4096])
+    peak = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout)
+    assert 0 < peak < 256 * MIB
+
+
+# Growth
+
+
+def test_steady_growth_is_reported_with_numbers_and_nothing_else_is():
+    def last_report(*mib: float) -> str | None:
+        growth = MemoryGrowth("host", least_mib=2)
+        return [growth.note(int(value * MIB)) for value in mib][-1]
+
+    report = last_report(500, 508, 516, 524, 532)
+    assert report is not None
+    assert report.startswith(
+        "host memory looks like it leaks: 8.0 MiB more after each of the last 4 epochs (500 MiB → 532 MiB)"
+    )
+    assert last_report(500, 508, 516, 524) is None  # too few epochs to tell
+    assert last_report(500, 564, 580, 584, 585) is None  # caches that fill up
+    assert last_report(500, 508, 516, 516, 524) is None  # one epoch did not grow
+    assert last_report(500, 501, 502, 503, 504) is None  # less than allocators wobble
+    assert last_report(900, 500, 508, 516, 524, 532) is not None  # only the last epochs count
+
+
+def leaky(mib: float) -> Linear:
+    kept: list[Any] = []
+    module = Linear()
+    module.on_validation = lambda: kept.append(torch.ones(int(mib * MIB / 4)))
+    return module
+
+
+def test_a_planted_leak_is_reported_once(tmp_path):
+    monitor = MemoryMonitor()
+    trainer, _ = make_trainer(tmp_path, monitor, max_epochs=8)
+    with pytest.warns(UserWarning, match="host memory looks like it leaks") as record:
+        trainer.fit(leaky(8), Points(80, 8).loader(), Points(8, 8).loader())
+    assert len([w for w in record if "leaks" in str(w.message)]) == 1
+    assert len(monitor.leaks) == 1
+    assert "8." in monitor.leaks[0]
+
+
+def test_a_planted_leak_on_the_device_is_reported(tmp_path):
+    trainer, _, allocator, _, module = known_run(tmp_path, max_epochs=8)
+
+    class Keep(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            allocator.hold(1.0 + trainer.current_epoch / 1024)
+
+    trainer.callbacks.insert(0, Keep())
+    with pytest.warns(UserWarning, match=r"device memory looks like it leaks: 1\.0 MiB more"):
+        trainer.fit(module, Points(80, 8).loader())
+
+
+def test_a_long_clean_run_reports_no_leak(tmp_path, recwarn):
+    monitor = MemoryMonitor()
+    trainer, _ = make_trainer(tmp_path, monitor, max_epochs=25, log_every_n_steps=2)
+    trainer.fit(leaky(0), Points(80, 8).loader(), Points(8, 8).loader())
+    assert monitor.leaks == []
+    assert len(monitor.epoch_peaks) == 25
+
+
+# Savings and advice
+
+
+def test_savings_are_shares_of_the_whole():
+    parts = add_activations({"weights": 1.0, "gradients": 1.0, "optimizer state": 2.0}, 8 * GIB)
+    assert parts[ACTIVATIONS] == 4.0
+    saved = possible_savings(parts, "32-true", torch.float32)
+    assert saved == {
+        "--precision bf16-mixed": 25.0,
+        "--data.batch_size halved, --accumulate_grad_batches doubled": 25.0,
+        "--model.activation_checkpointing true": 50.0,
+        "--precision bf16-true": 50.0,
+    }
+    mixed = possible_savings(parts, "bf16-mixed", torch.float32)
+    assert "--precision bf16-mixed" not in mixed
+    assert mixed["--precision bf16-true"] == 25.0  # activations are 16-bit already
+    assert "--precision bf16-true" not in possible_savings(parts, "bf16-true", torch.bfloat16)
+    assert possible_savings({}, "32-true", torch.float32) == {}
+    assert table(parts).startswith(f"{ACTIVATIONS} 4.00 GiB, optimizer state 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17 GB)"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (MemoryError(), True),
+        (RuntimeError("shapes do not match"), False),
+        (RuntimeError(), False),
+        (KeyError(3), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_three_flags_in_order_of_what_they_cost():
+    def first_words(*args: Any) -> list[str]:
+        return [line.split("   ")[0] for line in flags_to_try(*args)]
+
+    assert first_words(64, "batch_size", "32-true", 1, "cuda") == [
+        "--precision bf16-mixed",
+        "--data.batch_size 32 --accumulate_grad_batches 2",
+        "--model.activation_checkpointing true",
+    ]
+    assert first_words(64, "batch_size", "bf16-mixed", 2, "cuda") == [
+        "--data.batch_size 32 --accumulate_grad_batches 4",
+        "--precision bf16-true",
+        "--model.activation_checkpointing true",
+    ]
+    assert first_words(1000, "eval_batch_size", "32-true", 1, "cuda")[0] == "--data.eval_batch_size 500"
+    assert (
+        first_words(None, "batch_size", "32-true", 1, "cpu")[0]
+        == "half the --data.batch_size --accumulate_grad_batches 2"
+    )
+    assert all(
+        len(flags_to_try(8, flag, p, 1, "cuda")) == 3
+        for flag in ("batch_size", "eval_batch_size")
+        for p in ("32-true", "16-true")
+    )
+
+
+def test_a_simulated_out_of_memory_error_carries_the_advice_and_goes_on_its_way(tmp_path):
+    trainer, _, allocator, monitor, module = known_run(tmp_path)
+
+    def run_out() -> None:
+        allocator.hold(7.5)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
+
+    module.on_step = run_out
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(module, Points(80, 8).loader())
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "CUDA out of memory. Tried to allocate 4.00 GiB"
+    assert lines[2] == "Out of memory in training; the peak was 7.50 GiB of 8.00 GiB."
+    assert lines[3].startswith("Memory by use: activations and the rest 7.50 GiB, weights")
+    assert [line.strip()[:2] for line in lines[5:8]] == ["1.", "2.", "3."]
+    assert lines[8].startswith("The last checkpoint is whole")
+    monitor.on_exception(trainer, module, caught.value)  # a second callback or a second trip
+    assert str(caught.value).count("Try, in this order") == 1
+
+
+def test_another_error_keeps_its_message(tmp_path):
+    trainer, _, _, _, module = known_run(tmp_path)
+    module.on_step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError, match=r"^division by zero$"):
+        trainer.fit(module, Points(80, 8).loader())
+
+
+OOM_MODEL = """
+import torch
+from project.model import MNISTClassifier
+
+class RunsOut(MNISTClassifier):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path):
+    (tmp_path / "runs_out.py").write_text(OOM_MODEL)
+    flags = ["--data.source", "sample", "--data.batch_size", "64", "--accelerator", "cpu", "--max_epochs", "1"]
+    command = [sys.executable, "-m", "project.fit", "--model", "runs_out.RunsOut", *flags, "--checkpoint_every", "2"]
+    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": search}
+    ended = subprocess.run(
+        [*command, "--run_name", "oom"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    tail = ended.stderr.strip().splitlines()[-7:]
+    assert tail[0].startswith("Out of memory in training; --data.batch_size is 64")
+    assert "--data.batch_size 32 --accumulate_grad_batches 2" in ended.stderr
+    assert tail[-1].startswith("The last checkpoint is whole")
+    from project.checkpoints import damage
+
+    assert damage(tmp_path / "checkpoints" / "oom" / "last.ckpt") is None
+
+
+# Snapshot
+
+
+def test_a_snapshot_without_cuda_is_refused(tmp_path):
+    trainer, _ = make_trainer(tmp_path, MemorySnapshot(str(tmp_path / "m.pickle")))
+    with pytest.raises(UserError, match="--memory_snapshot needs a CUDA device, got cpu"):
+        trainer.fit(Linear(), Points(80, 8).loader())
+
+
+def test_a_snapshot_is_written_when_training_ends_and_when_it_fails(tmp_path, monkeypatch, capsys):
+    calls: list[Any] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(path))
+    cuda = SimpleNamespace(root_device=torch.device("cuda"))
+    trainer: Any = SimpleNamespace(strategy=cuda, global_rank=1)
+    snapshot = MemorySnapshot(str(tmp_path / "m.pickle"))
+    snapshot.setup(trainer, Linear(), "fit")
+    snapshot.on_fit_start(trainer, Linear())
+    snapshot.on_exception(trainer, Linear(), RuntimeError())
+    snapshot.on_train_end(trainer, Linear())
+    assert calls[1:] == [str(tmp_path / "m.rank1.pickle"), {"enabled": None}]
+    trainer.global_rank = 0
+    snapshot.on_fit_start(trainer, Linear())
+    snapshot.on_train_end(trainer, Linear())
+    assert calls[4] == str(tmp_path / "m.pickle")
+    assert "https://pytorch.org/memory_viz" in capsys.readouterr().out
+    with pytest.raises(UserError, match="there is no folder"):
+        MemorySnapshot("nowhere/m.pickle").setup(trainer, Linear(), "fit")

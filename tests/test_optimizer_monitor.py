@@ -1,0 +1,64 @@
+"""What the optimizer worked with is logged as it was at that very step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
+
+from project.callbacks.optimizer_monitor import OptimizerMonitor
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class GradientNorms(Callback):
+    """The norm of every step's gradients, computed by hand, before clipping."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.norms.append(float(sum((p.grad.double() ** 2).sum() for p in pl_module.parameters()) ** 0.5))
+
+
+class Decaying(Linear):
+    """Learning rate 0.125 for the first step, half of the last for each further one."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.125)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rate_and_gradient_norm_are_those_of_the_logged_step(tmp_path, accumulate):
+    by_hand = GradientNorms()
+    options = {"gradient_clip_val": 1e-3, "log_every_n_steps": 2, "accumulate_grad_batches": accumulate}
+    trainer, rows = make_trainer(tmp_path, by_hand, OptimizerMonitor(), **options)
+    trainer.fit(Decaying(), Points(8 * 6 * accumulate, 8).loader())
+    assert rows.of("optimizer") == [
+        (step, {"lr": 0.125 * 0.5**step, "grad_norm": pytest.approx(by_hand.norms[step])}) for step in (1, 3, 5)
+    ]
+    assert len(by_hand.norms) == 6
+
+
+def test_under_16_mixed_the_norm_is_unscaled_and_the_scale_is_logged(tmp_path):
+    plain, scaled = [
+        make_trainer(tmp_path, OptimizerMonitor(), log_every_n_steps=1, limit_train_batches=1, **options)
+        for options in (
+            {},
+            {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]},
+        )
+    ]
+    for trainer, _ in (plain, scaled):
+        torch.manual_seed(1)
+        trainer.fit(Linear(), Points(16, 8).loader())
+    ((_, with_scaler),) = scaled[1].of("optimizer")
+    ((_, without),) = plain[1].of("optimizer")
+    assert "loss_scale" not in without
+    assert with_scaler["loss_scale"] == 1024.0
+    assert with_scaler["grad_norm"] == pytest.approx(without["grad_norm"], rel=0.01)

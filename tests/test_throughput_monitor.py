@@ -1,0 +1,507 @@
+"""Throughput: exact values on a known clock, and the truth on a real one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from monitored import FakeClock, Linear, Points, Rows, make_trainer, one_thread  # noqa: F401 - used by every test
+
+from project.callbacks.bottleneck import bottleneck
+from project.callbacks.gpu_utilization import GpuUtilization
+from project.callbacks.log_steps import STEP_HOOKS, skip_idle_hooks
+from project.callbacks.model_flops import mfu_per_sample_per_sec, training_flops_per_sample
+from project.callbacks.peak_flops import peak_flops
+from project.callbacks.throughput import ThroughputMonitor
+from project.callbacks.window import Window, rates, samples_in
+from project.model.networks import MLP, ConvNet
+from project.model.recompute import recompute_activations
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+FETCH, STEP = 0.005, 0.010  # seconds a batch takes in the known runs
+
+
+class Known:
+    """A run on 83 samples in batches of 8, the last of 3: eleven batches of 15 ms, of which 5 ms are waiting."""
+
+    def __init__(self, folder: Path, *callbacks: Callback, **options: Any) -> None:
+        self.clock = FakeClock()
+        self.waits: list[float] = []
+        self.monitor = ThroughputMonitor(self.clock, lambda device: self.waits.append(self.clock.now))
+        self.trainer, self.rows = make_trainer(folder, *callbacks, self.monitor, **{"log_every_n_steps": 4, **options})
+        self.data = Points(83, 8, on_fetch=lambda: self.clock.advance(FETCH)).loader()
+        self.module = Linear(lambda: self.clock.advance(STEP), lambda: self.clock.advance(100.0))
+
+    def fit(self, **options: Any) -> list[tuple[int, dict[str, float]]]:
+        self.trainer.fit(self.module, self.data, **options)
+        return self.rows.of("throughput")
+
+
+def expected(batches: int, samples: int, steps: int | None = None, extra_seconds: float = 0.0) -> Any:
+    seconds = batches * (FETCH + STEP) + extra_seconds
+    return pytest.approx(
+        {
+            "samples_per_sec": samples / seconds,
+            "device_samples_per_sec": samples / seconds,
+            "batches_per_sec": batches / seconds,
+            "step_ms": 1000 * seconds / (steps or batches),
+            "data_wait_pct": 100 * batches * FETCH / seconds,
+        }
+    )
+
+
+def test_windows_end_at_log_steps_and_at_the_epochs_end_without_the_warm_up(tmp_path):
+    run = Known(tmp_path)
+    assert run.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+
+
+def test_every_epoch_begins_a_new_window_and_only_the_first_warms_up(tmp_path):
+    run = Known(tmp_path, max_epochs=2)
+    rows = run.fit()
+    # 11 steps an epoch: the log steps 12, 16 and 20 fall on the second epoch's 1st, 5th and 9th batch
+    assert rows[3:] == [(11, expected(1, 8)), (15, expected(4, 32)), (19, expected(4, 32)), (22, expected(2, 11))]
+
+
+def test_the_device_is_waited_for_at_the_edges_of_windows_only(tmp_path):
+    run = Known(tmp_path, max_epochs=2)
+    run.fit()
+    assert len(run.waits) == 2 + 3 + 4  # two warm-up steps and seven windows, in 22 steps
+
+
+def test_validation_in_mid_epoch_is_outside(tmp_path):
+    run = Known(tmp_path, val_check_interval=3)
+    run.trainer.fit(run.module, run.data, Points(24, 8, on_fetch=lambda: run.clock.advance(50.0)).loader())
+    assert run.rows.of("throughput") == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+
+
+def test_the_start_of_the_validation_loader_is_outside(tmp_path):
+    run = Known(tmp_path, val_check_interval=3)
+
+    class SlowToStart:
+        def __iter__(self):
+            run.clock.advance(30.0)
+            return iter([(torch.randn(8, 8), torch.zeros(8).long())])
+
+        def __len__(self):
+            return 1
+
+    run.trainer.fit(run.module, run.data, SlowToStart())
+    assert run.rows.of("throughput")[1] == (7, expected(4, 32))
+
+
+def test_checkpoint_saving_is_outside_whoever_saves(tmp_path):
+    class Saver(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            known.clock.advance(7.0)
+
+    for order in ((Saver(), None), (None, Saver())):
+        known = Known(tmp_path)
+        known.trainer.callbacks = [c for c in (order[0], known.monitor, order[1]) if c is not None]
+        assert known.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+
+
+def test_what_a_callback_pauses_for_is_outside_also_when_pauses_nest(tmp_path):
+    class Paused(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            with run.monitor.pause():
+                run.clock.advance(3.0)
+                with run.monitor.pause():
+                    run.clock.advance(4.0)
+
+    run = Known(tmp_path, Paused())
+    assert run.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+
+
+def test_what_other_callbacks_do_in_a_step_is_part_of_the_run(tmp_path):
+    class Slow(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            run.clock.advance(0.004)
+
+    run = Known(tmp_path, Slow())
+    assert run.fit()[1] == (7, expected(4, 32, extra_seconds=4 * 0.004))
+
+
+def test_the_work_between_two_epochs_is_outside(tmp_path):
+    class Between(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            run.clock.advance(9.0)
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            run.clock.advance(9.0)
+
+    run = Known(tmp_path, Between(), max_epochs=2)
+    assert run.fit()[3] == (11, expected(1, 8))
+
+
+def test_a_step_of_accumulated_batches_counts_all_of_them(tmp_path):
+    # optimizer steps after batches 3, 6, 9 and 11; the first two warm up
+    run = Known(tmp_path, accumulate_grad_batches=3, log_every_n_steps=2)
+    assert run.fit() == [(3, expected(5, 35, steps=2))]
+
+
+def test_a_run_shorter_than_the_logging_interval_logs_at_its_end(tmp_path):
+    assert Known(tmp_path, limit_train_batches=5, log_every_n_steps=50).fit() == [(5, expected(3, 24))]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_run_shorter_than_the_warm_up_reports_its_last_step(tmp_path, batches):
+    run = Known(tmp_path, limit_train_batches=batches)
+    assert run.fit() == [(batches, expected(1, 8))]
+    assert run.monitor.summary()["throughput/step_ms"] == pytest.approx(15)
+
+
+def test_a_run_that_stops_in_mid_epoch_logs_the_rest(tmp_path):
+    assert Known(tmp_path, max_steps=7, max_epochs=-1).fit() == [(3, expected(2, 16)), (7, expected(3, 24))]
+
+
+def test_a_run_resumed_in_mid_epoch_warms_up_again_and_keeps_the_log_steps(tmp_path):
+    class SaveAfterFive(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    Known(tmp_path, SaveAfterFive()).fit()
+    rows = Known(tmp_path, log_every_n_steps=2).fit(ckpt_path=tmp_path / "mid.ckpt", weights_only=True)
+    assert [step for step, _ in rows][-2:] == [9, 11]
+    assert all(row["step_ms"] == pytest.approx(1000 * (FETCH + STEP)) for _, row in rows)
+
+
+def test_the_sanity_check_is_outside(tmp_path):
+    run = Known(tmp_path, num_sanity_val_steps=2)
+    run.trainer.fit(run.module, run.data, Points(24, 8).loader())
+    assert run.rows.of("throughput")[0] == (3, expected(2, 16))
+
+
+def test_a_monitor_gives_lightnings_methods_back_and_can_be_used_again(tmp_path):
+    run = Known(tmp_path)
+    run.fit()
+    assert "save_checkpoint" not in vars(run.trainer)
+    assert not {"_on_before_fetch", "_on_after_fetch"} & vars(run.trainer.fit_loop.epoch_loop).keys()
+    second = Known(tmp_path)
+    second.monitor.clock = second.clock
+    assert second.fit() == run.rows.of("throughput")
+
+
+def test_a_failing_run_gives_lightnings_methods_back(tmp_path):
+    run = Known(tmp_path)
+    run.module.on_step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.fit()
+    assert "save_checkpoint" not in vars(run.trainer)
+
+
+def test_the_summary_is_the_median_over_windows(tmp_path):
+    run = Known(tmp_path)
+    rows = [row for _, row in run.fit()]
+    middle = sorted(row["samples_per_sec"] for row in rows)[1]
+    assert run.monitor.summary()["throughput/samples_per_sec"] == pytest.approx(middle)
+    assert run.monitor.summary().keys() == {f"throughput/{name}" for name in rows[0]}
+
+
+def test_rates_of_several_ranks_are_totals_over_their_mean_time():
+    window = Window(started=10.0, batches=4, steps=2, samples=30, waited=0.5)
+    assert window.totals(now=12.0) == [2.0, 4, 30, 0.5]
+    assert rates([window.totals(12.0), [4.0, 4, 18, 1.0]], steps=2) == pytest.approx(
+        {
+            "throughput/samples_per_sec": 48 / 3,
+            "throughput/device_samples_per_sec": 48 / 6,
+            "throughput/batches_per_sec": 8 / 3,
+            "throughput/step_ms": 1500.0,
+            "throughput/data_wait_pct": 25.0,
+        }
+    )
+
+
+def test_samples_are_left_out_where_a_batch_does_not_tell():
+    assert "throughput/samples_per_sec" not in rates([[1.0, 4, 0, 0.0]], steps=4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (torch.zeros(5, 3), 5),
+        ((torch.zeros(4), torch.zeros(9)), 4),
+        ([{"ids": torch.zeros(3, 2)}, 1], 3),
+        ({"x": (torch.zeros(2),)}, 2),
+        (torch.tensor(1.0), 1),
+        ("text", 0),
+        ([], 0),
+    ],
+)
+def test_samples_in_a_batch(batch, count):
+    assert samples_in(batch) == count
+
+
+def two_rank_run(folder: Path) -> None:
+    """Rank 1 takes twice as long for a step; every rank writes down what it logged."""
+    run = Known(folder, accelerator="cpu", devices=2, strategy="ddp_fork", use_distributed_sampler=False)
+
+    class Report(Callback):
+        def on_train_start(self, trainer, pl_module):
+            seconds = STEP * (1 + trainer.global_rank)
+            pl_module.on_step = lambda: run.clock.advance(seconds)
+
+        def on_train_end(self, trainer, pl_module):
+            rows = [(step, row) for step, row in run.rows.of("throughput")]
+            report = {"rows": rows, "summary": run.monitor.summary()}
+            (folder / f"{trainer.global_rank}.json").write_text(json.dumps(report))
+
+    run.trainer.callbacks.append(Report())
+    run.trainer.fit(run.module, run.data)
+
+
+def test_two_ranks_report_their_totals_under_the_same_names(tmp_path):
+    two_rank_run(tmp_path)
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert reports[0]["summary"] == pytest.approx(reports[1]["summary"])
+    step, row = reports[0]["rows"][1]
+    slow, fast = 4 * (FETCH + 2 * STEP), 4 * (FETCH + STEP)
+    mean = (slow + fast) / 2
+    assert (step, row) == (
+        7,
+        pytest.approx(
+            {
+                "samples_per_sec": 64 / mean,
+                "device_samples_per_sec": 32 / mean,
+                "batches_per_sec": 8 / mean,
+                "step_ms": 1000 * mean / 4,
+                "data_wait_pct": 100 * 8 * FETCH / (slow + fast),
+            }
+        ),
+    )
+
+
+# On a real clock
+
+
+class HandTimed(Linear):
+    """Times itself from the end of its second step to the end of its last, and counts its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples, self.began, self.ended = 0, 0.0, 0.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ended = time.perf_counter()
+        if batch_idx == 1:
+            self.began = self.ended
+        elif batch_idx > 1:
+            self.samples += len(batch[1])
+
+
+def test_samples_per_second_agree_with_a_hand_timed_loop_around_the_same_run(tmp_path):
+    monitor = ThroughputMonitor()
+    trainer, _ = make_trainer(tmp_path, monitor, log_every_n_steps=1000)
+    module = HandTimed()
+    trainer.fit(module, Points(64 * 300 - 20, 64).loader())
+    by_hand = module.samples / (module.ended - module.began)
+    assert module.samples == 64 * 298 - 20
+    assert monitor.summary()["throughput/samples_per_sec"] == pytest.approx(by_hand, rel=0.03)
+
+
+@pytest.mark.parametrize("sleep_ms", [0, 5])
+def test_a_slow_dataset_shows_in_data_wait(tmp_path, sleep_ms):
+    slept = [0.0]
+
+    def sleep() -> None:
+        began = time.perf_counter()
+        time.sleep(sleep_ms / 1000)
+        slept[0] += time.perf_counter() - began
+
+    monitor = ThroughputMonitor()
+    trainer, _ = make_trainer(tmp_path, monitor, log_every_n_steps=1000)
+    module = HandTimed()
+    trainer.fit(module, Points(64 * 100, 64, on_fetch=sleep).loader())
+    by_hand = 100 * (slept[0] * 98 / 100) / (module.ended - module.began)
+    assert monitor.summary()["throughput/data_wait_pct"] == pytest.approx(by_hand, abs=5)
+
+
+def test_loader_workers_that_keep_up_leave_no_wait(tmp_path):
+    monitor = ThroughputMonitor()
+    trainer, _ = make_trainer(tmp_path, monitor, log_every_n_steps=1000)
+    module = Linear(on_step=lambda: time.sleep(0.030))
+    trainer.fit(module, Points(64 * 20, 64, on_fetch=lambda: time.sleep(0.030)).loader(num_workers=2))
+    assert monitor.summary()["throughput/data_wait_pct"] < 25  # in the main process it would be 50
+
+
+# GPU-only metrics, on fakes
+
+
+def test_gpu_metrics_join_the_window(tmp_path, monkeypatch):
+    class Steady:
+        def take_mean(self):
+            return 42.0
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr("project.callbacks.throughput.mfu_per_sample_per_sec", lambda *_: 0.001)
+    monkeypatch.setattr(GpuUtilization, "of", classmethod(lambda cls, device: Steady()))
+    _, row = Known(tmp_path).fit()[1]
+    assert row["gpu_utilization_pct"] == 42.0
+    assert row["mfu_pct"] == pytest.approx(0.001 * 32 / 0.060)
+
+
+def test_utilization_is_the_mean_of_the_samples_since_the_last_window():
+    values = iter([10.0, 30.0, 50.0])
+    sampler = GpuUtilization(lambda: next(values), interval_seconds=0.001)  # a read that fails ends the thread
+    assert sampler.take_mean() is None
+    sampler.start()
+    sampler._thread.join(timeout=10)
+    assert sampler.take_mean() == 30.0
+    assert sampler.take_mean() is None
+    sampler.stop()
+
+
+def test_flops_of_the_mlp_are_those_of_its_matrix_products():
+    module = Linear()
+    module.layer = MLP()
+    forward = 2 * (784 * 256 + 256 * 128 + 128 * 10)
+    backward = 2 * forward - 2 * 784 * 256  # the input needs no gradient
+    assert training_flops_per_sample(module, [torch.zeros(6, 1, 28, 28), None]) == forward + backward
+
+
+def test_counting_flops_leaves_no_trace():
+    network = ConvNet(dropout=0.5)
+    module = Linear()
+    module.layer = network
+    network.head.eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random_state = torch.get_rng_state()
+    plain = training_flops_per_sample(module, torch.zeros(4, 1, 28, 28))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(p.grad is None for p in module.parameters())
+    assert network.training
+    assert not network.head.training
+    network.compile()
+    assert training_flops_per_sample(module, torch.zeros(4, 1, 28, 28)) == plain
+    network._compiled_call_impl = None
+    recompute_activations(network)  # the second forward pass is no useful work
+    assert training_flops_per_sample(module, torch.zeros(4, 1, 28, 28)) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "tflops"),
+    [
+        ("NVIDIA H200", torch.bfloat16, False, 989.5),
+        ("NVIDIA H200 NVL", torch.bfloat16, False, 835.5),
+        ("NVIDIA H100 80GB HBM3", torch.float16, False, 989.4),
+        ("NVIDIA H100 PCIe", torch.float16, False, 756),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, True, 156),
+        ("NVIDIA A100-SXM4-40GB", torch.float32, False, 19.5),
+        ("NVIDIA A100 80GB PCIe", torch.bfloat16, False, 312),
+        ("NVIDIA L4", torch.bfloat16, False, 121),
+        ("NVIDIA L40S", torch.bfloat16, False, 362),
+        ("Tesla T4", torch.float16, False, 65),
+        ("Tesla T4", torch.float32, True, 8.1),
+        ("Tesla T4", torch.bfloat16, False, None),
+        ("Tesla V100-SXM2-16GB", torch.float16, False, 125),
+        ("NVIDIA GeForce RTX 3090", torch.float16, False, 71.2),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, False, 165.2),
+        ("NVIDIA GeForce RTX 4080 SUPER", torch.float32, True, 52.2),
+        ("NVIDIA GeForce RTX 5090", torch.bfloat16, False, 209.6),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, False, None),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, False, None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", torch.bfloat16, False, None),
+        ("NVIDIA H100 80GB HBM2e", torch.bfloat16, False, None),
+        ("Some GPU", torch.float32, False, None),
+        ("NVIDIA H200", torch.float64, False, None),
+    ],
+)
+def test_peak_rates_are_dense_and_by_exact_name(name, dtype, tf32, tflops):
+    found = peak_flops(name, dtype, tf32)
+    assert found == (pytest.approx(1e12 * tflops) if tflops else None)
+
+
+def cuda_trainer(precision: str) -> Any:
+    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), precision=precision)
+
+
+def test_mfu_is_flops_over_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    module = Linear()
+    scale = mfu_per_sample_per_sec(cuda_trainer("bf16-mixed"), module, [torch.zeros(6, 8), None])
+    assert scale == pytest.approx(100 * (2 * 2 * 8 * 2) / 989.5e12)  # forward, and the weights' gradient
+
+
+def test_an_unknown_gpu_is_said_and_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Something 9000")
+    with pytest.warns(UserWarning, match="mfu_pct is left out: no known peak of NVIDIA Something 9000"):
+        assert mfu_per_sample_per_sec(cuda_trainer("16-mixed"), Linear(), [torch.zeros(6, 8)]) is None
+
+
+def test_a_network_that_cannot_be_counted_is_said_and_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    with pytest.warns(UserWarning, match="FLOPs cannot be counted"):
+        assert mfu_per_sample_per_sec(cuda_trainer("16-mixed"), Linear(), "no tensor") is None
+
+
+# Advice
+
+
+def advice(**given: Any) -> str:
+    facts = {
+        "device": "cuda",
+        "precision": "32-true",
+        "world_size": 1,
+        "batch_size": 64,
+        "num_workers": 0,
+        "compiled": False,
+    }
+    metrics = {"throughput/data_wait_pct": 1.0, "throughput/batches_per_sec": 100.0}
+    metrics |= {f"throughput/{key}": value for key, value in given.items() if key not in facts}
+    return bottleneck(metrics, **{key: given.get(key, value) for key, value in facts.items()})
+
+
+def test_advice_names_what_the_run_waits_for_and_a_flag():
+    assert advice(data_wait_pct=40.0).startswith("loader-bound: 40 %")
+    assert "--data.num_workers" in advice(data_wait_pct=40.0)
+    assert "--data.num_workers" not in advice(data_wait_pct=40.0, num_workers=512)
+    assert advice(batches_per_sec=1000.0).startswith("overhead-bound: 1.0 ms a batch")
+    assert "--data.batch_size 256" in advice(batches_per_sec=1000.0)
+    assert advice(gpu_utilization_pct=30.0).startswith("overhead-bound: 10.0 ms a batch, the GPU busy 30 %")
+    assert advice(gpu_utilization_pct=95.0, batches_per_sec=1000.0).startswith("compute-bound")
+    assert "--precision bf16-mixed" in advice()
+    assert "--model.compile true" in advice(precision="bf16-mixed")
+    assert "--devices" in advice(precision="bf16-mixed", compiled=True)
+
+
+def test_a_run_that_measured_nothing_has_no_advice():
+    assert ThroughputMonitor().advice() == ""
+    assert ThroughputMonitor().summary() == {}
+
+
+def test_a_run_gives_advice(tmp_path):
+    run = Known(tmp_path)
+    run.fit()
+    assert run.monitor.advice().startswith("loader-bound: 33 %")
+
+
+def test_idle_hooks_are_not_called_and_others_are():
+    class OnlyEnd(Callback):
+        def on_train_batch_end(self, *args):
+            pass
+
+    callback = OnlyEnd()
+    callback.on_after_backward = print  # set on the object: somebody wants it
+    skip_idle_hooks(callback)
+    called = {name for name in STEP_HOOKS if callable(getattr(callback, name))}
+    assert called == {"on_train_batch_end", "on_after_backward"}
+
+
+def test_rows_logger_sees_scalars_only(tmp_path):
+    run = Known(tmp_path)
+    run.fit()
+    assert isinstance(run.rows, Rows)
+    assert all(isinstance(value, (int, float)) for _, row in run.rows.rows for value in row.values())
