@@ -1,10 +1,9 @@
-"""Where scalars go: metrics.csv in the run's folder, and Weights & Biases."""
+"""Where scalars go in any case: metrics.csv in the run's folder."""
 
 from __future__ import annotations
 
 import csv
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -107,40 +106,3 @@ class MetricsCSV(Logger):
         writer.writeheader()
         writer.writerows(rows)
         write_atomically(text.getvalue().encode(), self.path)
-
-
-def make_wandb_logger(folder: Path, run_name: str, run_id: str) -> Logger | None:
-    """The W&B logger of a run, or None where ``WANDB_MODE=disabled``.
-
-    Online where an API key is configured, else offline: no prompt, no network. ``WANDB_MODE`` wins. The id is the one in
-    the run's folder, so a resumed run goes on in the same W&B run.
-    """
-    mode = os.environ.get("WANDB_MODE", "").lower()
-    if mode == "disabled" or os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
-        return None
-    from lightning.pytorch.loggers import WandbLogger
-
-    offline = mode in ("offline", "dryrun") or (not mode and not has_wandb_key())
-    os.environ.setdefault("WANDB_SILENT", "true")  # its lines about where files lie; our summary says it in one
-    return WandbLogger(
-        name=run_name,
-        save_dir=str(folder),
-        id=run_id,
-        project=os.environ.get("WANDB_PROJECT", "mnist-lightning"),
-        offline=offline,
-        resume="allow" if not offline else None,
-        log_model=False,
-    )
-
-
-def has_wandb_key() -> bool:
-    """Whether a W&B API key is configured (environment or netrc); no network is touched."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-
-    try:
-        hosts = netrc.netrc(os.environ.get("NETRC", str(Path.home() / ".netrc"))).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any("wandb" in host for host in hosts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,18 @@ from project.callbacks.checkpoint import RunCheckpoint, parse_interval
 from project.callbacks.memory import MemoryMonitor
 from project.callbacks.optimizer_monitor import OptimizerMonitor
 from project.callbacks.stop import release_child_processes
+from project.callbacks.test_predictions import TestPredictions
 from project.callbacks.throughput import ThroughputMonitor
+from project.callbacks.wandb_start import WandbStart
 from project.checkpoints import AtomicCheckpointIO
 from project.cli import ProjectCLI
 from project.errors import UserError
-from project.loggers import MetricsCSV, make_wandb_logger
+from project.loggers import MetricsCSV
 from project.progress import progress_callback
 from project.ranks import is_rank_zero, launched_world
+from project.results import publish
 from project.runs import Run
+from project.wandb_logging import STOP_PATIENCE, WandbRunLogger, make_wandb_logger
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 
@@ -43,7 +47,15 @@ def make_trainer(cli: ProjectCLI, run: Run) -> Trainer:
     seconds, steps = parse_interval(cli.config.checkpoint_every)
     keeper = RunCheckpoint(run.folder, run_record(cli, run), seconds, steps, exclude=throughput.pause)
     chosen: list[Callback] = flags.pop("callbacks", None) or []
-    ours: list[Callback | None] = [timer, keeper, OptimizerMonitor(), throughput, memory]
+    ours: list[Callback | None] = [
+        timer,
+        keeper,
+        OptimizerMonitor(),
+        throughput,
+        memory,
+        WandbStart(),
+        TestPredictions(),
+    ]
     bar = progress_callback(flags.pop("enable_progress_bar", None))
     plugins = flags.pop("plugins", None) or []
     flags |= {
@@ -78,6 +90,8 @@ def trainer_flags(cli: ProjectCLI) -> dict[str, Any]:
         raise UserError(
             f"--devices must be at most {most} on this machine's {threads.available_cores()} CPU cores, got {devices}."
         )
+    if flags["accumulate_grad_batches"] < 1:
+        raise UserError(f"--accumulate_grad_batches must be at least 1, got {flags['accumulate_grad_batches']}.")
     precision = cli.config.matmul_precision
     if precision is not None:
         if precision not in MATMUL_PRECISIONS:
@@ -102,8 +116,9 @@ def make_loggers(cli: ProjectCLI, run: Run, chosen: Any) -> list[Logger]:
         loggers.append(chosen)
     elif isinstance(chosen, (list, tuple)):
         loggers += chosen
-    elif chosen is not False and is_rank_zero() and (logger := make_wandb_logger(run.folder, run.name, run.run_id)):
-        loggers.append(logger)
+    elif chosen is not False and is_rank_zero():
+        wandb_logger = make_wandb_logger(run.folder, run.name, run.run_id, cli.resolved())
+        loggers += [wandb_logger] if wandb_logger else []
     if cli.config.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -134,10 +149,12 @@ def train(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
         facts |= test_best(trainer, cli, find(trainer, RunCheckpoint))
         if trainer.is_global_zero:
             summary.write_summary(run.folder / "summary.json", facts)
+        publish(trainer, run.folder, facts, cli.resolved())
         status = 0
         return facts
     except signals.Stopped as stop:
         status = stop.exit_code
+        publish_stopped(cli, run, trainer, stop)
         raise
     finally:
         finish_wandb(trainer, status)
@@ -146,6 +163,10 @@ def train(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
 
 def test_best(trainer: Trainer, cli: ProjectCLI, keeper: RunCheckpoint) -> dict[str, Any]:
     """Metrics of best.ckpt on the test set: the one time a run looks at it."""
+    if not keeper.best_path.exists():
+        raise UserError(
+            "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."
+        )
     # Without autocast: the figure is then what the checkpoint predicts on any device, also on a CPU in float32.
     if isinstance(trainer.precision_plugin, MixedPrecision):
         trainer.strategy.precision_plugin = Precision()
@@ -188,12 +209,19 @@ def write_config(cli: ProjectCLI, folder: Path) -> None:
     (folder / "config.yaml").write_text(f"# {summary.command_line()}\n{text}")
 
 
+def publish_stopped(cli: ProjectCLI, run: Run, trainer: Trainer, stop: signals.Stopped) -> None:
+    """The report of what a stopped run has reached; a second signal skips it."""
+    if trainer.is_global_zero and find(trainer, summary.RunTimer).start_seconds is not None:
+        signals.resume_immediate()
+        facts = {**gather_facts(cli, run, trainer), "finished": False}
+        publish(trainer, run.folder, facts, cli.resolved(), stopped_by=signal.Signals(stop.signum).name)
+
+
 def finish_wandb(trainer: Trainer, exit_code: int) -> None:
     """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
-    if "wandb" in sys.modules and trainer.is_global_zero:
-        active = sys.modules["wandb"].run
-        if active is not None:
-            active.finish(exit_code=exit_code)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbRunLogger):
+            logger.finish(exit_code, patience=STOP_PATIENCE if exit_code else None)
 
 
 def wandb_folder(run: Run) -> Path | None:

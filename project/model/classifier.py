@@ -130,8 +130,8 @@ class ImageClassifier(LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch)
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        return self._evaluate(batch)  # logits, for callbacks that look at predictions
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -172,13 +172,14 @@ class ImageClassifier(LightningModule):
         limits = [n for n in (steps, trainer.max_steps) if n > 0]
         return min(limits) if limits else -1
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor]) -> None:
+    def _evaluate(self, batch: tuple[Tensor, Tensor]) -> Tensor | None:
         images, labels = batch
         if len(labels) == 0:  # more ranks than samples
-            return
+            return None
         logits = self(images)
         self.eval_accuracy.update(logits.argmax(dim=1), labels)
         self.eval_loss.update(F.cross_entropy(logits.float(), labels, reduction="none").double())
+        return logits
 
     def _log_evaluation(self, split: Literal["val", "test"]) -> None:
         # torchmetrics adds up counts and sums over ranks in compute()

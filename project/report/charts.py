@@ -1,0 +1,182 @@
+"""The report's charts: matplotlib figures as SVG that takes its colours from the page, light or dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from project.report.record import RunRecord, Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 4.2, 2.5  # inches: legible when a phone scales them to its width
+MOST_POINTS = 300  # per line; more cannot be told apart at this width
+MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS = 40, 16, 25
+# Colours that the page replaces by its own, see THEME; none of them is meant to be seen.
+INK, FAINT, LINES = "#010203", "#040506", ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
+THEME = {
+    INK: "var(--ink)",
+    FAINT: "var(--grid)",
+    **{colour: f"var(--line{i})" for i, colour in enumerate(LINES, 1)},
+}
+CELL = "#3b82f6"  # of the confusion matrix, from transparent to full; legible on white and on black
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: the page's font, selectable, small
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    "lines.linewidth": 1.6,
+}
+
+
+def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
+    """A chart as an SVG element: what ``paint`` draws on one pair of axes.
+
+    Args:
+        name: What a screen reader calls it; must be another one for each chart of a page.
+        paint: Draws.
+        height: Inches; the width is the same for all.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")  # without pyplot: no window, no global state
+        paint(figure.subplots())
+        text = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r' id="[a-z]\w*_\d+"', "", svg)  # matplotlib's group names, the same in every chart
+    for colour, variable in THEME.items():
+        svg = svg.replace(colour, variable)
+    label = name.replace("&", "and").replace('"', "'").replace("<", "")
+    return re.sub(
+        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{label}">', svg, count=1
+    )
+
+
+def curves(name: str, unit: str, lines: dict[str, Series], from_zero: bool = True) -> str:
+    """Metrics over optimizer steps.
+
+    Args:
+        name: The chart's title.
+        unit: Label of the vertical axis.
+        lines: Label → values.
+        from_zero: Let the vertical axis begin at 0.
+    """
+
+    def paint(ax: Axes) -> None:
+        for (label, series), colour in zip(lines.items(), LINES, strict=False):
+            steps, values = thinned(series)
+            # few values, such as one per epoch, get dots: a single one would not be seen as a line
+            ax.plot(steps, values, color=colour, label=label, marker="o" if len(steps) <= 30 else None, markersize=3)
+        ax.set_xlabel("optimizer step")
+        ax.set_ylabel(unit)
+        ax.ticklabel_format(axis="y", scilimits=(-3, 5), useMathText=False)
+        if from_zero:
+            ax.set_ylim(bottom=0)
+        if len(lines) > 1:
+            ax.legend()
+
+    return draw(name, paint)
+
+
+def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values, each point the mean of neighbours where there are more than ``MOST_POINTS``."""
+    steps, values = np.array(series, dtype=float).T
+    if len(steps) <= MOST_POINTS:
+        return steps, values
+    parts = range(MOST_POINTS)
+    edges = np.linspace(0, len(steps), MOST_POINTS + 1).astype(int)
+    means = [[part[edges[i] : edges[i + 1]].mean() for i in parts] for part in (steps, values)]
+    return np.array(means[0]), np.array(means[1])
+
+
+def bars(name: str, unit: str, parts: dict[str, float]) -> str:
+    """Named amounts, one under the other, each with its value."""
+
+    def paint(ax: Axes) -> None:
+        drawn = ax.barh(list(parts), list(parts.values()), color=LINES[0], height=0.6)
+        ax.bar_label(drawn, fmt="{:.3g}", padding=3)
+        ax.invert_yaxis()
+        ax.margins(x=0.15)
+        ax.grid(axis="y", visible=False)
+        ax.set_xlabel(unit)
+
+    return draw(name, paint, height=0.8 + 0.32 * len(parts))
+
+
+def class_accuracy(record: RunRecord) -> str:
+    """Accuracy of each class; of the worst ones where there are many."""
+    rows = record.class_accuracy[:MOST_CLASS_ROWS]
+
+    def paint(ax: Axes) -> None:
+        names, accuracies = [row[0] for row in rows], [row[1] for row in rows]
+        # dots, not bars: the axis does not begin at 0, and a bar's length would mislead
+        ax.plot(accuracies, names, "o", color=LINES[0], markersize=5)
+        for name, accuracy, _ in rows:
+            ax.annotate(
+                f"{accuracy:.3f}", (accuracy, name), (6, 0), textcoords="offset points", va="center", fontsize=7
+            )
+        ax.invert_yaxis()
+        ax.margins(x=0.2, y=0.06)
+        ax.set_xlabel("accuracy on the test set (fraction)")
+        ax.set_ylabel("class")
+
+    return draw("Accuracy per class", paint, height=max(HEIGHT, 0.6 + 0.27 * len(rows)))
+
+
+def confusion_matrix(record: RunRecord) -> str:
+    """Labels against predictions, drawn by torchmetrics; the colour grows with the root of the count."""
+    assert record.confusion is not None
+    counts, names = record.confusion, record.names
+    classes = len(names)
+
+    def paint(ax: Axes) -> None:
+        import torch
+        from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+        from torchmetrics.utilities.plot import plot_confusion_matrix
+
+        shades: Any = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
+        labels: Any = names
+        plot_confusion_matrix(
+            torch.from_numpy(counts), ax=ax, add_text=classes <= MOST_COUNTED_CLASSES, labels=labels, cmap=shades
+        )
+        (image,) = ax.images
+        image.set_norm(PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max())))  # else only the diagonal is seen
+        image.set_interpolation("none")
+        for text, count in zip(ax.texts, counts.flat, strict=True) if ax.texts else ():
+            text.set(text=str(count) if count else "", fontsize=min(8, 84 / classes))
+            text.set_color("white" if image.norm(float(count)) > 0.6 else INK)
+        ax.grid(visible=False)
+        ax.set_xlabel("predicted class", fontsize=8)
+        ax.set_ylabel("true class", fontsize=8)
+        if classes > MOST_NAMED_CLASSES:
+            ax.set_xticks([])
+            ax.set_yticks([])
+        ax.tick_params(length=0, labelsize=min(8, 240 / classes))
+        if max(map(len, names)) <= 2:
+            ax.tick_params(rotation=0)
+
+    return draw("Confusion matrix", paint, height=0.93 * WIDTH)
