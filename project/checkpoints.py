@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load checks no sums: flipped bits would become weights
+            if (broken := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"checksum of {broken}")
         # explicitly, since an environment variable can turn torch's safe default off
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

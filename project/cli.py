@@ -113,6 +113,7 @@ class ProjectCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             arguments = our_networks(configs_first(list(args)))
+            check_configs(arguments)
             if self.base is not None:
                 path = Path(folder) / "checkpoint.yaml"
                 path.write_text(yaml.safe_dump(self.base))
@@ -121,6 +122,18 @@ class ProjectCLI(LightningCLI):
                 warnings.simplefilter("ignore")
                 self.config = parser.parse_args(arguments)
         self.config.pop("config", None)
+
+    def instantiate_classes(self) -> None:
+        """What a constructor refuses is the user's mistake; jsonargparse wraps it in a recital of types."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError) as error:
+            link: BaseException | None = error
+            while link is not None:
+                if isinstance(link, UserError):
+                    raise link from None
+                link = link.__cause__ or link.__context__
+            raise UserError(explain(str(error), [])) from None
 
     def resolved(self) -> dict[str, Any]:
         """The whole configuration as plain values, as config.yaml and the checkpoints hold it."""
@@ -170,6 +183,24 @@ def configs_first(argv: list[str]) -> list[str]:
     return configs + others
 
 
+def check_configs(argv: list[str]) -> None:
+    """Raise a UserError that names the file where a ``--config`` is missing, no YAML, or not a mapping."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        name = after if word in ("--config", "-c") else word.removeprefix("--config=") if "--config=" in word else None
+        if name is None:
+            continue
+        try:
+            content = yaml.safe_load(Path(name).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--config {name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise UserError(f"--config {name} is not valid YAML{place}.") from None
+        if not isinstance(content, dict):
+            raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
+
+
 def our_networks(argv: list[str]) -> list[str]:
     """``argv`` with ``--model.network MLP`` spelled out: torchvision, which torchmetrics imports, has an MLP, too."""
     flag = "--model.network"
@@ -217,6 +248,10 @@ def build_from_config(config: dict[str, Any], overrides: list[str]) -> tuple[Lig
     for flag in ("compile",):
         if flag in init_args:
             init_args[flag] = False
+    # a network's `weights` names the ones it starts from, often a download; the checkpoint brings its own
+    network_args = (init_args.get("network") or {}).get("init_args") or {}
+    if "weights" in network_args:
+        network_args["weights"] = None
     cli = ProjectCLI(overrides, base=base)
     return cli.model, cli.datamodule
 

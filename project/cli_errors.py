@@ -29,6 +29,8 @@ def explain(message: str, options: list[str]) -> str:
     if inner:  # what a nested parser of a class's arguments said, by this same function
         hint = f" Did you mean {option}.{inner[2]}?" if inner[2] else ""
         return f"unknown option {option}.{inner[1]}.{hint} See --help."
+    if option and (refused := re.search(r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)", message)):
+        return f"{option}.{refused[1]} {refused[2]}."
     if unknown := re.search(r"[Uu]nrecognized arguments?:? (.*)", message):
         words = unknown[1].split()
         name = next((word for word in words if word.startswith("-")), None)
@@ -36,6 +38,8 @@ def explain(message: str, options: list[str]) -> str:
             return f"unexpected argument '{words[0]}': every value follows its --option. See --help."
         name = name.split("=")[0]
         return f"unknown option {name}.{nearest(name, options)} See --help."
+    if refused := re.search(r"^Option '([\w.]+)' is not accepted", message):
+        return f"unknown option --{refused[1]}.{nearest('--' + refused[1], options)}"
     if group := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
         known = [o[2:] for o in options]
         return f"unknown option {group[1]}.{group[2]}.{nearest(f'{group[1]}.{group[2]}', known)} See --help."
@@ -49,6 +53,9 @@ def explain(message: str, options: list[str]) -> str:
         return f"{lone[1].split('/')[-1]} needs a value."
     if option and (allowed := _allowed(message)):
         return f"{option} must be {allowed}, got {_given(message)}."
+    if option:  # the innermost of the reasons
+        reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)
+        return f"{option}: {(reasons[-1] if reasons else message)[:300]}"
     return message[:400]
 
 

@@ -14,6 +14,7 @@ def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
     from project import summary, training
     from project.cli import read_configuration
+    from project.errors import UserError
     from project.ranks import is_rank_zero
 
     cli, run, changes = read_configuration(argv, "project.fit")
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
     for line in [*run.notes, *([f"resuming {run.name} with {', '.join(changes)}"] if changes else [])]:
         if speaking:
             print(line, flush=True)
-    if run.finished and not changes:
+    if run.finished and not any(line.startswith("trainer.max_") for line in changes):
         if speaking:
             print(f"run {run.name} is already finished: see {run.folder}/summary.json.")
         return 0
@@ -31,10 +32,10 @@ def main(argv: list[str]) -> int:
         trainer = training.make_trainer(cli, run)
         if speaking:
             training.write_config(cli, run.folder)
-    except Exception:
+        facts = training.train(cli, run, trainer)
+    except UserError:
         run.discard()
         raise
-    facts = training.train(cli, run, trainer)
     if trainer.is_global_zero:
         advice = training.find(trainer, training.ThroughputMonitor).advice()
         print(summary.closing_lines(facts, run.folder, training.wandb_folder(run), advice))

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Run:
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 
     _lock: Any = None
+    _created: bool = False  # by this process
 
     @property
     def name(self) -> str:
@@ -70,12 +72,9 @@ class Run:
         return cls(Path(plain["folder"]), checkpoint, plain["finished"], plain["fork"], plain["notes"], plain["run_id"])
 
     def discard(self) -> None:
-        """Take a new run's folder away again where the run could not start and nothing was written."""
-        if self.checkpoint is None and self.folder.is_dir():
-            for name in (".lock", RUN_ID):
-                (self.folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
+        """Take a new run's folder away again where the run failed before anything was saved."""
+        if self.checkpoint is None and self._created and not any(self.folder.glob("*.ckpt")):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def create(self) -> None:
         """Make the folder (a new run) or make sure that nobody else is writing there (a resumed one).
@@ -96,14 +95,18 @@ class Run:
             raise UserError(
                 f"run {self.name} is being written by another process. Wait for it or choose another --run_name."
             ) from None
-        self._lock = handle
+        self._lock, self._created = handle, True
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
             stale.unlink(missing_ok=True)
-        link = self.folder.parent / f".{LATEST}.{os.getpid()}"
-        with contextlib.suppress(OSError):  # file systems without symbolic links still train
-            link.symlink_to(self.name)
-            os.replace(link, self.folder.parent / LATEST)
+
+
+def point_latest_at(folder: Path) -> None:
+    """Make ``checkpoints/latest`` a link to this run, in one step."""
+    link = folder.parent / f".{LATEST}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # file systems without symbolic links still train
+        link.symlink_to(folder.name)
+        os.replace(link, folder.parent / LATEST)
 
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
@@ -131,7 +134,8 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
         return Run(run.folder, checkpoint, fork=True)
     if not (folder / "config.yaml").exists():
         return Run(_new(root, run_name).folder, checkpoint, fork=True)
-    return Run(folder if run_name else root / folder.name, checkpoint)
+    finished = checkpoint.name == "last.ckpt" and _is_finished(folder)
+    return Run(folder if run_name else root / folder.name, checkpoint, finished=finished)
 
 
 def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None) -> Path:

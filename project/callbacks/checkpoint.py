@@ -27,6 +27,7 @@ from project.callbacks.stop import SAVE_DUE, GracefulStop, release_child_process
 from project.checkpoints import RUN_KEY, damage, read, write_atomically
 from project.errors import UserError
 from project.loggers import MetricsCSV
+from project.runs import point_latest_at
 
 
 class RunCheckpoint(GracefulStop):
@@ -106,6 +107,8 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.training_begins()
+        if trainer.is_global_zero:
+            point_latest_at(self.folder)  # not sooner: a run that cannot start is nobody's newest
         self._last_save = time.monotonic()
         if self._resume is None:
             return
@@ -283,6 +286,7 @@ class RunCheckpoint(GracefulStop):
             **progress,
             "metrics": scores,
             "data_source": getattr(trainer.datamodule, "data_source", None),  # type: ignore[attr-defined]
+            "data": getattr(trainer.datamodule, "description", dict)(),  # type: ignore[attr-defined]
             "precision": trainer.precision,
             "world_size": trainer.world_size,
             "optimizer": pl_module.hparams.get("optimizer"),

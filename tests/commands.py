@@ -1,0 +1,119 @@
+"""The project's commands as real processes, and what two runs have in common."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# A run of about 100 steps that is over in a second or two
+SMALL = [
+    *("--data.source", "sample", "--data.train_samples", "3200", "--data.val_samples", "200"),
+    *("--data.test_samples", "200", "--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
+    *("--model.network", "MLP"),
+]
+CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
+TIMED = ("throughput/", "memory/")  # columns that measure this machine, not the training
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """``python -m project.module ...`` as a list of words."""
+    return [sys.executable, "-m", f"project.{module}", *arguments]
+
+
+def run(module: str, *arguments: str, timeout: float = 180, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in the current directory; stdout and stderr are captured."""
+    return subprocess.run(
+        command(module, *arguments), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout, **kwargs
+    )
+
+
+def start(words: list[str], log: Path, **kwargs: Any) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, with its output in ``log``."""
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, **kwargs
+        )
+
+
+def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], since: int = 0, timeout: float = 120) -> bool:
+    """Wait until ``text`` stands in ``log`` after byte ``since``; False where the process ended without it."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if text in log.read_bytes()[since:].decode(errors="replace"):
+            return True
+        if process.poll() is not None:
+            return text in log.read_bytes()[since:].decode(errors="replace")
+        time.sleep(0.01)
+    raise TimeoutError(f"{text!r} did not appear in {log}: {log.read_text()[-2000:]}")
+
+
+def family(pid: int) -> list[int]:
+    """Process ids of a process's descendants that train (its ranks), not those of loaders or wandb."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if parent == pid and b"project.fit" in words:
+                found.append(int(entry.name))
+    return found
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to everything a process started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """metrics.csv without the columns that measure the machine."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if v and not k.startswith(TIMED)} for row in csv.DictReader(file)]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """summary.json."""
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint, read as data."""
+    return dict(torch.load(path, weights_only=True))
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Two runs' folders hold bit-identical weights, optimizer states and generators, and identical metric rows."""
+    for name in ("last.ckpt", "best.ckpt"):
+        a, b = checkpoint(one / name), checkpoint(other / name)
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"):
+            assert not differences(a[key], b[key], f"{name}:{key}")
+        assert not differences(a["run"]["state"], b["run"]["state"], f"{name}:state")
+    assert rows(one) == rows(other)
+
+
+def differences(a: Any, b: Any, where: str) -> list[str]:
+    """Where two nested values differ; tensors must be equal bit for bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found = [f"{where}: keys {a.keys() ^ b.keys()}"] if a.keys() != b.keys() else []
+        return found + [line for key in a.keys() & b.keys() for line in differences(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        found = [f"{where}: lengths"] if len(a) != len(b) else []
+        pairs = enumerate(zip(a, b, strict=False))
+        return found + [line for i, (x, y) in pairs for line in differences(x, y, f"{where}[{i}]")]
+    same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+    return [] if same else [where]

@@ -1,0 +1,173 @@
+"""Promise 10: a user's mistake is one line with option, value and fix, exit code 2, no traceback, nothing touched."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from project import entry, fit
+from project import test as test_command
+from tests.commands import SMALL
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
+    """The one line a mistake is told in; asserts that it is one line with exit code 2."""
+    assert entry.exit_code(main, list(argv)) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if "error:" in line or "Traceback" in line]
+    assert len(told) == 1, told
+    assert told[0].startswith("error: ")
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--precison", "16"], ["--precison", "Did you mean --precision?"]),
+        (["--max_epoch", "3"], ["--max_epoch", "Did you mean --max_epochs?"]),
+        (["--data.batchsize", "3"], ["--data.batchsize", "--data.batch_size"]),
+        (["--model.network", "MLP", "--model.network.hiden", "[3]"], ["hiden", "hidden"]),
+        (["stray"], ["stray"]),
+        (["--precision", "17-mixed"], ["precision", "17-mixed", "bf16-mixed"]),
+        (["--max_epochs", "many"], ["max_epochs", "many", "whole number"]),
+        (["--max_epochs", "-5"], ["max_epochs", "-5"]),
+        (["--data.batch_size", "0"], ["--data.batch_size", "at least 1", "got 0"]),
+        (["--data.batch_size", "-3"], ["--data.batch_size", "at least 1", "got -3"]),
+        (["--data.batch_size", "100000000"], ["--data.batch_size", "100000000"]),
+        (["--data.train_samples", "0"], ["--data.train_samples", "at least 1"]),
+        (["--data.source", "imagenet"], ["--data.source", "imagenet", "sample"]),
+        (["--accumulate_grad_batches", "0"], ["--accumulate_grad_batches", "at least 1"]),
+        (["--model.lr", "-1"], ["--model.lr", "above 0", "-1"]),
+        (["--model.lr", "fast"], ["--model.lr", "number", "fast"]),
+        (["--model.network", "Foo"], ["--model.network", "Foo"]),
+        (["--model.optimizer", "AdamX"], ["--model.optimizer", "AdamX", "Did you mean Adam"]),
+        (["--model.optimizer_args.beta", "1"], ["--model.optimizer_args.beta", "betas"]),
+        (["--matmul_precision", "tf32"], ["--matmul_precision", "tf32", "high"]),
+        (["--checkpoint_every", "0"], ["--checkpoint_every", "got 0"]),
+        (["--strategy", "dpp"], ["dpp"]),
+        (["--devices", "640", "--accelerator", "cpu"], ["--devices", "640"]),
+        (["--config", "nowhere.yaml"], ["--config nowhere.yaml"]),
+        (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
+        (["--ckpt_path", "last"], ["--ckpt_path last", "no run"]),
+        (["--run_name", "../x"], ["--run_name", "../x"]),
+        (["--run_name", "latest"], ["--run_name", "latest"]),
+    ],
+)
+def test_a_wrong_flag_is_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
+) -> None:
+    line = error_of(capsys, "--data.source", "sample", *argv)
+    assert all(part in line for part in parts), line
+    assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_told_in_one_line(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "gpu" in error_of(capsys, "--accelerator", "gpu", "--devices", "2")
+
+
+def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.yaml").write_text("trainer:\n  max_epochs: [1\n")
+    assert "bad.yaml is not valid YAML, line" in error_of(capsys, "--config", "bad.yaml")
+    Path("list.yaml").write_text("- 1\n")
+    assert "list.yaml" in error_of(capsys, "--config", "list.yaml")
+    Path("key.yaml").write_text("trainer: {max_epoch: 3}\n")
+    assert "trainer.max_epochs" in error_of(capsys, "--config", "key.yaml")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run's folder."""
+    previous = Path.cwd()
+    folder = tmp_path_factory.mktemp("finished")
+    os.chdir(folder)
+    try:
+        assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "done"]) == 0
+    finally:
+        os.chdir(previous)
+    return folder / "checkpoints/done"
+
+
+class Payload:
+    """What an attacker's pickle does when it is loaded."""
+
+    def __reduce__(self):  # type: ignore[no-untyped-def]
+        return os.mkdir, ("payload-ran",)
+
+
+@pytest.mark.parametrize("main", [fit.main, test_command.main])
+def test_a_pickled_payload_is_refused_unexecuted(
+    workplace: Path, capsys: pytest.CaptureFixture[str], main, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # an environment that turns torch's safe default off
+    contents = torch.load(finished / "best.ckpt", weights_only=True)
+    torch.save({**contents, "extra": Payload()}, "evil.ckpt")
+    assert "refused" in error_of(capsys, "--ckpt_path", "evil.ckpt", main=main)
+    assert not Path("payload-ran").exists()
+
+
+@pytest.mark.parametrize("main", [fit.main, test_command.main])
+def test_damaged_and_foreign_checkpoints_are_refused(
+    workplace: Path, capsys: pytest.CaptureFixture[str], main, finished: Path
+) -> None:  # type: ignore[no-untyped-def]
+    whole = (finished / "best.ckpt").read_bytes()
+    Path("half.ckpt").write_bytes(whole[: len(whole) // 2])
+    Path("text.ckpt").write_text("hello")
+    torch.save({"weight": torch.zeros(3)}, "foreign.ckpt")
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    Path("flipped.ckpt").write_bytes(flipped)
+    for name in ("half.ckpt", "text.ckpt", "foreign.ckpt", "flipped.ckpt"):
+        assert name in error_of(capsys, "--ckpt_path", name, main=main)
+
+
+def test_a_run_name_that_is_taken_is_refused_untouched(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
+) -> None:
+    shutil.copytree(finished, "checkpoints/done", ignore_dangling_symlinks=True)
+    before = {path: path.read_bytes() for path in Path("checkpoints/done").rglob("*") if path.is_file()}
+    line = error_of(capsys, *SMALL, "--run_name", "done")
+    assert "--ckpt_path auto" in line
+    assert before == {path: path.read_bytes() for path in Path("checkpoints/done").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "corrupted", "garbage", "half-gz"])
+def test_damaged_data_files_are_named(workplace: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    from project.data.mnist import DIGITS
+
+    raw = Path("root/MNIST/raw")
+    raw.mkdir(parents=True)
+    for source in DIGITS.glob("*.gz"):
+        shutil.copy(source, raw)
+    target = raw / "train-images-idx3-ubyte.gz"
+    data = target.read_bytes()
+    plain = gzip.decompress(data)
+    {
+        "truncated": lambda: target.write_bytes(gzip.compress(plain[:-5])),
+        "corrupted": lambda: target.write_bytes(gzip.compress(plain[:-5] + b"abcde")),
+        "garbage": lambda: target.write_bytes(gzip.compress(b"not digits")),
+        "half-gz": lambda: target.write_bytes(data[: len(data) // 2]),
+    }[damage]()
+    line = error_of(capsys, "--data.root", "root", "--data.source", "auto", "--max_epochs", "1")
+    assert "train-images-idx3-ubyte.gz" in line
+    assert not list(Path("checkpoints").glob("*/*.ckpt"))
+
+
+def test_mnist_that_cannot_be_had_is_an_error_that_says_how_to_go_on(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    line = error_of(capsys, "--data.source", "mnist", "--data.root", "nowhere")
+    assert "--data.root" in line
+    assert "--data.source sample" in line
+
+
+def test_a_folder_that_cannot_be_written_is_told(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert "--default_root_dir" in error_of(capsys, *SMALL, "--default_root_dir", "file/runs")

@@ -1,0 +1,56 @@
+"""Promise 2: a run that was killed at any moment, with any signal, and resumed is bit-identical to one that was not.
+
+The short form runs everywhere. The long form (more than 30 kills over the whole matrix) is
+
+    PROJECT_KILLS=4 python -m pytest tests/test_resume.py -k matrix
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import CPU2, SMALL, assert_same_run, command, kill_group, run, start, summary, wait_for
+
+# Checkpoints so often that many kills hit one being written
+OFTEN = ["--checkpoint_every", "3", "--val_check_interval", "0.4"]
+# Augmentation and dropout, so that the random generators matter
+RANDOM = ["--model.network.dropout", "0.2", "--data.rotate_degrees", "10"]
+KILLS = int(os.environ.get("PROJECT_KILLS", "2"))
+LONG = "PROJECT_KILLS" in os.environ
+MATRIX = [(devices, workers, accumulate) for devices in (1, 2) for workers in (0, 2) for accumulate in (1, 2)]
+SHORT = [(1, 0, 2), (2, 2, 1)]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("devices", "workers", "accumulate"), MATRIX if LONG else SHORT)
+def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
+    workplace: Path, devices: int, workers: int, accumulate: int
+) -> None:
+    arguments = [*SMALL, *OFTEN, *RANDOM, "--data.num_workers", str(workers)]
+    arguments += ["--accumulate_grad_batches", str(accumulate), *(CPU2 if devices == 2 else [])]
+    if devices == 2:
+        arguments += ["--data.batch_size", "32"]
+    reference = run("fit", "--run_name", "reference", *arguments)
+    assert reference.returncode == 0, reference.stderr
+    seconds = summary(Path("checkpoints/reference"))["fit_seconds"]
+    chance = random.Random(f"{devices}{workers}{accumulate}")
+    log = workplace / "log.txt"
+    for kill in range(KILLS):
+        # twice in a row without a step between them is part of it: the second kill may come before the first step
+        process = start(command("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments), log)
+        size = log.stat().st_size
+        assert wait_for("training samples", log, process, since=size)
+        time.sleep(chance.uniform(0, seconds * 0.8))
+        assert process.poll() is None or kill, "the run ended before it could be killed"
+        kill_group(process)
+    resumed = run("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
+    assert (
+        summary(Path("checkpoints/killed"))["test/accuracy"] == summary(Path("checkpoints/reference"))["test/accuracy"]
+    )

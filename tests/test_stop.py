@@ -1,0 +1,88 @@
+"""Promise 4: SIGTERM or Ctrl-C, on any rank, saves the exact step and ends all ranks within 10 s with 143 or 130."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import CPU2, SMALL, assert_same_run, checkpoint, command, family, run, start, wait_for
+
+STOPS = int(os.environ.get("PROJECT_STOPS", "1"))  # 20 in the long form
+# Long enough that a stop at a random moment finds it training
+LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]
+
+
+def stop(process, number: int, pid: int) -> float:  # type: ignore[no-untyped-def]
+    """Send a signal; seconds until the process and its ranks were gone."""
+    ranks = family(process.pid)
+    os.kill(pid, number)
+    began = time.monotonic()
+    process.wait(timeout=30)
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() - began < 30, "a rank outlived the run"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_signal_to_any_rank_saves_the_step_that_was_reached(
+    workplace: Path, devices: int, number: signal.Signals, code: int
+) -> None:
+    arguments = [*LONG_RUN, *(CPU2 if devices == 2 else [])]
+    chance = random.Random(f"{devices}{code}")
+    log = workplace / "log.txt"
+    reached = -1
+    for _ in range(STOPS):
+        process = start(command("fit", "--run_name", "r", "--ckpt_path", "auto", *arguments), log)
+        size = log.stat().st_size
+        assert wait_for("training samples", log, process, since=size)
+        time.sleep(chance.uniform(0, 2))
+        # the last rank: Lightning's own handling hears rank 0 only
+        target = (family(process.pid) or [process.pid])[-1]
+        assert stop(process, number, target) < 10
+        assert process.returncode == code, log.read_text()[-2000:]
+        last = checkpoint(Path("checkpoints/r/last.ckpt"))
+        assert last["global_step"] > reached, "no step was saved since the stop before"
+        reached = last["global_step"]
+    assert not list(Path("checkpoints/r").glob(".*.part"))
+
+
+def test_a_stopped_run_goes_on_to_the_same_end(workplace: Path) -> None:
+    arguments = [*SMALL, "--max_epochs", "6", "--data.rotate_degrees", "10"]
+    assert run("fit", "--run_name", "reference", *arguments).returncode == 0
+    log = workplace / "log.txt"
+    process = start(command("fit", "--run_name", "stopped", *arguments), log)
+    assert wait_for("training samples", log, process)
+    time.sleep(0.3)
+    stop(process, signal.SIGTERM, process.pid)
+    assert process.returncode == 143
+    resumed = run("fit", "--run_name", "stopped", "--ckpt_path", "last")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))
+
+
+def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
+    log = workplace / "log.txt"
+    process = start(command("fit", *LONG_RUN), log)
+    time.sleep(1.0)  # importing torch
+    assert stop(process, signal.SIGTERM, process.pid) < 10
+    assert process.returncode == 143
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
+    log = workplace / "log.txt"
+    process = start(command("fit", "--run_name", "r", *LONG_RUN, *CPU2), log)
+    assert wait_for("training samples", log, process)
+    (child,) = family(process.pid)
+    os.kill(child, signal.SIGKILL)
+    began = time.monotonic()
+    assert process.wait(timeout=60) != 0
+    assert time.monotonic() - began < 30
