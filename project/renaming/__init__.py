@@ -1,0 +1,1 @@
+"""How a clone gets another package name: which words are the package's name, and which files only MNIST needs."""

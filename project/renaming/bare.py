@@ -1,0 +1,36 @@
+"""What only the MNIST example needs: bundled digits, what is tested on them, and the README's results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# What a test says that trains on, or compares with, the bundled digits.
+NEEDS_DIGITS = re.compile(r"""["']sample["']|digit_files|trained_checkpoint|data\.digits|["']digits["']|t10k""")
+MADE_DATA = "made_data"  # a test file that brings its own data stays
+README_SECTION = re.compile(r"^<!-- mnist -->\n.*?^<!-- /mnist -->\n\n?", re.MULTILINE | re.DOTALL)
+
+
+def files_of_the_example(clone: Path, package: str) -> list[Path]:
+    """Paths, relative to the clone, that a user without MNIST has no use for."""
+    digits = sorted((clone / package / "data" / "digits").glob("*"))
+    found = [path for path in digits if path.is_file()]
+    tests = {path: path.read_text() for path in sorted((clone / "tests").glob("*.py"))}
+    gone = {path for path, text in tests.items() if NEEDS_DIGITS.search(text) and MADE_DATA not in text}
+    while more := {path for path in tests.keys() - gone if _imports(tests[path], gone)}:
+        gone |= more
+    pictures = sorted((clone / "tests").rglob("*.png"))
+    return [path.relative_to(clone) for path in [*found, *sorted(gone), *pictures]]
+
+
+def without_the_example(path: Path, text: str) -> str:
+    """A kept file's text without what speaks of the bundled digits: the README's results, the digits' licence."""
+    if path.name == "README.md":
+        return README_SECTION.sub("", text)
+    if path.name == "pyproject.toml":
+        return re.sub(r'^license = "MIT AND CC-BY-SA-3\.0".*$', 'license = "MIT"', text, flags=re.MULTILINE)
+    return text
+
+
+def _imports(text: str, modules: set[Path]) -> bool:
+    return any(re.search(rf"^\s*(from|import) {path.stem}\b", text, flags=re.MULTILINE) for path in modules)
