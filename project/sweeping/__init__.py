@@ -1,0 +1,1 @@
+"""A local sweep: its search space, its trials as processes, and its table and picture."""
