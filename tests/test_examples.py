@@ -1,0 +1,105 @@
+"""Every worked example keeps the promises that MNIST keeps, and is as short as the README says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import made_data
+import pytest
+from promises import ROOT, PromiseSuite
+
+from project import entry, fit
+
+CONFIGS = ROOT / "configs" / "examples"
+EXAMPLES = sorted((ROOT / "tests" / "examples").glob("*.py"))
+
+
+class TestFashionMNIST(PromiseSuite):
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        made_data.make_idx_files(folder / "FashionMNIST" / "raw")
+        return [*example("fashion_mnist", folder), "--data.batch_size", "48"]
+
+
+class TestPngFolder(PromiseSuite):
+    """Two worker processes, random flips, a kill instead of a request to stop, and Pillow in between."""
+
+    signal = "SIGKILL"
+
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        made_data.make_picture_folder(folder, ["bud", "fruit", "leaf"])
+        return [*example("png_folder", folder), "--data.batch_size", "30", "--data.num_workers", "2"]
+
+
+class TestTensorFiles(PromiseSuite):
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        made_data.make_tensor_files(folder)
+        return [*example("tensor_dataset", folder), "--data.batch_size", "40"]
+
+
+class TestFinetunedBackbone(PromiseSuite):
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        made_data.make_picture_folder(folder, ["bud", "fruit", "leaf"], train=160, test=41)
+        size = ["--model.network.name", "shufflenet_v2_x0_5", "--data.batch_size", "16", "--data.num_workers", "0"]
+        return [*example("finetune_backbone", folder), *size]
+
+
+def example(name: str, root: Path) -> list[str]:
+    return ["--config", str(CONFIGS / f"{name}.yaml"), "--data.root", str(root)]
+
+
+def test_there_is_a_config_file_for_every_example() -> None:
+    assert [path.stem for path in EXAMPLES] == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_what_a_user_writes_is_at_most_forty_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 40
+    assert len((CONFIGS / f"{path.stem}.yaml").read_text().splitlines()) <= 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "nothing.Here"], "nothing"),
+        (
+            ["--config", "png_folder", "--model.network.in_channels", "1"],
+            "Try --model.network.in_channels 3 --model.network.num_classes 3",
+        ),
+        (["--config", "png_folder", "--model.network.num_classes", "10"], "must give 3 logits"),
+        (["--config", "png_folder", "--data.root", "missing"], "--data.root must hold a folder train, got missing"),
+        (["--config", "fashion_mnist", "--data.source", "sample"], "--data.source must be auto or mnist"),
+    ],
+)
+def test_a_newcomers_mistake_is_told_in_one_line(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.syspath_prepend(str(ROOT))
+    made_data.make_picture_folder(tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3)
+    root = ["--data.root", str(tmp_path / "data")] if "--data.root" not in flags and "--config" in flags else []
+    flags = [str(CONFIGS / f"{word}.yaml") if word in ("png_folder", "fashion_mnist") else word for word in flags]
+    assert entry.exit_code(fit.main, [*flags, *root, "--default_root_dir", str(tmp_path / "runs")]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert message in error[0]
+
+
+@pytest.mark.skipif("FASHION_MNIST_ROOT" not in os.environ, reason="needs FASHION_MNIST_ROOT/FashionMNIST/raw")
+@pytest.mark.slow
+def test_fashion_mnist_reaches_090_on_the_full_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.syspath_prepend(str(ROOT))
+    where = ["--default_root_dir", str(tmp_path), "--run_name", "full"]
+    assert fit.main([*example("fashion_mnist", Path(os.environ["FASHION_MNIST_ROOT"])), *where]) == 0
+    assert json.loads((tmp_path / "full" / "summary.json").read_text())["test/accuracy"] >= 0.90
