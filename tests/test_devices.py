@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from project import devices, entry, hardware
+from project.recommendation import recommend
+
+CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}
+
+
+def gpu(index: int = 0, **other: Any) -> dict[str, Any]:
+    facts = {"name": "NVIDIA A100", "major": 8, "minor": 0, "total_memory": 80 * hardware.GIB}
+    facts |= {key: other.pop(key) for key in list(other) if key in facts}
+    row = {"index": index, **hardware.cuda_facts(SimpleNamespace(**facts)), "utilization_pct": 0}
+    return {**row, "memory_free_gib": 0.99 * row["memory_total_gib"], **other}
+
+
+def line(accelerators: list[dict[str, Any]], cpu: dict[str, Any] = CPU) -> str:
+    return " ".join(f"{flag.flag} {flag.value}" for flag in recommend(cpu, accelerators))
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "flags"),
+    [
+        ([], "--accelerator cpu --devices 1 --precision 32-true"),
+        ([gpu()], "--accelerator gpu --devices 1 --precision bf16-mixed --matmul_precision high"),
+        (
+            [gpu(0), gpu(1)],
+            "--accelerator gpu --devices 2 --strategy ddp --precision bf16-mixed --matmul_precision high",
+        ),
+        ([gpu(name="Tesla T4", major=7, minor=5)], "--accelerator gpu --devices 1 --precision 16-mixed"),
+        ([gpu(name="NVIDIA GeForce GTX 1660", major=7, minor=5)], "--accelerator gpu --devices 1 --precision 32-true"),
+        ([gpu(name="Tesla P100", major=6, minor=0)], "--accelerator gpu --devices 1 --precision 32-true"),
+        (
+            [gpu(0, utilization_pct=90), gpu(1), gpu(2, memory_free_gib=3.0), gpu(3)],
+            "--accelerator gpu --devices 1,3 --strategy ddp --precision bf16-mixed --matmul_precision high",
+        ),
+        (
+            [gpu(0, name="Tesla T4", major=7, minor=5, total_memory=16 * hardware.GIB), gpu(1)],
+            "--accelerator gpu --devices 1, --precision bf16-mixed --matmul_precision high",
+        ),
+        (
+            [gpu(0, memory_free_gib=2.0), gpu(1, memory_free_gib=9.0)],
+            "--accelerator gpu --devices 1, --precision bf16-mixed --matmul_precision high",
+        ),
+        (
+            [{"index": 0, "type": "mps", "name": "Apple M3", "memory_total_gib": 16.0, "memory_free_gib": 15.0}],
+            "--accelerator mps --devices 1 --precision 32-true",
+        ),
+        (
+            [{"index": 0, "type": "rocm", "name": "AMD Instinct", "memory_total_gib": 64.0}],
+            "--accelerator gpu --devices 1 --precision 32-true",
+        ),
+    ],
+)
+def test_the_recommended_flags_follow_from_what_is_here(accelerators: list[dict[str, Any]], flags: str) -> None:
+    assert line(accelerators) == flags
+    assert all(flag.reason for flag in recommend(CPU, accelerators))
+
+
+def test_a_cpu_with_bfloat16_arithmetic_is_told_to_use_it() -> None:
+    assert line([], {**CPU, "bf16": True}).endswith("--precision bf16-mixed")
+
+
+def test_devices_without_a_gpu_reports_quickly_and_recommends_a_line_that_fit_accepts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "project.devices", "--output", str(tmp_path / "devices.json")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "NETRC": str(tmp_path / "none"), "WANDB_MODE": ""}
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    seconds = time.perf_counter() - started
+    assert first.startswith("CPU ")
+    assert seconds < 3
+    report = first + process.stdout.read()
+    assert process.wait() == 0
+    assert "not logged in" in report
+    facts = json.loads((tmp_path / "devices.json").read_text())
+    assert facts["cpu"]["cores"] == len(os.sched_getaffinity(0))
+    assert 0 < facts["memory"]["available_gib"] <= facts["memory"]["total_gib"]
+    assert facts["accelerators"] == []
+    assert facts["recommended"]["command"] in report
+    words = shlex.split(facts["recommended"]["command"])
+    assert words[:3] == ["python", "-m", "project.fit"]
+    assert set(facts["recommended"]["reasons"]) == {word for word in words if word.startswith("--")}
+    subprocess.run([sys.executable, *words[1:], "--print_config"], check=True, capture_output=True, timeout=60)
+
+
+def test_without_nvml_the_gpu_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, total_memory=80 * hardware.GIB, uuid="a-b")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (60 * hardware.GIB, 80 * hardware.GIB))
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it is an ImportError
+    (row,) = hardware.accelerators()
+    assert row == {
+        "index": 0,
+        "type": "cuda",
+        "name": "NVIDIA A100",
+        "memory_total_gib": 80.0,
+        "compute_capability": "8.0",
+        "tensor_cores": True,
+        "bf16": True,
+        "tf32": True,
+        "memory_free_gib": 60.0,
+    }
+
+
+def test_nvml_tells_driver_free_memory_and_utilisation_of_the_gpu_with_that_uuid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: b"580.1",
+        nvmlDeviceGetHandleByUUID={"GPU-a-b": "handle"}.__getitem__,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(free=7 * hardware.GIB),
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=42),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert hardware.nvidia_driver() == "580.1"
+    assert hardware.nvml_facts("a-b") == {"memory_free_gib": 7.0, "utilization_pct": 42}
+    assert hardware.nvml_facts("another") == {}
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(hardware, "nvidia_driver", lambda: "470.1")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "built without CUDA" in str(hardware.unusable_gpus())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver may be too old" in str(hardware.unusable_gpus())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES='' hides" in str(hardware.unusable_gpus())
+
+
+def test_mps_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * hardware.GIB)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2 * hardware.GIB)
+    (row,) = hardware.accelerators()
+    assert (row["type"], row["memory_total_gib"], row["memory_free_gib"]) == ("mps", 12.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "bf16", "amx"),
+    [
+        ("model name\t: Xeon\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", True, True),
+        ("model name\t: EPYC\nflags\t\t: fpu avx512_bf16\n", True, False),
+        ("model name\t: Core\nflags\t\t: fpu avx2\n", False, False),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", True, False),
+    ],
+)
+def test_cpu_features_are_read_from_cpuinfo(tmp_path: Path, text: str, bf16: bool, amx: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    facts = hardware.cpu(tmp_path / "cpuinfo")
+    assert (facts["bf16"], facts["amx"]) == (bf16, amx)
+    assert facts["name"]
+
+
+def test_a_containers_memory_limit_is_what_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{hardware.GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{hardware.GIB // 4}\n")
+    facts = hardware.memory(tmp_path)
+    assert facts["total_gib"] == 1
+    assert facts["available_gib"] <= 0.75
+    (tmp_path / "memory.max").write_text("max\n")
+    assert hardware.memory(tmp_path)["total_gib"] > 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "netrc", "mode", "logged_in"),
+    [
+        ({}, "", "offline", False),
+        ({"WANDB_API_KEY": "x"}, "", "online", True),
+        ({}, "machine api.wandb.ai login user password x", "online", True),
+        ({}, "machine example.com login user password x", "offline", False),
+        ({"WANDB_BASE_URL": "https://own.example.com"}, "machine own.example.com login u password x", "online", True),
+        ({}, "this is no netrc", "offline", False),
+        ({"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}, "", "offline", True),
+        ({"WANDB_MODE": "disabled"}, "", "disabled", False),
+    ],
+)
+def test_wandb_state_is_what_fit_will_do_and_shows_no_key(
+    environ: dict[str, str],
+    netrc: str,
+    mode: str,
+    logged_in: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from project.wandb_connection import has_wandb_key
+
+    (tmp_path / "netrc").write_text(netrc)
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.delenv("WANDB_MODE")
+    for key, value in {"NETRC": str(tmp_path / "netrc"), **environ}.items():
+        monkeypatch.setenv(key, value)
+    state = devices.wandb_state(os.environ)
+    assert (state["mode"], state["logged_in"]) == (mode, logged_in)
+    assert has_wandb_key() == logged_in
+    assert "password" not in state["text"]
+
+
+def test_mnist_is_found_plain_or_zipped_or_said_to_be_incomplete(tmp_path: Path) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    assert "fit downloads it" in devices.mnist_state(tmp_path)["text"]
+    for index, name in enumerate(devices.MNIST_FILES):
+        assert not devices.mnist_state(tmp_path)["found"]
+        (folder / (name + (".gz" if index % 2 else ""))).touch()
+        assert index == 3 or "incomplete" in devices.mnist_state(tmp_path)["text"]
+    assert devices.mnist_state(tmp_path)["found"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--output", "devices.csv"], "--output must end in .json, got devices.csv"),
+        (["--outputs", "x"], "unknown option --outputs. Did you mean --output?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.exit_code(devices.main, words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_devices_on_a_gpu_tells_what_it_can_do(tmp_path: Path) -> None:
+    assert entry.exit_code(devices.main, ["--output", str(tmp_path / "devices.json")]) == 0
+    facts = json.loads((tmp_path / "devices.json").read_text())
+    row = facts["accelerators"][0]
+    assert row["name"] == torch.cuda.get_device_name(0)
+    assert 0 < row["memory_free_gib"] <= row["memory_total_gib"]
+    assert row["compute_capability"] == ".".join(map(str, torch.cuda.get_device_capability(0)))
+    assert 0 <= row["utilization_pct"] <= 100
+    assert row["driver"]
+    assert "--accelerator gpu" in facts["recommended"]["command"]
