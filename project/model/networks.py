@@ -43,43 +43,63 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A small convolutional network; every stage halves height and width, sizes are multiples of 8.
+    """A small convolutional network; every size is a multiple of 8, as tensor cores and vector units like it.
+
+    A stage is convolution, pooling where asked for, batch normalisation, ReLU. Pooling comes before the two
+    element-wise layers, which then have a quarter of the work (ReLU and the maximum commute).
 
     Args:
-        in_channels: Channels of the images.
+        image_shape: Channels, height and width of the images.
         widths: Channels of each stage.
-        convs_per_stage: 3 × 3 convolutions (each with batch normalisation and ReLU) before each pooling.
+        kernels: Kernel size of each stage's convolution.
+        strides: Stride of each stage's convolution.
+        pools: Whether each stage halves height and width by the maximum.
+        padding: Pad convolutions so that they keep the size. Off: MNIST has a margin of 4 pixels, and the smaller
+            planes cost a third of the time for the same accuracy.
         num_classes: Number of logits.
         dropout: Share of the features that training leaves out before the last layer.
     """
 
     def __init__(
         self,
-        in_channels: int = 1,
+        image_shape: tuple[int, int, int] = (1, 28, 28),
         widths: list[int] = [16, 32, 64],  # noqa: B006 - read only, and a plain list is what a config file holds
-        convs_per_stage: int = 1,
+        kernels: list[int] = [5, 3, 3],  # noqa: B006
+        strides: list[int] = [1, 1, 1],  # noqa: B006
+        pools: list[bool] = [True, True, False],  # noqa: B006
+        padding: bool = False,
         num_classes: int = 10,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_positive("widths", widths)
-        _check_positive("convs_per_stage", [convs_per_stage])
+        for name, sizes in (("widths", widths), ("kernels", kernels), ("strides", strides)):
+            _check_positive(name, sizes)
+        if not len(widths) == len(kernels) == len(strides) == len(pools):
+            raise UserError(
+                "--model.network: widths, kernels, strides and pools must have one entry per stage, got "
+                f"{len(widths)}, {len(kernels)}, {len(strides)} and {len(pools)}."
+            )
+        channels, height, width = image_shape
         stages: list[nn.Module] = []
-        channels = in_channels
-        for width in widths:
-            layers: list[nn.Module] = []
-            for _ in range(convs_per_stage):
-                layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-                channels = width
-            stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
+        for out, kernel, stride, pool in zip(widths, kernels, strides, pools, strict=True):
+            pad = kernel // 2 if padding else 0
+            layers: list[nn.Module] = [nn.Conv2d(channels, out, kernel, stride, pad, bias=False)]
+            height, width = ((size + 2 * pad - kernel) // stride + 1 for size in (height, width))
+            if pool:
+                layers.append(nn.MaxPool2d(2))
+                height, width = height // 2, width // 2
+            if min(height, width) < 1:
+                raise UserError(f"--model.network: the stages leave nothing of images of {tuple(image_shape)}.")
+            stages.append(nn.Sequential(*layers, nn.BatchNorm2d(out), nn.ReLU()))
+            channels = out
         self.blocks = nn.Sequential(*stages)
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(channels, num_classes)
+        self.head = nn.Linear(channels * height * width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, in_channels, height, width) → logits (batch, num_classes)."""
-        features = self.blocks(images)  # (batch, widths[-1], height / 2^stages, width / 2^stages)
-        return self.head(self.dropout(features.amax(dim=(2, 3))))
+        """(batch, channels, height, width) → logits (batch, num_classes)."""
+        features = self.blocks(images)  # (batch, widths[-1], height', width')
+        return self.head(self.dropout(features.flatten(1)))
 
 
 def _check_positive(name: str, widths: list[int]) -> None:
