@@ -67,8 +67,8 @@ def test_what_a_user_writes_is_at_most_forty_lines(path: Path) -> None:
     [
         (["--data", "nothing.Here"], "nothing"),
         (
-            ["--config", "png_folder", "--model.network.in_channels", "1"],
-            "Try --model.network.in_channels 3 --model.network.num_classes 3",
+            ["--config", "png_folder", "--model.network.image_shape", "[1,32,32]"],
+            "Try --model.network.image_shape [3,32,32] --model.network.num_classes 3",
         ),
         (["--config", "png_folder", "--model.network.num_classes", "10"], "must give 3 logits"),
         (["--config", "png_folder", "--data.root", "missing"], "--data.root must hold a folder train, got missing"),

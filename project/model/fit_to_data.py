@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -45,9 +46,8 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
 
 
 def _fix(network: nn.Module, shape: tuple[int, ...], classes: int) -> str:
-    import inspect
-
+    """The flags to try, for a network that has this project's names for its sizes."""
     known = inspect.signature(type(network)).parameters
-    flags = {"in_channels": shape[0], "image_shape": f"[{','.join(map(str, shape))}]", "num_classes": classes}
+    flags = {"image_shape": f"[{','.join(map(str, shape))}]", "num_classes": classes}
     typed = [f"--model.network.{name} {value}" for name, value in flags.items() if name in known]
     return f" Try {' '.join(typed)}" if typed else ""

@@ -1,0 +1,176 @@
+"""Several processes and machines on the engines people have: torchrun on one node and two, SLURM with its variables."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import made_data
+import pytest
+import torch
+from promises import ROOT, metric_rows
+
+from project.checkpoints import read
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TIMEOUT = 200
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scale_out")
+    made_data.make_tensor_files(folder / "data")
+    return folder
+
+
+def flags(place: Path, name: str) -> list[str]:
+    config = str(ROOT / "configs" / "examples" / "tensor_dataset.yaml")
+    size = ["--data.batch_size", "10", "--max_epochs", "2", "--accelerator", "cpu", "--checkpoint_every", "5"]
+    return ["--config", config, "--data.root", str(place / "data"), *size, "--default_root_dir", str(place / name)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    foreign = ("SLURM", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PROJECT_", "PL_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    # a restarted worker group must not meet the old group's store; the same threads everywhere sum in the same order
+    fixed = {"WANDB_MODE": "disabled", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "2"}
+    return {**kept, **fixed, "PYTHONPATH": str(ROOT), **more}
+
+
+def run(command: list[str], **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(**more), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def only_run(place: Path, name: str) -> Path:
+    """The one run that a job left, however many processes it had."""
+    (folder,) = [path for path in (place / name).iterdir() if path.is_dir() and not path.is_symlink()]
+    assert (folder / "summary.json").exists()
+    return folder
+
+
+def assert_same(one: Path, other: Path) -> None:
+    ours, theirs = (read(folder / "last.ckpt")["state_dict"] for folder in (one, other))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert metric_rows(one) == metric_rows(other)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path) -> Path:
+    """One machine, two processes, nobody interrupts."""
+    job = run([*TORCHRUN, "--standalone", "--nproc_per_node", "2", "-m", "project.fit", *flags(place, "undisturbed")])
+    told, _ = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 0, told
+    return only_run(place, "undisturbed")
+
+
+def test_torchrun_on_one_machine_makes_one_run_in_one_folder(undisturbed: Path) -> None:
+    assert read(undisturbed / "last.ckpt")["run"]["world_size"] == 2
+
+
+def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place: Path, undisturbed: Path) -> None:
+    job_id = str(10_000 + free_port())
+    meeting = [
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(free_port()),
+    ]
+    nodes = [
+        run(
+            [*TORCHRUN, *meeting, "--node_rank", str(rank), "-m", "project.fit", *flags(place, "nodes")],
+            **slurm_variables(job_id, rank, nodes=2),
+        )
+        for rank in range(2)
+    ]
+    for node in nodes:
+        told, _ = node.communicate(timeout=TIMEOUT)
+        assert node.returncode == 0, told
+    assert_same(only_run(place, "nodes"), undisturbed)
+
+
+def test_torchrun_restarts_a_killed_worker_and_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
+    elastic = ["--standalone", "--nproc_per_node", "2", "--max_restarts", "1", "--monitor_interval", "0.2"]
+    killed = ["-m", "tests.interrupted", "23", "SIGKILL", *flags(place, "killed")]
+    job = run([*TORCHRUN, *elastic, *killed, "--run_name", "killed", "--ckpt_path", "auto"])
+    told, _ = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 0, told
+    assert "going on from step" in told
+    assert_same(only_run(place, "killed"), undisturbed)
+
+
+def slurm_variables(job_id: str, rank: int, nodes: int = 1) -> dict[str, str]:
+    """What srun sets for a task of a job of two tasks on one or two nodes."""
+    return {
+        "SLURM_JOB_ID": job_id,
+        "SLURM_JOBID": job_id,
+        "SLURM_JOB_NAME": "training",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_NTASKS_PER_NODE": str(2 // nodes),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NODEID": str(rank * (nodes - 1)),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(0 if nodes == 2 else rank),
+    }
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Path:
+    """A folder with stand-ins for SLURM's commands: srun starts two tasks, scontrol notes what it is asked."""
+    per_task = "\n".join(
+        f'env {" ".join(f"{k}={v}" for k, v in slurm_variables("$SLURM_JOB_ID", rank).items())} "$@" & p{rank}=$!'
+        for rank in range(2)
+    )
+    script = (
+        f"#!/bin/bash\nshift\n{per_task}\necho $p0 $p1 > {tmp_path}/tasks\nwait $p0; a=$?; wait $p1; exit $((a|$?))\n"
+    )
+    for name, text in {"srun": script, "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n'}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    return tmp_path
+
+
+def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
+    place: Path, slurm: Path, undisturbed: Path
+) -> None:
+    job_id = str(10_000 + free_port())
+    allocation = slurm_variables(job_id, 0) | {"PATH": f"{slurm}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    del allocation["SLURM_STEP_ID"]  # the batch script itself is no step
+    script = ["bash", "configs/slurm.sh", *flags(place, "slurm"), "--num_nodes", "1"]
+    first = run([*script, "--trainer.callbacks", "tests.interrupted.Slow"], SLOW_SECONDS="0.2", **allocation)
+    folder = place / "slurm" / f"slurm-{job_id}"
+    while not (folder / "last.ckpt").exists() and first.poll() is None:
+        time.sleep(0.1)
+    assert first.poll() is None, first.communicate()[0]
+    for task in (slurm / "tasks").read_text().split():
+        os.kill(int(task), signal.SIGUSR1)  # as `#SBATCH --signal=SIGUSR1@90` has SLURM do
+    told, _ = first.communicate(timeout=TIMEOUT)
+    assert first.returncode == 143, told
+    assert (slurm / "asked").read_text().split() == ["requeue", job_id], told
+    assert not (folder / "summary.json").exists()
+
+    second = run(script, **allocation)
+    told, _ = second.communicate(timeout=TIMEOUT)
+    assert second.returncode == 0, told
+    assert_same(only_run(place, "slurm"), undisturbed)
