@@ -18,7 +18,9 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from project import signals, summary, threads
 from project.callbacks.checkpoint import RunCheckpoint, parse_interval
 from project.callbacks.memory import MemoryMonitor
+from project.callbacks.memory_snapshot import MemorySnapshot
 from project.callbacks.optimizer_monitor import OptimizerMonitor
+from project.callbacks.quick_steps import QuickSteps
 from project.callbacks.stop import release_child_processes
 from project.callbacks.test_predictions import TestPredictions
 from project.callbacks.throughput import ThroughputMonitor
@@ -47,6 +49,7 @@ def make_trainer(cli: ProjectCLI, run: Run) -> Trainer:
     seconds, steps = parse_interval(cli.config.checkpoint_every)
     keeper = RunCheckpoint(run.folder, run_record(cli, run), seconds, steps, exclude=throughput.pause)
     chosen: list[Callback] = flags.pop("callbacks", None) or []
+    chosen = [chosen] if isinstance(chosen, Callback) else chosen  # --trainer.callbacks CLASS gives one
     ours: list[Callback | None] = [
         timer,
         keeper,
@@ -55,6 +58,7 @@ def make_trainer(cli: ProjectCLI, run: Run) -> Trainer:
         memory,
         WandbStart(),
         TestPredictions(),
+        QuickSteps(),
     ]
     bar = progress_callback(flags.pop("enable_progress_bar", None))
     plugins = flags.pop("plugins", None) or []
