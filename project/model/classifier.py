@@ -84,6 +84,13 @@ class ImageClassifier(LightningModule):
         # batches costs what one batch would: 938 single updates take about a tenth of an epoch of the MLP.
         self.window: list[tuple[Tensor, Tensor, Tensor]] = []
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the hook it is in 42 times a step; nn.Module would look each time whether that is a parameter
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def setup(self, stage: str) -> None:
         """Before training: does the network fit the data? An answer in the user's words instead of a shape error."""
         if stage == "fit" and hasattr(self.trainer.datamodule, "class_names"):
