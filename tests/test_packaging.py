@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 if sys.version_info >= (3, 11):
@@ -79,6 +82,22 @@ def test_every_dependency_is_locked_once_for_every_python(python: str, platform:
         if wanted.marker is None or wanted.marker.evaluate(here):
             (version,) = versions[wanted.name]
             assert wanted.specifier.contains(version), f"{wanted} is locked at {version}"
+
+
+def test_every_imported_library_is_declared() -> None:
+    imported: dict[str, str] = {}
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            imported.update({name.split(".")[0]: path.name for name in names})
+    installed = packages_distributions()
+    names_declared = {canonicalize_name(requirement.name) for requirement in declared()}
+    for module, file in imported.items():
+        if module != PACKAGE and module not in sys.stdlib_module_names:
+            distributions = {canonicalize_name(name) for name in installed.get(module, [module])}
+            assert distributions & names_declared, f"{file} imports {module}, which pyproject.toml does not ask for"
 
 
 def test_the_supported_pythons_are_those_the_lock_is_made_for() -> None:
