@@ -121,11 +121,24 @@ def test_a_peak_belongs_to_its_own_window(tmp_path):
 
 
 def test_validation_counts_for_the_peak_but_not_for_the_breakdown_of_a_training_step(tmp_path):
-    trainer, rows, _, monitor, module = known_run(tmp_path, val_check_interval=6)
+    trainer, rows, allocator, monitor, module = known_run(tmp_path, val_check_interval=6)
+
+    class SpikeRightBefore(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 5:
+                allocator.hold(3.5)
+
+    trainer.callbacks.append(SpikeRightBefore())
     trainer.fit(module, Points(80, 8).loader(), Points(16, 8).loader())
     assert [row["peak_allocated_gib"] for _, row in rows.of("memory")] == [3.0, 5.0, 3.0]
     assert monitor.summary()["memory/peak_allocated_gib"] == 5.0
-    assert sum(monitor.breakdown.values()) == pytest.approx(3.0)
+    assert sum(monitor.breakdown.values()) == pytest.approx(3.5)
+
+
+def test_an_accumulated_step_is_logged_once(tmp_path):
+    trainer, rows, _, _, module = known_run(tmp_path, accumulate_grad_batches=3, log_every_n_steps=1)
+    trainer.fit(module, Points(72, 8).loader())
+    assert [step for step, _ in rows.of("memory")] == [0, 1, 2, 3]  # the last at the epoch's end
 
 
 def test_the_breakdown_adds_up_tensors_exactly(tmp_path):
@@ -251,7 +264,7 @@ def test_steady_growth_is_reported_with_numbers_and_nothing_else_is():
         "host memory looks like it leaks: 8.0 MiB more after each of the last 4 epochs (500 MiB → 532 MiB)"
     )
     assert last_report(500, 508, 516, 524) is None  # too few epochs to tell
-    assert last_report(500, 564, 580, 584, 585) is None  # caches that fill up
+    assert last_report(500, 564, 580, 588, 592) is None  # caches that fill up
     assert last_report(500, 508, 516, 516, 524) is None  # one epoch did not grow
     assert last_report(500, 501, 502, 503, 504) is None  # less than allocators wobble
     assert last_report(900, 500, 508, 516, 524, 532) is not None  # only the last epochs count
