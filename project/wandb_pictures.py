@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ def log_results(logger: WandbRunLogger, record: RunRecord, folder: Path) -> None
 
     logger.send()
     run = logger.wait()
+    # tables stage their files there until they are uploaded; W&B's default is the home folder
+    os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
     pictures: dict[str, Any] = {"report": wandb.Html(str(folder / "report.html"), inject=False)}
     if record.confusion is not None:
         pictures |= test_pictures(record)
@@ -53,7 +56,7 @@ def test_pictures(record: RunRecord) -> dict[str, Any]:
             for m in record.mistakes
         ],
     )
-    pictures = {
+    pictures: dict[str, Any] = {
         "test/class_accuracy": wandb.plot.bar(classes, "class", "accuracy", title="Accuracy per class"),
         "test/mistakes": mistakes,
     }
@@ -65,7 +68,7 @@ def test_pictures(record: RunRecord) -> dict[str, Any]:
         pictures["test/confusion_matrix"] = wandb.plot_table(
             vega_spec_name="wandb/confusion_matrix/v1",
             data_table=cells,
-            fields={column: column for column in cells.columns},
+            fields={name: name for name in ("Actual", "Predicted", "nPredictions")},
             string_fields={"title": "Confusion matrix"},
         )
     return pictures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from project.report.record import RunRecord, Series
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+VerticalAxis = Literal["from zero", "fitting", "log"]
 WIDTH, HEIGHT = 4.2, 2.5  # inches: legible when a phone scales them to its width
 MOST_POINTS = 300  # per line; more cannot be told apart at this width
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS = 40, 16, 25
@@ -27,8 +28,8 @@ THEME = {
 CELL = "#3b82f6"  # of the confusion matrix, from transparent to full; legible on white and on black
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: the page's font, selectable, small
-    "font.size": 8,
-    "axes.labelsize": 8,
+    "font.size": 8.5,
+    "axes.labelsize": 8.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -38,12 +39,12 @@ STYLE: dict[Any, Any] = {
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
     "grid.color": FAINT,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "legend.fontsize": 7.5,
+    "legend.fontsize": 8,
     "lines.linewidth": 1.6,
 }
 
@@ -76,26 +77,36 @@ def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> st
     )
 
 
-def curves(name: str, unit: str, lines: dict[str, Series], from_zero: bool = True) -> str:
+def curves(name: str, unit: str, lines: dict[str, Series], last_step: int, axis: VerticalAxis = "from zero") -> str:
     """Metrics over optimizer steps.
 
     Args:
         name: The chart's title.
         unit: Label of the vertical axis.
         lines: Label → values.
-        from_zero: Let the vertical axis begin at 0.
+        last_step: Where the horizontal axis ends, the same for all charts of a run.
+        axis: How the vertical axis runs; logarithmic only where values span more than a factor of ten.
     """
 
     def paint(ax: Axes) -> None:
         for (label, series), colour in zip(lines.items(), LINES, strict=False):
             steps, values = thinned(series)
             # few values, such as one per epoch, get dots: a single one would not be seen as a line
-            ax.plot(steps, values, color=colour, label=label, marker="o" if len(steps) <= 30 else None, markersize=3)
+            marker, size = ("D", 5) if len(steps) == 1 else ("o", 3) if len(steps) <= 12 else (None, 0)
+            ax.plot(steps, values, color=colour, label=label, marker=marker, markersize=size, clip_on=False)
+        every = [value for series in lines.values() for _, value in series]
+        logarithmic = axis == "log" and min(every) > 0 and max(every) > 10 * min(every)
         ax.set_xlabel("optimizer step")
-        ax.set_ylabel(unit)
-        ax.ticklabel_format(axis="y", scilimits=(-3, 5), useMathText=False)
-        if from_zero:
-            ax.set_ylim(bottom=0)
+        ax.set_ylabel(f"{unit}, log scale" if logarithmic else unit)
+        ax.set_xlim(0, max(1, last_step) * 1.02)
+        if logarithmic:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("")
+        else:
+            ax.ticklabel_format(axis="y", scilimits=(-3, 6))
+        if axis == "from zero" and min(every) >= 0:
+            ax.set_ylim(0, 1.12 * max(every) or 1)
         if len(lines) > 1:
             ax.legend()
 
@@ -168,7 +179,7 @@ def confusion_matrix(record: RunRecord) -> str:
         image.set_interpolation("none")
         for text, count in zip(ax.texts, counts.flat, strict=True) if ax.texts else ():
             text.set(text=str(count) if count else "", fontsize=min(8, 84 / classes))
-            text.set_color("white" if image.norm(float(count)) > 0.6 else INK)
+            text.set_color("white" if 4 * count > counts.max() else INK)  # shade above 0.63
         ax.grid(visible=False)
         ax.set_xlabel("predicted class", fontsize=8)
         ax.set_ylabel("true class", fontsize=8)

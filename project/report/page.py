@@ -51,11 +51,12 @@ def render(record: RunRecord) -> str:
 
 def status(record: RunRecord) -> str:
     """How the run ended."""
-    epochs = f" of {record.max_epochs}" if record.max_epochs and record.max_epochs > 0 else ""
+    epochs = record.facts.get("epochs", 0)
     if record.stopped_by:
-        where = f"step {record.facts.get('steps', 0):,}, after {record.facts.get('epochs', 0)}{epochs} epochs"
+        of = f" of {record.max_epochs}" if record.max_epochs and record.max_epochs > 0 else ""
+        where = f"step {record.facts.get('steps', 0):,}, {epochs}{of} epochs done"
         return f"stopped by {record.stopped_by} at {where}"
-    return f"finished after {record.facts.get('epochs', 0)}{epochs} epochs"
+    return f"finished after {epochs} epoch{'s' if epochs != 1 else ''}"
 
 
 def png(image: object) -> str:

@@ -14,17 +14,22 @@ class Curves(NamedTuple):
     title: str
     unit: str
     lines: dict[str, str]  # metric → label
-    from_zero: bool = True
+    axis: charts.VerticalAxis = "from zero"
 
 
 CURVES: dict[str, list[Curves]] = {
     "Training": [
-        Curves("Loss", "cross-entropy (nats)", {"train/loss": "train", "val/loss": "validation", "test/loss": "test"}),
+        Curves(
+            "Loss",
+            "cross-entropy (nats)",
+            {"train/loss": "train", "val/loss": "validation", "test/loss": "test"},
+            axis="log",
+        ),
         Curves(
             "Accuracy",
             "share that is right (0–1)",
             {"train/accuracy": "train", "val/accuracy": "validation", "test/accuracy": "test"},
-            from_zero=False,
+            axis="fitting",
         ),
         Curves("Learning rate", "learning rate", {"optimizer/lr": "learning rate"}),
         Curves("Gradient norm", "L2 norm before clipping", {"optimizer/grad_norm": "gradient norm"}),
@@ -66,17 +71,18 @@ MOST_OTHERS = 12
 def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, str]]]:
     """Section → (title, SVG) of its charts; a metric of the user's own gets a chart under "Other metrics"."""
     sections: dict[str, list[tuple[str, str]]] = {}
+    last_step = max((series[-1][0] for series in record.metrics.values()), default=0)
     for section, group in CURVES.items():
         for chart in group:
             lines = {label: record.metrics[metric] for metric, label in chart.lines.items() if metric in record.metrics}
             if lines:
-                svg = charts.curves(chart.title, chart.unit, lines, chart.from_zero)
+                svg = charts.curves(chart.title, chart.unit, lines, last_step, chart.axis)
                 sections.setdefault(section, []).append((chart.title, svg))
     if record.breakdown:
         svg = charts.bars("Memory by use", "MiB on one device", {k: 1024 * gib for k, gib in record.breakdown.items()})
         sections.setdefault("Memory", []).append(("Memory by use", svg))
     for metric in [name for name in record.metrics if name not in SHOWN][:MOST_OTHERS]:
-        svg = charts.curves(metric, metric, {metric: record.metrics[metric]}, from_zero=False)
+        svg = charts.curves(metric, metric, {metric: record.metrics[metric]}, last_step, "fitting")
         sections.setdefault("Other metrics", []).append((metric, svg))
     return sections
 
@@ -86,13 +92,13 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     facts = record.facts
     tiles: list[tuple[str, str, str]] = []
     if (test := facts.get("test/accuracy")) is not None:
-        wrong = (
-            "" if record.confusion is None else f"{int(record.confusion.sum() - record.confusion.trace()):,} wrong of "
-        )
-        samples = "" if record.confusion is None else f"{int(record.confusion.sum()):,}, "
-        tiles.append((f"{100 * test:.2f} %", "test accuracy", f"{wrong}{samples}loss {facts['test/loss']:.4f}"))
+        more = ""
+        if record.confusion is not None:
+            samples = int(record.confusion.sum())
+            more = f"{samples - int(record.confusion.trace()):,} wrong of {samples:,}"
+        tiles.append((f"{100 * test:.2f} %", "test accuracy", more))
     if (best := facts.get("val/accuracy")) is not None:
-        tiles.append((f"{100 * best:.2f} %", "best validation accuracy", f"epoch {facts['best_epoch'] + 1}"))
+        tiles.append((f"{100 * best:.2f} %", "validation accuracy", f"best, epoch {facts['best_epoch'] + 1}"))
     if facts.get("fit_seconds"):
         more = f"{facts['steps']:,} steps" + (f", {facts['epochs']} epochs" if facts.get("epochs") else "")
         tiles.append((duration(facts["fit_seconds"]), "of training", more))
@@ -104,7 +110,7 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     if (peak := facts.get("memory/peak_rss_gib")) is not None:
         tiles.append((f"{peak:.2f} GiB", "peak host memory", "all processes"))
     if (parameters := facts.get("parameters")) is not None:
-        tiles.append((short(parameters), "parameters", f"{parameters:,}"))
+        tiles.append((short(parameters), "parameters", f"{parameters:,}" if parameters >= 1e6 else ""))
     return tiles
 
 
@@ -117,11 +123,11 @@ def duration(seconds: float) -> str:
 
 
 def short(number: int) -> str:
-    """``812``, ``235 k``, ``1.2 M``."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    """``235,146``, ``1.23 M``, ``7.1 G``."""
+    for unit, size in (("G", 1e9), ("M", 1e6)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
-    return str(number)
+    return f"{number:,}"
 
 
 def origin(facts: dict[str, Any]) -> list[tuple[str, str]]:
