@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from project.errors import UserError
 from project.sweeping.space import Space
 
 POLL_SECONDS = 0.2
+ORPHAN_SECONDS = 60
 FIT = f"{__name__.split('.')[0]}.fit"
 BAD_INPUT = 2
 
@@ -97,6 +99,7 @@ def run_trials(study: Any, space: Space, folder: Path, fit_arguments: list[str],
         while True:
             for slot in set(range(jobs)) - running.keys():
                 if abandoned:
+                    wait_until_free(folder / trial_name(abandoned[0].number))
                     trial = optuna.trial.Trial(study, abandoned.pop(0)._trial_id)
                 elif len(study.trials) < trials:
                     trial = study.ask()
@@ -116,6 +119,26 @@ def run_trials(study: Any, space: Space, folder: Path, fit_arguments: list[str],
             left.process.terminate()  # all at once, then wait for each
         for left in running.values():
             left.stop()
+
+
+def wait_until_free(run_folder: Path) -> None:
+    """Wait for the process of a killed sweep's trial, which saves its step before it ends.
+
+    Raises:
+        UserError: It does not end.
+    """
+    if not (run_folder / ".lock").exists():
+        return
+    until = time.monotonic() + ORPHAN_SECONDS
+    with open(run_folder / ".lock") as lock:
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(POLL_SECONDS)
+            else:
+                return
+    raise UserError(f"{run_folder} is still being written by a process of the sweep that was killed. Wait or stop it.")
 
 
 def finish(study: Any, ended: RunningTrial, exit_code: int) -> None:
