@@ -104,8 +104,8 @@ def remove_example(files: list[Path]) -> list[str]:
     from project.renaming.bare import files_of_the_example, without_the_example
 
     gone = files_of_the_example(CLONE, PACKAGE)
-    for path in gone:
-        (CLONE / path).unlink()
+    if gone:
+        git("rm", "--quiet", *map(str, gone))
     told = [f"removed {path}" for path in gone]
     for path in (path for path in files if path not in gone and path.suffix in (".md", ".toml")):
         text = (CLONE / path).read_text()

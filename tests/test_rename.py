@@ -103,7 +103,7 @@ def test_a_bare_clone_has_no_digits_and_tests_that_pass(clone: Path) -> None:
 def leftovers(clone: Path, name: str, allowed: tuple[str, ...] = ()) -> list[str]:
     """Lines of tracked files where a name still looks like a package's: dotted, a folder, imported."""
     git(clone, "add", "--all")
-    pattern = rf"(^|[^A-Za-z0-9_./-])({name}\.[a-z_]+\b|{name}/|(from|import|-m) {name}\b)"
+    pattern = rf"(^|[^][A-Za-z0-9_./-])({name}\.[a-z_]+\b|{name}/|(from|import|-m) {name}\b)"
     found = subprocess.run(["git", "grep", "-nE", pattern], cwd=clone, capture_output=True, text=True).stdout
     lines = [line for line in found.splitlines() if not line.startswith(("requirements.lock", "LICENSE"))]
     return [line for line in lines if not any(f"data/{word}" in line or f"data.{word}" in line for word in allowed)]

@@ -46,7 +46,7 @@ class MNISTDataModule(BatchedDataModule):
         "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
     }
     torchvision_dataset = "MNIST"  # the class in torchvision.datasets that can fetch the files
-    sample_folder: Path | None = DIGITS
+    sample_folder: Path | None = DIGITS if DIGITS.is_dir() else None  # a bare clone has none
 
     def __init__(self, root: str = "data", source: Literal["auto", "mnist", "sample"] = "auto", **kwargs: Any) -> None:
         super().__init__(**kwargs)

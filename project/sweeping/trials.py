@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import ctypes
 import fcntl
@@ -132,12 +133,10 @@ def wait_until_free(run_folder: Path) -> None:
     until = time.monotonic() + ORPHAN_SECONDS
     with open(run_folder / ".lock") as lock:
         while time.monotonic() < until:
-            try:
+            with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                time.sleep(POLL_SECONDS)
-            else:
                 return
+            time.sleep(POLL_SECONDS)
     raise UserError(f"{run_folder} is still being written by a process of the sweep that was killed. Wait or stop it.")
 
 
