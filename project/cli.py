@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "model": {"class_path": "project.model.MNISTClassifier"},
     "data": {"class_path": "project.data.MNISTDataModule"},
 }
+OF_THE_LAUNCH = ("ckpt_path", "run_name", "memory_snapshot")  # no setting of the run: config.yaml leaves them out
 DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
 
 
@@ -104,6 +105,12 @@ class ProjectCLI(LightningCLI):
             help="float32 matrix products: highest, high (TF32) or medium (bfloat16).",
         )
         parser.add_argument(
+            "--memory_snapshot",
+            type=str | None,
+            default=None,
+            help="Record CUDA allocations to FILE, for PyTorch's viewer.",
+        )
+        parser.add_argument(
             "--tensorboard", type=bool, default=False, help="Also write TensorBoard files into the run's folder."
         )
         parser.set_defaults(DEFAULTS)
@@ -142,7 +149,7 @@ class ProjectCLI(LightningCLI):
             plain: dict[str, Any] = yaml.safe_load(
                 self.parser.dump(self.config, skip_none=False, skip_link_targets=False)
             )
-        return {key: value for key, value in plain.items() if key not in ("ckpt_path", "run_name")}
+        return {key: value for key, value in plain.items() if key not in OF_THE_LAUNCH}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Not here: the trainer needs the run's folder, see :func:`project.training.make_trainer`."""

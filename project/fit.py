@@ -12,6 +12,8 @@ from __future__ import annotations
 
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
+    import os
+
     from project import summary, training
     from project.cli import read_configuration
     from project.errors import UserError
@@ -24,7 +26,7 @@ def main(argv: list[str]) -> int:
             print(line, flush=True)
     if run.finished and not any(line.startswith("trainer.max_") for line in changes):
         if speaking:
-            print(f"run {run.name} is already finished: see {run.folder}/summary.json.")
+            print(f"run {run.name} is already finished: see {os.path.relpath(run.folder)}/summary.json.")
         return 0
     try:
         if speaking:

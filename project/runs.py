@@ -36,6 +36,7 @@ class Run:
     run_id: str = ""  # stays with the folder, and tells its checkpoints from another run's
 
     def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()  # W&B writes from a thread of its own, wherever we are by then
         if not self.run_id:
             with contextlib.suppress(OSError):
                 self.run_id = (self.folder / RUN_ID).read_text().strip()

@@ -214,9 +214,11 @@ def write_config(cli: ProjectCLI, folder: Path) -> None:
 
 
 def publish_stopped(cli: ProjectCLI, run: Run, trainer: Trainer, stop: signals.Stopped) -> None:
-    """The report of what a stopped run has reached; a second signal skips it."""
+    """The report of what a stopped run has reached, within the time it has; a second signal skips it."""
+    release_child_processes()  # ranks that have nothing to report end now, as they should
     if trainer.is_global_zero and find(trainer, summary.RunTimer).start_seconds is not None:
-        signals.resume_immediate()
+        if trainer.world_size == 1:  # torchrun signals the ranks that are left as soon as one has ended
+            signals.resume_immediate()
         facts = {**gather_facts(cli, run, trainer), "finished": False}
         publish(trainer, run.folder, facts, cli.resolved(), stopped_by=signal.Signals(stop.signum).name)
 
