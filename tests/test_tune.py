@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from project import entry, tune
+from project.cli import ProjectCLI
+from project.errors import UserError
+from project.hardware import GIB
+from project.tuning.batch_sizes import advise, sizes_to_sweep
+from project.tuning.largest_batch import find_largest
+from project.tuning.live_memory import LiveMemory
+from project.tuning.training_steps import Measured, TrainingSteps, is_out_of_memory
+
+SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
+
+
+def fits_up_to(
+    largest: int, tried: list[int], step_ms: Callable[[int], float] = lambda _: 1.0
+) -> Callable[[int], Measured]:
+    def one_try(size: int) -> Measured:
+        tried.append(size)
+        if size > largest:
+            raise torch.OutOfMemoryError
+        return Measured(size, step_ms(size))
+
+    return one_try
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 4095, 4096, 4097, 54_999])
+def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> None:
+    tried: list[int] = []
+    search = find_largest(fits_up_to(largest, tried), 55_000, "the training set", 60, lambda _: None)
+    assert (search.largest, search.smallest_failed, search.limited_by) == (largest, largest + 1, "memory")
+    assert len(tried) == len(set(tried)) <= 30
+
+
+@pytest.mark.parametrize(("ceiling", "sizes"), [(100, [16, 32, 64, 100]), (10, [10]), (64, [16, 32, 64])])
+def test_the_search_stops_at_the_ceiling_and_says_so(ceiling: int, sizes: list[int]) -> None:
+    tried: list[int] = []
+    search = find_largest(fits_up_to(55_000, tried), ceiling, "the training set", 60, lambda _: None)
+    assert tried == sizes
+    assert (search.largest, search.limited_by) == (ceiling, "the training set")
+
+
+def test_no_size_is_tried_whose_step_would_take_longer_than_allowed() -> None:
+    tried: list[int] = []
+    search = find_largest(fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2, lambda _: None)
+    assert tried == [16, 32, 64, 128]
+    assert "--max_step_seconds" in search.limited_by
+
+
+def test_advice_names_the_fastest_size_and_the_one_past_which_it_stops_paying() -> None:
+    rates = {16: 500, 32: 900, 64: 1600, 128: 1950, 256: 2000, 512: 1980}
+    advice = advise([Measured(size, 1000 * size / rate) for size, rate in rates.items()])
+    assert (advice.best, advice.enough) == (256, 128)
+    assert advice.samples_per_sec == pytest.approx(2000)
+    assert sizes_to_sweep(200) == [16, 32, 64, 128, 200]
+    assert sizes_to_sweep(64) == [16, 32, 64]
+    assert sizes_to_sweep(9) == [9]
+
+
+def test_live_memory_counts_each_tensor_from_birth_to_death_and_raises_at_the_limit() -> None:
+    memory = LiveMemory()
+    with memory:
+        before = torch.zeros(1000)  # 4,000 bytes
+        view = before.view(10, 100)[:5]
+        view.add_(1)
+        assert (memory.live_bytes, memory.peak_bytes) == (4000, 4000)
+        after = before * 2
+        assert memory.live_bytes == 8000
+        del before, view
+        assert (memory.live_bytes, memory.peak_bytes) == (4000, 8000)
+    del after
+    assert memory.live_bytes == 0
+    with pytest.raises(torch.OutOfMemoryError), LiveMemory(limit_bytes=3999):
+        torch.zeros(1000)
+    with LiveMemory(limit_bytes=4000):
+        torch.zeros(1000)
+
+
+def test_live_memory_counts_what_backward_and_the_optimizer_hold() -> None:
+    network = nn.Linear(100, 100, bias=False)  # 40,000 bytes
+    optimizer = torch.optim.AdamW(network.parameters())
+    memory = LiveMemory()
+    with memory:
+        memory.count(network.parameters())
+        assert memory.live_bytes == 40_000
+        network(torch.zeros(1, 100)).sum().backward()
+        gc.collect()
+        assert 80_000 <= memory.live_bytes < 81_000  # and gradients
+        optimizer.step()
+        assert 160_000 <= memory.live_bytes < 162_000  # and two moments
+
+
+@pytest.fixture
+def steps(workplace: Path) -> TrainingSteps:
+    cli = ProjectCLI([*SMALL, "--model.network", "MLP"], "project.tune")
+    return TrainingSteps(cli, tune.one_device_flags(cli))
+
+
+def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(steps: TrainingSteps) -> None:
+    """Against every size's own peak, measured without a limit."""
+    steps.memory_limit_bytes = int(steps.one_try(301).peak_bytes or 0) + 100
+    search = find_largest(steps.one_try, steps.training_samples, "", 60, lambda _: None)
+    limit, steps.memory_limit_bytes = steps.memory_limit_bytes, None
+    peaks = {size: steps.one_try(size).peak_bytes or 0 for size in range(298, 305)}
+    assert search.largest == max(size for size, peak in peaks.items() if peak <= limit) == 301
+    assert peaks[302] > limit
+    assert search.limited_by == "memory"
+
+
+def test_memory_is_free_again_after_a_failed_try(steps: TrainingSteps) -> None:
+    steps.one_try(64)  # what the first training of a process creates for good
+    before = tensor_bytes()
+    steps.memory_limit_bytes = 8_000_000
+    with pytest.raises(torch.OutOfMemoryError):
+        steps.one_try(2000)
+    steps.cli.instantiate_classes()
+    assert tensor_bytes() <= before + 2_000_000  # the new module's weights
+
+
+def tensor_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def test_tries_are_real_steps_at_that_batch_size_and_leave_the_weights_alone(
+    steps: TrainingSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from project.model import ImageClassifier
+
+    seen = []
+    step = ImageClassifier.training_step
+    monkeypatch.setattr(
+        ImageClassifier,
+        "training_step",
+        lambda self, batch, index: seen.append(len(batch[1])) or step(self, batch, index),
+    )
+    steps.flags["accumulate_grad_batches"] = 2
+    measured = steps.one_try(48)
+    assert seen == [48] * 4  # two optimizer steps of two batches
+    assert measured.batch_size == 48
+    assert measured.peak_bytes
+    assert measured.step_ms > 0
+    assert os.listdir() == []  # the current folder
+
+
+def test_an_error_that_is_no_lack_of_memory_is_not_taken_for_one(
+    steps: TrainingSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from project.model import ImageClassifier
+
+    def broken(*_: Any) -> None:
+        raise ValueError("a mistake in the model")
+
+    monkeypatch.setattr(ImageClassifier, "training_step", broken)
+    with pytest.raises(ValueError, match="a mistake"):
+        steps.one_try(16)
+    assert is_out_of_memory(torch.OutOfMemoryError())
+
+
+def test_tune_batch_size_writes_a_table_and_a_picture_and_touches_no_run(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max_batch_size", "100", "--memory_limit_gib", "0.05", "--output", "sizes.json", "--plot", "sizes.png"]
+    started = time.perf_counter()
+    assert entry.exit_code(tune.main, ["batch_size", *SMALL, "--model.network", "MLP", *flags]) == 0
+    assert time.perf_counter() - started < 180
+    told = capsys.readouterr().out
+    facts = json.loads(Path("sizes.json").read_text())
+    assert facts["largest_batch_size"] == 100
+    assert facts["limited_by"] == "--max_batch_size allows no larger one"
+    assert [row["batch_size"] for row in facts["sizes"]] == [16, 32, 64, 100]
+    for row in facts["sizes"]:
+        assert row["samples_per_sec"] == pytest.approx(1000 * row["batch_size"] / row["step_ms"])
+        assert 0 < row["peak_allocated_gib"] < 0.05
+    assert f"--data.batch_size {facts['enough_batch_size']}\n" in told
+    assert sorted(os.listdir()) == ["sizes.json", "sizes.png"]
+
+
+def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.exit_code(tune.main, ["lr", *SMALL, "--output", "curve.csv", "--steps", "100"]) == 0
+    told = capsys.readouterr().out
+    suggested = float(told.split("--model.lr ")[1].split()[0])
+    assert 2e-4 < suggested < 5e-2
+    lines = Path("curve.csv").read_text().splitlines()
+    assert lines[0].startswith("lr,loss")
+    assert len(lines) <= 101
+    assert sorted(os.listdir()) == ["curve.csv", "tune_lr.png"]
+
+
+def test_help_is_there_in_under_three_seconds() -> None:
+    command = [sys.executable, "-m", "project.tune", "--help"]
+    help_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3).stdout
+    assert "--memory_limit_gib" in help_text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "lr|batch_size"),
+        (["batchsize"], "tune what? lr or batch_size, got batchsize. Did you mean batch_size?"),
+        (["lr", "--output", "x.txt"], "--output must end in .json or .csv, got x.txt"),
+        (["lr", "--plot", "x.svg"], "--plot must end in .png, got x.svg"),
+        (["lr", "--min_lr", "1", "--max_lr", "0.1"], "--min_lr must be below --max_lr (0.1), got 1"),
+        (["lr", "--steps", "5"], "--steps must be at least 20, got 5"),
+        (["batch_size", "--max_batch_size", "0"], "--max_batch_size must be above 0, got 0"),
+        (["batch_size", "--memory_limit_gib", "nan"], "--memory_limit_gib must be above 0, got nan"),
+        (
+            ["batch_size", "--memory_limit_gb", "2"],
+            "unknown option --memory_limit_gb. Did you mean --memory_limit_gib?",
+        ),
+        (["batch_size", "--data.sorce", "sample"], "--data.sorce"),
+        (["batch_size", *SMALL, "--devices", "2"], "--devices must be 1, got 2: tune measures one process"),
+        (["lr", *SMALL, "--strategy", "ddp"], "--strategy must be left away, got ddp: tune measures one process"),
+        (["lr", *SMALL, "--num_nodes", "2"], "--num_nodes must be 1, got 2"),
+        (["batch_size", *SMALL, "--memory_limit_gib", "0.00001"], "not even one sample fits"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.exit_code(tune.main, words) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("batch size")]
+    assert line.startswith("error: ")
+    assert message in line
+    assert os.listdir() == []
+
+
+def test_tune_refuses_to_run_under_a_launcher(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="Start it without torchrun or srun"):
+        tune.main(["batch_size", *SMALL])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(workplace: Path) -> None:
+    flags = ["--data.source", "sample", "--accelerator", "gpu", "--model.network", "ConvNet"]
+    cli = ProjectCLI(flags, "project.tune")
+    steps = TrainingSteps(cli, tune.one_device_flags(cli))
+    steps.one_try(64)
+    before = torch.cuda.memory_allocated()
+    steps.memory_limit_bytes = GIB // 4
+    search = find_largest(steps.one_try, steps.training_samples, "", 60, lambda _: None)
+    assert search.limited_by == "memory"
+    assert search.smallest_failed == search.largest + 1
+    assert torch.cuda.memory_allocated() <= before + 2**20
+    assert all((row.peak_bytes or 0) <= GIB // 4 for row in search.tries)
+
+
+@pytest.mark.gpu
+def test_tune_batch_size_on_a_gpu(workplace: Path) -> None:
+    assert entry.exit_code(tune.main, ["batch_size", "--data.source", "sample", "--output", "sizes.json"]) == 0
+    facts = json.loads(Path("sizes.json").read_text())
+    assert facts["largest_batch_size"] == 9000
+    assert all(math.isfinite(row["samples_per_sec"]) for row in facts["sizes"])
