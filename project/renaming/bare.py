@@ -33,4 +33,4 @@ def without_the_example(path: Path, text: str) -> str:
 
 
 def _imports(text: str, modules: set[Path]) -> bool:
-    return any(re.search(rf"^\s*(from|import) {path.stem}\b", text, flags=re.MULTILINE) for path in modules)
+    return any(re.search(rf"^\s*(from|import) (tests\.)?{path.stem}\b", text, flags=re.MULTILINE) for path in modules)
