@@ -95,7 +95,7 @@ GPU_ROW = {
 def test_device_memory_is_logged_at_log_steps_and_epoch_ends_with_peaks_of_their_own(tmp_path):
     trainer, rows, allocator, _, module = known_run(tmp_path)
     trainer.fit(module, Points(80, 8).loader())
-    assert rows.of("memory") == [(3, GPU_ROW), (7, GPU_ROW), (10, GPU_ROW)]
+    assert rows.of("memory") == [(3, GPU_ROW), (7, GPU_ROW), (9, GPU_ROW)]
     assert allocator.resets == 1 + 3  # when training starts, and with every row
 
 
@@ -138,7 +138,17 @@ def test_validation_counts_for_the_peak_but_not_for_the_breakdown_of_a_training_
 def test_an_accumulated_step_is_logged_once(tmp_path):
     trainer, rows, _, _, module = known_run(tmp_path, accumulate_grad_batches=3, log_every_n_steps=1)
     trainer.fit(module, Points(72, 8).loader())
-    assert [step for step, _ in rows.of("memory")] == [0, 1, 2, 3]  # the last at the epoch's end
+    assert [step for step, _ in rows.of("memory")] == [0, 1, 2, 2]  # and again at the epoch's end
+
+
+def test_a_row_written_again_at_the_epochs_end_keeps_its_peak(tmp_path):
+    trainer, rows, _, monitor, module = known_run(tmp_path)
+    trainer.fit(module, Points(64, 8).loader())
+    assert [(step, row["peak_allocated_gib"]) for step, row in rows.of("memory")] == [(3, 3.0), (7, 3.0), (7, 3.0)]
+    trainer, rows, _, monitor, module = known_run(tmp_path)
+    trainer.fit(module, Points(64, 8).loader(), Points(8, 8).loader())
+    assert [(step, row["peak_allocated_gib"]) for step, row in rows.of("memory")] == [(3, 3.0), (7, 3.0), (7, 5.0)]
+    assert sum(monitor.breakdown.values()) == pytest.approx(3.0)
 
 
 def test_the_breakdown_adds_up_tensors_exactly(tmp_path):
@@ -162,7 +172,7 @@ def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path)
     trainer, rows = make_trainer(tmp_path, monitor)
     trainer.fit(Linear(), Points(80, 8).loader())
     ((step, row),) = rows.of("memory")
-    assert (step, set(row)) == (10, {"rss_gib"})
+    assert (step, set(row)) == (9, {"rss_gib"})
     assert row["rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / GIB, rel=0.05)
     assert monitor.summary().keys() == {"memory/peak_rss_gib"}
     assert monitor.summary()["memory/peak_rss_gib"] >= row["rss_gib"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commands
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -59,14 +64,14 @@ def expected(batches: int, samples: int, steps: int | None = None, extra_seconds
 
 def test_windows_end_at_log_steps_and_at_the_epochs_end_without_the_warm_up(tmp_path):
     run = Known(tmp_path)
-    assert run.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+    assert run.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
 
 
 def test_every_epoch_begins_a_new_window_and_only_the_first_warms_up(tmp_path):
     run = Known(tmp_path, max_epochs=2)
     rows = run.fit()
     # 11 steps an epoch: the log steps 12, 16 and 20 fall on the second epoch's 1st, 5th and 9th batch
-    assert rows[3:] == [(11, expected(1, 8)), (15, expected(4, 32)), (19, expected(4, 32)), (22, expected(2, 11))]
+    assert rows[3:] == [(11, expected(1, 8)), (15, expected(4, 32)), (19, expected(4, 32)), (21, expected(2, 11))]
 
 
 def test_the_device_is_waited_for_at_the_edges_of_windows_only(tmp_path):
@@ -78,7 +83,7 @@ def test_the_device_is_waited_for_at_the_edges_of_windows_only(tmp_path):
 def test_validation_in_mid_epoch_is_outside(tmp_path):
     run = Known(tmp_path, val_check_interval=3)
     run.trainer.fit(run.module, run.data, Points(24, 8, on_fetch=lambda: run.clock.advance(50.0)).loader())
-    assert run.rows.of("throughput") == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+    assert run.rows.of("throughput") == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
 
 
 def test_the_start_of_the_validation_loader_is_outside(tmp_path):
@@ -107,7 +112,7 @@ def test_checkpoint_saving_is_outside_whoever_saves(tmp_path):
     for order in ((Saver(), None), (None, Saver())):
         known = Known(tmp_path)
         known.trainer.callbacks = [c for c in (order[0], known.monitor, order[1]) if c is not None]
-        assert known.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+        assert known.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
 
 
 def test_what_a_callback_pauses_for_is_outside_also_when_pauses_nest(tmp_path):
@@ -119,7 +124,7 @@ def test_what_a_callback_pauses_for_is_outside_also_when_pauses_nest(tmp_path):
                     run.clock.advance(4.0)
 
     run = Known(tmp_path, Paused())
-    assert run.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (11, expected(3, 19))]
+    assert run.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
 
 
 def test_what_other_callbacks_do_in_a_step_is_part_of_the_run(tmp_path):
@@ -150,18 +155,18 @@ def test_a_step_of_accumulated_batches_counts_all_of_them(tmp_path):
 
 
 def test_a_run_shorter_than_the_logging_interval_logs_at_its_end(tmp_path):
-    assert Known(tmp_path, limit_train_batches=5, log_every_n_steps=50).fit() == [(5, expected(3, 24))]
+    assert Known(tmp_path, limit_train_batches=5, log_every_n_steps=50).fit() == [(4, expected(3, 24))]
 
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_run_shorter_than_the_warm_up_reports_its_last_step(tmp_path, batches):
     run = Known(tmp_path, limit_train_batches=batches)
-    assert run.fit() == [(batches, expected(1, 8))]
+    assert run.fit() == [(batches - 1, expected(1, 8))]
     assert run.monitor.summary()["throughput/step_ms"] == pytest.approx(15)
 
 
 def test_a_run_that_stops_in_mid_epoch_logs_the_rest(tmp_path):
-    assert Known(tmp_path, max_steps=7, max_epochs=-1).fit() == [(3, expected(2, 16)), (7, expected(3, 24))]
+    assert Known(tmp_path, max_steps=7, max_epochs=-1).fit() == [(3, expected(2, 16)), (6, expected(3, 24))]
 
 
 def test_a_run_resumed_in_mid_epoch_warms_up_again_and_keeps_the_log_steps(tmp_path):
@@ -172,7 +177,7 @@ def test_a_run_resumed_in_mid_epoch_warms_up_again_and_keeps_the_log_steps(tmp_p
 
     Known(tmp_path, SaveAfterFive()).fit()
     rows = Known(tmp_path, log_every_n_steps=2).fit(ckpt_path=tmp_path / "mid.ckpt", weights_only=True)
-    assert [step for step, _ in rows][-2:] == [9, 11]
+    assert [step for step, _ in rows][:-1] == [9]
     assert all(row["step_ms"] == pytest.approx(1000 * (FETCH + STEP)) for _, row in rows)
 
 
@@ -332,6 +337,43 @@ def test_loader_workers_that_keep_up_leave_no_wait(tmp_path):
     module = Linear(on_step=lambda: time.sleep(0.030))
     trainer.fit(module, Points(64 * 20, 64, on_fetch=lambda: time.sleep(0.030)).loader(num_workers=2))
     assert monitor.summary()["throughput/data_wait_pct"] < 25  # in the main process it would be 50
+
+
+def test_a_default_run_records_every_metric_that_a_cpu_has(tmp_path):
+    commands.run("fit", *commands.SMALL, "--accelerator", "cpu", "--run_name", "whole", cwd=tmp_path).check_returncode()
+    folder = tmp_path / "checkpoints" / "whole"
+    (history,) = (folder / "wandb").glob("offline-run-*")
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(history)]
+    lines = subprocess.run(inspect, capture_output=True, text=True, check=True).stdout.splitlines()
+    items = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    everywhere = {
+        *("throughput/samples_per_sec", "throughput/device_samples_per_sec", "throughput/batches_per_sec"),
+        *("throughput/step_ms", "throughput/data_wait_pct", "memory/rss_gib", "optimizer/lr", "optimizer/grad_norm"),
+    }
+    groups = ("throughput/", "memory/", "optimizer/")
+    assert {name for row in rows for name, value in row.items() if value and name.startswith(groups)} == everywhere
+    assert everywhere <= {name for item in items for name in item}
+    summary = commands.summary(folder)
+    assert summary["throughput/samples_per_sec"] > 0
+    assert 0 <= summary["throughput/data_wait_pct"] <= 100
+    assert 0.1 < summary["memory/peak_rss_gib"] < 10
+
+
+def test_two_processes_of_fit_log_under_the_same_names(tmp_path):
+    flags = [*commands.SMALL, *commands.CPU2, "--run_name", "pair", "--max_epochs", "1"]
+    commands.run("fit", *flags, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"}).check_returncode()
+    with open(tmp_path / "checkpoints" / "pair" / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["throughput/samples_per_sec"]]
+    assert len(rows) >= 4
+    for row in rows:
+        device, together = (float(row[f"throughput/{name}samples_per_sec"]) for name in ("device_", ""))
+        assert together == pytest.approx(2 * device)
+    # five steps of two batches of 64
+    batches, samples = (float(rows[1][f"throughput/{name}_per_sec"]) for name in ("batches", "samples"))
+    assert samples == pytest.approx(64 * batches)
+    assert float(rows[1]["throughput/step_ms"]) == pytest.approx(2000 / batches)
 
 
 # GPU-only metrics, on fakes

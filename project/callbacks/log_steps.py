@@ -33,10 +33,16 @@ def is_log_step(trainer: Trainer) -> bool:
     return every > 0 and (stepped + 1) % every == 0 and not trainer.fit_loop._should_accumulate()
 
 
-def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Send scalars to every logger, at the step that Lightning's own metrics are logged at."""
+def row_step(trainer: Trainer, epoch_end: bool = False) -> int:
+    """The step that Lightning's own metrics are logged at; at an epoch's end, that of its last step."""
+    stepped: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return stepped - 1 if epoch_end else stepped
+
+
+def log_metrics(trainer: Trainer, metrics: Mapping[str, float], epoch_end: bool = False) -> None:
+    """Send scalars to every logger, at :func:`row_step`."""
     for logger in trainer.loggers:
-        logger.log_metrics(dict(metrics), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        logger.log_metrics(dict(metrics), step=row_step(trainer, epoch_end))
 
 
 def gather_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[list[float]]:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.callbacks.allocator import Allocator, allocator_of
 from project.callbacks.host_memory import HostMemory
-from project.callbacks.log_steps import gather_over_ranks, is_log_step, log_metrics, skip_idle_hooks
+from project.callbacks.log_steps import gather_over_ranks, is_log_step, log_metrics, row_step, skip_idle_hooks
 from project.callbacks.memory_breakdown import GIB, add_activations, memory_breakdown, possible_savings
 from project.callbacks.memory_growth import MemoryGrowth
 from project.callbacks.out_of_memory import HEADLINE, explain, is_out_of_memory
@@ -59,6 +59,7 @@ class MemoryMonitor(Callback):
         self._step_peak: int | None = None
         self._parts: dict[str, float] = {}
         self._parts_due = 0
+        self._row: tuple[int, dict[str, float]] = (-1, {})
         self._precision, self._dtype = "32-true", torch.float32
         self._epoch: dict[str, float] = {}
         self._run: dict[str, float] = {}
@@ -89,7 +90,7 @@ class MemoryMonitor(Callback):
         if (allocator := self._allocator) is not None:
             self._growth.append((MemoryGrowth("device", least_mib=0.5), lambda: allocator.read()["allocated"]))
         self._read_peaks()
-        self._window_peaks, self._step_peak = {}, None
+        self._window_peaks, self._step_peak, self._row = {}, None, (-1, {})
         self._parts_due = SETTLING_STEPS
         self._precision = str(trainer.precision)
         self._dtype = next((p.dtype for p in pl_module.parameters()), torch.float32)
@@ -111,7 +112,7 @@ class MemoryMonitor(Callback):
         self._read_peaks()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log(trainer)
+        self._log(trainer, epoch_end=True)
         self.epoch_peaks.append(self._epoch)
         self._epoch = {}
         reports = [(growth.place, growth.note(used())) for growth, used in self._growth]
@@ -148,7 +149,7 @@ class MemoryMonitor(Callback):
             self._step_peak = max(self._step_peak or 0, now["peak_allocated"])
         return now
 
-    def _log(self, trainer: Trainer) -> None:
+    def _log(self, trainer: Trainer, epoch_end: bool = False) -> None:
         now = self._read_peaks(of_training=True)
         device = {name: size / GIB for name, size in now.items() if name not in PEAKS}
         device |= {name: size / GIB for name, size in self._window_peaks.items()}
@@ -161,7 +162,12 @@ class MemoryMonitor(Callback):
         rss_gib, peak_rss_gib = (sum(rank[i] for rank in ranks) for i in (0, 1))
         metrics = {name: max(rank[i] for rank in ranks) for i, name in enumerate(metrics, 2)}
         self._keep_highest(metrics, max(rss_gib, peak_rss_gib))
-        log_metrics(trainer, {**metrics, "memory/rss_gib": rss_gib})
+        peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
+        step = row_step(trainer, epoch_end)
+        if self._row[0] == step:  # the epoch's last step was a log step, and its row is written again
+            metrics |= {name: max(value, self._row[1][name]) for name, value in peaks.items()}
+        self._row = step, peaks
+        log_metrics(trainer, {**metrics, "memory/rss_gib": rss_gib}, epoch_end)
 
     def _keep_highest(self, metrics: dict[str, float], rss_gib: float) -> None:
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}

@@ -136,11 +136,11 @@ class ThroughputMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window.steps:
-            self._log(trainer, *self._close())
+            self._log(trainer, *self._close(), epoch_end=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.windows and self._last_of_warm_up:
-            self._log(trainer, *self._last_of_warm_up)
+            self._log(trainer, *self._last_of_warm_up, epoch_end=True)
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -166,7 +166,7 @@ class ThroughputMonitor(Callback):
         self._warm_up -= 1
         self._restart()
 
-    def _log(self, trainer: Trainer, window: Window, ended: float) -> None:
+    def _log(self, trainer: Trainer, window: Window, ended: float, epoch_end: bool = False) -> None:
         utilization = self._utilization.take_mean() if self._utilization else None
         known = [utilization, 1.0] if utilization is not None else [0.0, 0.0]
         *totals, busy, devices = zip(*gather_over_ranks(trainer, [*window.totals(ended), *known]), strict=True)
@@ -177,7 +177,7 @@ class ThroughputMonitor(Callback):
             metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * metrics["throughput/device_samples_per_sec"]
         if metrics:
             self.windows.append(metrics)
-            log_metrics(trainer, metrics)
+            log_metrics(trainer, metrics, epoch_end)
 
     def _watch_fetches(self, trainer: Trainer) -> None:
         """Time the loader where Lightning's profiler does: right around ``next()``."""
