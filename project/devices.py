@@ -76,20 +76,25 @@ def cpu_line(cpu: Mapping[str, Any]) -> str:
 
 
 def wandb_state(environ: Mapping[str, str]) -> dict[str, Any]:
-    """How ``fit`` would log to W&B: ``mode`` (online, offline, disabled), ``logged_in``, ``text``. Asks no network.
+    """How ``fit`` would log to W&B: ``mode`` (online, offline, disabled, refused), ``logged_in``, ``text``. No network.
 
-    Decides as :mod:`project.wandb_connection` does, whose import would bring Lightning's seconds with it.
+    Decides as :mod:`project.wandb_logging` does, whose import would bring Lightning's seconds with it.
     """
     logged_in = "WANDB_API_KEY" if environ.get("WANDB_API_KEY") else _wandb_netrc(environ)
     mode = environ.get("WANDB_MODE", "").lower()
     if mode == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
         mode = "disabled"
-    elif mode in ("offline", "dryrun") or (not mode and not logged_in):
-        mode = "offline"
+    elif mode in ("online", "run") and not logged_in:
+        mode = "refused"
     else:
-        mode = "online"
+        mode = "offline" if mode in ("offline", "dryrun") or not logged_in else "online"
     login = f"logged in ({logged_in})" if logged_in else "not logged in (wandb login)"
-    then = {"online": "runs go online", "offline": "runs are kept offline, for wandb sync", "disabled": "switched off"}
+    then = {
+        "online": "runs go online",
+        "offline": "runs are kept offline, for wandb sync",
+        "disabled": "switched off",
+        "refused": "but WANDB_MODE wants online runs, fit will refuse",
+    }
     return {"mode": mode, "logged_in": bool(logged_in), "text": f"{login}: {then[mode]}"}
 
 

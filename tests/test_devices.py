@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from project import devices, entry, hardware
+from project.errors import UserError
 from project.recommendation import recommend
 
 CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}
@@ -193,6 +194,7 @@ def test_a_containers_memory_limit_is_what_counts(tmp_path: Path) -> None:
         ({}, "this is no netrc", "offline", False),
         ({"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}, "", "offline", True),
         ({"WANDB_MODE": "disabled"}, "", "disabled", False),
+        ({"WANDB_MODE": "online"}, "", "refused", False),
     ],
 )
 def test_wandb_state_is_what_fit_will_do_and_shows_no_key(
@@ -203,7 +205,7 @@ def test_wandb_state_is_what_fit_will_do_and_shows_no_key(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from project.wandb_connection import has_wandb_key
+    from project.wandb_logging import make_wandb_logger
 
     (tmp_path / "netrc").write_text(netrc)
     (tmp_path / "netrc").chmod(0o600)
@@ -212,8 +214,16 @@ def test_wandb_state_is_what_fit_will_do_and_shows_no_key(
         monkeypatch.setenv(key, value)
     state = devices.wandb_state(os.environ)
     assert (state["mode"], state["logged_in"]) == (mode, logged_in)
-    assert has_wandb_key() == logged_in
     assert "password" not in state["text"]
+    if mode == "refused":
+        with pytest.raises(UserError):
+            make_wandb_logger(tmp_path, "name", "id", {})
+    elif mode == "disabled":
+        assert make_wandb_logger(tmp_path, "name", "id", {}) is None
+    else:
+        logger = make_wandb_logger(tmp_path, "name", "id", {})  # starts nothing before training does
+        assert logger is not None
+        assert logger._offline == (mode == "offline")
 
 
 def test_mnist_is_found_plain_or_zipped_or_said_to_be_incomplete(tmp_path: Path) -> None:
