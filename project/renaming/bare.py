@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 # What a test says that trains on, or compares with, the bundled digits.
-NEEDS_DIGITS = re.compile(r"""["']sample["']|digit_files|trained_checkpoint|data\.digits|["']digits["']|t10k""")
+NEEDS_DIGITS = re.compile(r"""["']sample["']|digit_files|trained_checkpoint|data\.digits""")
 MADE_DATA = "made_data"  # a test file that brings its own data stays
 README_SECTION = re.compile(r"^<!-- mnist -->\n.*?^<!-- /mnist -->\n\n?", re.MULTILINE | re.DOTALL)
 
@@ -19,6 +19,14 @@ def files_of_the_example(clone: Path, package: str) -> list[Path]:
     gone = {path for path, text in tests.items() if NEEDS_DIGITS.search(text) and MADE_DATA not in text}
     while more := {path for path in tests.keys() - gone if _imports(tests[path], gone)}:
         gone |= more
+    # what only those tests imported
+    gone |= {
+        path
+        for path in tests.keys() - gone
+        if not path.stem.startswith(("test_", "conftest"))
+        and any(_imports(tests[other], {path}) for other in gone)
+        and not any(_imports(text, {path}) for other, text in tests.items() if other not in gone)
+    }
     pictures = sorted((clone / "tests").rglob("*.png"))
     return [path.relative_to(clone) for path in [*found, *sorted(gone), *pictures]]
 
