@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class QuickSteps(Callback):
 
     - Hooks that nobody overrides, of callbacks and of the module: each was called, inside a profiler section.
     - The profiler's sections where there is no profiler: 53 generators a step that do nothing.
-    - The look at the signature of ``training_step``, by ``inspect``, at every step.
+    - The look at the signature of ``training_step``, by ``inspect``, and at who defines the batch-transfer hooks.
     - Without a GPU: torch's optimizers ask at every step whether there is CUDA, and ``PYTORCH_NVML_BASED_CUDA_CHECK``,
       which Lightning sets on import, turns half a microsecond into a search for NVIDIA's library, 40 microseconds.
 
@@ -46,6 +47,9 @@ class QuickSteps(Callback):
         if type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
             trainer.profiler = NoSections()  # type: ignore[attr-defined]
         _look_once_at_training_step(trainer, pl_module)
+        selector = trainer._data_connector._datahook_selector  # made anew for every fit and test
+        if selector is not None:
+            selector.get_instance = cache(selector.get_instance)  # type: ignore[method-assign]
         if not torch.cuda.is_available():
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 

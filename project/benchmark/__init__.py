@@ -1,0 +1,1 @@
+"""``python -m project.benchmark``: this machine's tables, one file per table."""

@@ -1,0 +1,33 @@
+"""Which file measures which table, and on what: the configuration behind it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from project.benchmark.flags import QUICK, Settings
+from project.cli import ProjectCLI
+
+# What a table measures unless flags say otherwise. The MLP at batch 64 is the course's, and the hardest for overhead.
+COURSE = ["--model.network", "MLP", "--data.batch_size", "64"]
+PRESETS: dict[str, list[str]] = {"overhead": COURSE, "loaders": COURSE, "threads": COURSE}
+# The whole pass has ten minutes for six tables.
+IN_WHOLE_PASS: dict[str, dict[str, Any]] = {"accuracy": {"n": 3}}
+
+
+def measure_table(
+    name: str, fit_flags: list[str], settings: Settings, whole_pass: bool = False
+) -> list[dict[str, Any]]:
+    """The rows of one table."""
+    # typed flags come last and win
+    flags = [*PRESETS.get(name, []), *(QUICK if settings.quick else []), *fit_flags]
+    cli = ProjectCLI(flags, "project.benchmark")
+    settings = replace(settings, fit_flags=flags)
+    if settings.quick:
+        settings = replace(settings, n=min(settings.n, 2))
+    elif whole_pass:
+        settings = replace(settings, **IN_WHOLE_PASS.get(name, {}))
+    module = importlib.import_module(f"project.benchmark.{name}")
+    rows: list[dict[str, Any]] = module.measure(cli, settings)
+    return rows

@@ -1,0 +1,105 @@
+"""What each feature of a run costs: everything on, without each, Lightning alone, and loops written by hand."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from project.benchmark.by_hand import Epoch, FloorLoop, course_epoch
+from project.benchmark.flags import Settings
+from project.benchmark.per_sample import per_sample_loader
+from project.benchmark.steps import Steps
+from project.benchmark.timing import alternate, median_and_spread
+from project.benchmark.with_lightning import Features, run_epochs
+from project.cli import ProjectCLI
+
+FLOOR, COURSE, ALL = "hand-written floor", "course loop", "all features"
+
+
+def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
+    """One row per variant: seconds per epoch and its ratio to the floor's.
+
+    An epoch is its training steps, the validation behind them and what is saved of it (the floor validates and saves
+    nothing, the course loop only trains). Every Lightning run trains one epoch to warm up and one that counts.
+    """
+    variants = make_variants(cli, settings)
+    steps = Steps("overhead", len(variants) * (settings.n + 1))
+    for name in (FLOOR, COURSE):  # Lightning runs have their own warm-up epoch
+        steps.begin(f"{name} (warm-up)")
+        variants[name]()
+    results = alternate(variants, settings.n, steps)
+    steps.finish()
+    rows = [
+        {
+            "loop": name,
+            "network": type(cli.model.network).__name__,
+            "batch_size": cli.datamodule.batch_size,
+            **median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs]),
+            "train_s": statistics.median(epoch.train_s for epoch in epochs),
+            "train_cpu_s": statistics.median(epoch.train_cpu_s for epoch in epochs),
+        }
+        for name, epochs in results.items()
+    ]
+    floor = next(row for row in rows if row["loop"] == FLOOR)
+    for row in rows:
+        row["train_vs_floor"] = row["train_s"] / floor["train_s"]
+        row["train_cpu_vs_floor"] = row["train_cpu_s"] / floor["train_cpu_s"]
+        if row["loop"] != COURSE:
+            row["epoch_vs_floor"] = row["epoch_s"] / floor["epoch_s"]
+    return rows
+
+
+def make_variants(cli: ProjectCLI, settings: Settings) -> dict[str, Callable[[], Epoch]]:
+    """Name → function that trains one measured epoch."""
+    from lightning.pytorch.callbacks import ProgressBar
+    from lightning.pytorch.loggers import WandbLogger
+
+    from project.callbacks.checkpoint import RunCheckpoint
+    from project.callbacks.memory import MemoryMonitor
+    from project.callbacks.optimizer_monitor import OptimizerMonitor
+    from project.callbacks.quick_steps import QuickSteps
+    from project.callbacks.throughput import ThroughputMonitor
+    from project.loggers import MetricsCSV
+
+    monitors = (ThroughputMonitor, MemoryMonitor, OptimizerMonitor)
+    features = {
+        ALL: Features(),
+        "without monitors": Features(without=monitors),
+        "without checkpoints": Features(without=(RunCheckpoint,)),
+        "without W&B": Features(without=(WandbLogger,)),
+        "without metrics.csv": Features(without=(MetricsCSV,)),
+        "without quick steps": Features(without=(QuickSteps,)),
+        "without progress bar": Features(without=(ProgressBar,)),
+        "Lightning, nothing on": Features(bare=True),
+    }
+    cli.datamodule.setup("fit")
+    device = torch.device("cpu") if cli.config_init.trainer.accelerator == "cpu" else best_device()
+    network = copy.deepcopy(cli.model.network)
+    floor = FloorLoop(network, cli.datamodule, device, autocast_dtype(str(cli.config_init.trainer.precision)))
+    course_network = copy.deepcopy(network).to(device)
+    optimizer = torch.optim.Adam(course_network.parameters(), lr=1e-3)
+    loader = per_sample_loader(cli.datamodule, "train")
+
+    lightning = {name: partial(last_epoch, cli, feature) for name, feature in features.items()}
+    return {FLOOR: floor.epoch, COURSE: partial(course_epoch, course_network, optimizer, loader, device), **lightning}
+
+
+def last_epoch(cli: ProjectCLI, features: Features) -> Epoch:
+    """The second epoch of a run; the first one has warmed it up."""
+    epochs, _ = run_epochs(cli, 2, features)
+    return epochs[-1]
+
+
+def best_device() -> torch.device:
+    """The device that ``--accelerator auto`` trains on."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """The data type of a mixed precision, None for the others."""
+    return {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
