@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from project.callbacks.memory import MemoryMonitor
 from project.callbacks.test_predictions import TestPredictions
 from project.callbacks.throughput import ThroughputMonitor
+
+STOP_PATIENCE = 5.0  # seconds for the report of a run that was asked to stop, which has ten in all
 
 
 def publish(
@@ -30,8 +36,9 @@ def publish(
     try:
         from project.report import write_report
 
-        record = gather(trainer, folder, facts, config, stopped_by)
-        write_report(folder / "report.html", record)
+        with time_limit(STOP_PATIENCE if stopped_by else None):
+            record = gather(trainer, folder, facts, config, stopped_by)
+            write_report(folder / "report.html", record)
     except Exception as error:
         rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is not affected.")
         return
@@ -75,3 +82,22 @@ def gather(
             record.breakdown, record.savings = callback.breakdown, callback.savings
             record.remarks += callback.leaks
     return record
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TimeoutError in the block where it takes longer. No limit outside the main thread, which gets no signals."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -59,6 +59,7 @@ def make_trainer(cli: ProjectCLI, run: Run) -> Trainer:
         WandbStart(),
         TestPredictions(),
         QuickSteps(),
+        MemorySnapshot(cli.config.memory_snapshot) if cli.config.memory_snapshot else None,
     ]
     bar = progress_callback(flags.pop("enable_progress_bar", None))
     plugins = flags.pop("plugins", None) or []
@@ -84,8 +85,8 @@ def trainer_flags(cli: ProjectCLI) -> dict[str, Any]:
             flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
         elif str(flags["devices"]).isdigit() and int(flags["devices"]) * flags["num_nodes"] != world_size:
             raise UserError(
-                f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']} must be the {world_size} processes the "
-                "launcher started. Leave both away to take what it started."
+                f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']} must be the {world_size} processes that "
+                "the launcher started. Leave both away to take what it started."
             )
     devices = str(flags["devices"])
     most = 4 * threads.available_cores()
@@ -101,7 +102,7 @@ def trainer_flags(cli: ProjectCLI) -> dict[str, Any]:
         if precision not in MATMUL_PRECISIONS:
             raise UserError(f"--matmul_precision must be one of {', '.join(MATMUL_PRECISIONS)}, got {precision}.")
         torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.conv.fp32_precision = "ieee" if precision == "highest" else "tf32"
+        torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions, which the setting above leaves alone
     return flags
 
 
