@@ -72,8 +72,8 @@ def write_atomically(data: bytes | memoryview, path: Path) -> None:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise UserError(
-            f"{path} could not be saved: {error.strerror or error}. The run has stopped; what was saved before is whole. "
-            "Free space or make the folder writable, then go on with --ckpt_path auto."
+            f"{path} could not be saved: {error.strerror or error}. The run has stopped; what was saved before is "
+            "whole. Free space or make the folder writable, then go on with --ckpt_path auto."
         ) from error
 
 
@@ -95,8 +95,8 @@ def read(path: Path) -> dict[str, Any]:
         # torch's own message advises weights_only=False, which is what a malicious file hopes for
         if "eights only" in str(error) or "eights_only" in str(error):
             raise UserError(
-                f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in it "
-                "was run. Give a checkpoint written by this project."
+                f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in "
+                "it was run. Give a checkpoint written by this project."
             ) from None
         raise UserError(
             f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one."
@@ -183,6 +183,6 @@ def _require_plain(value: Any, where: str) -> None:
             _require_plain(item, f"{where}[{index}]")
     elif not isinstance(value, PLAIN) or (isinstance(value, int) and type(value).__module__ not in ("builtins",)):
         raise TypeError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which would not load again: checkpoints "
-            "hold plain values only (numbers, text, lists, dicts, tensors)."
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which would not load again: "
+            "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)."
         )

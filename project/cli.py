@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,10 +44,11 @@ class OneLineParser(LightningArgumentParser):
     def flatten(self, group: str) -> None:
         """Give every option ``--group.name`` the second spelling ``--name``."""
         for action in list(self._actions):
-            for option in list(action.option_strings):
+            spellings: Any = action.option_strings
+            for option in list(spellings):
                 flat = "--" + option.removeprefix(f"--{group}.")
                 if option.startswith(f"--{group}.") and "." not in flat and flat not in self._option_string_actions:
-                    action.option_strings.append(flat)
+                    spellings.append(flat)
                     self._option_string_actions[flat] = action
 
     def format_usage(self) -> str:
@@ -115,6 +117,7 @@ class ProjectCLI(LightningCLI):
         )
         parser.set_defaults(DEFAULTS)
         parser.set_defaults({"model": {**DEFAULTS["model"], "init_args": {"network": DEFAULT_NETWORK}}})
+        assert isinstance(parser, OneLineParser)
         parser.flatten("trainer")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -170,7 +173,7 @@ class TestCLI(ProjectCLI):
 
 def typed_value(argv: list[str], option: str) -> str | None:
     """What was typed for one option, before anything is parsed; the last one counts, as it does when parsing."""
-    values = [after for word, after in zip(argv, argv[1:], strict=False) if word == option]
+    values = [after for word, after in pairwise(argv) if word == option]
     values += [word.split("=", 1)[1] for word in argv if word.startswith(f"{option}=")]
     return values[-1] if values else None
 
@@ -221,7 +224,7 @@ def our_networks(argv: list[str]) -> list[str]:
 
 
 def read_configuration(argv: list[str], prog: str) -> tuple[ProjectCLI, Run, list[str]]:
-    """Parse ``argv``, find the run it means, and where the run is resumed put the run's configuration beneath what is typed.
+    """Parse ``argv``, find the run it means; where that is resumed, put its configuration beneath what is typed.
 
     Returns:
         The command line with module and data module instantiated, the run, and lines that tell the differences.

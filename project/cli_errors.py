@@ -15,7 +15,7 @@ KINDS = {
 }
 
 
-def explain(message: str, options: list[str]) -> str:
+def explain(message: str, options: list[str]) -> str:  # noqa: C901 - one case after another reads best
     """One line: option, value received, what is allowed, and the nearest real option where it is a typing error.
 
     Args:

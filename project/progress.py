@@ -36,9 +36,8 @@ class EpochLines(Callback):
         if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
             return
         parts = [f"epoch {trainer.current_epoch}/{trainer.max_epochs}"]
-        for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy"):
-            if name in trainer.callback_metrics:
-                parts.append(f"{name} {float(trainer.callback_metrics[name]):.4f}")
+        metrics, shown = trainer.callback_metrics, ("train/loss", "train/accuracy", "val/loss", "val/accuracy")
+        parts += [f"{name} {float(metrics[name]):.4f}" for name in shown if name in metrics]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
         print("  ".join(parts), flush=True)

@@ -88,7 +88,7 @@ class Run:
             handle = open(self.folder / ".lock", "a+")  # noqa: SIM115 - held until the process ends
         except OSError as error:
             raise UserError(
-                f"the run's folder {self.folder} cannot be written: {error.strerror}. Choose another with --default_root_dir."
+                f"the run's folder {self.folder} cannot be written: {error.strerror}. Change --default_root_dir."
             ) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +169,7 @@ def _new(root: Path, run_name: str | None) -> Run:
         folder = root / run_name
         if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
             raise UserError(
-                f"--run_name {run_name}: {folder} already exists. Choose another name, or go on with it: --ckpt_path auto."
+                f"--run_name {run_name}: {folder} already exists. Choose another name, or go on: --ckpt_path auto."
             )
         return Run(folder)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -215,6 +215,6 @@ def _is_finished(folder: Path) -> bool:
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", name) or name == LATEST:
         raise UserError(
-            f"--run_name must be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit and not '{LATEST}', "
-            f"got '{name}'."
+            f"--run_name must be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not "
+            f"'{LATEST}', got '{name}'."
         )

@@ -85,8 +85,8 @@ def trainer_flags(cli: ProjectCLI) -> dict[str, Any]:
             flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
         elif str(flags["devices"]).isdigit() and int(flags["devices"]) * flags["num_nodes"] != world_size:
             raise UserError(
-                f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']} must be the {world_size} processes that "
-                "the launcher started. Leave both away to take what it started."
+                f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']} must be the {world_size} processes "
+                "that the launcher started. Leave both away to take what it started."
             )
     devices = str(flags["devices"])
     most = 4 * threads.available_cores()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -73,10 +74,8 @@ def family(pid: int) -> list[int]:
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to everything a process started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -127,7 +127,10 @@ class ThreeColours(MNISTDataModule):
     ("network", "options"),
     [
         (MLP(image_shape=(3, 16, 24), num_classes=4, dropout=0.5), {}),
-        (ConvNet(image_shape=(3, 16, 24), padding=True, num_classes=4, dropout=0.5), {"channels_last": True, "activation_checkpointing": True}),
+        (
+            ConvNet(image_shape=(3, 16, 24), padding=True, num_classes=4, dropout=0.5),
+            {"channels_last": True, "activation_checkpointing": True},
+        ),
     ],
 )
 def test_other_shapes_and_ways_of_training_export_as_well(tmp_path: Path, network: nn.Module, options: dict) -> None:

@@ -131,20 +131,21 @@ class RunCheckpoint(GracefulStop):
     def _find_place(self, trainer: Trainer) -> None:
         """Start the sampler where the checkpoint left off, in samples: also for another batch size or rank count."""
         assert self._resume is not None
-        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
         if not hasattr(sampler, "resume_at"):
             return
-        epoch = trainer.fit_loop.epoch_progress.current.processed
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        epoch = trainer.current_epoch
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         done = sampler.resume_at(epoch, batches.completed * self._resume["global_batch_size"])
         world_size = len(self._resume["ranks"])
         if (world_size, self._resume["global_batch_size"]) != (trainer.world_size, sampler.global_batch_size):
             self.notes.append(
                 f"resumed with {trainer.world_size} device(s) and global batch {sampler.global_batch_size} instead of "
-                f"{world_size} and {self._resume['global_batch_size']}: it goes on from the right sample, but not bit-exactly."
+                f"{world_size} and {self._resume['global_batch_size']}: it goes on from the right sample, not exactly."
             )
             batches.ready = batches.started = batches.processed = batches.completed = done
-        iter(trainer.fit_loop._data_fetcher)  # type: ignore[call-overload]  # the iterator made before knew nothing of this
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        iter(fetcher)  # the iterator made before knew nothing of this
 
     def _apply_typed_hyperparameters(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The checkpoint's optimizer state brings its rate and weight decay along; this run's configuration wins."""
@@ -189,7 +190,7 @@ class RunCheckpoint(GracefulStop):
             self._edge(trainer, "batch")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fit_loop.epoch_progress.current.processed > 0 and self._resume is None:
+        if trainer.current_epoch > 0 and self._resume is None:
             self._edge(trainer, "epoch", save_last=True)
         self._resume = None
 

@@ -1,4 +1,4 @@
-"""What a bit-exact resume needs and Lightning's checkpoint lacks: generators, metric states, a clean place in the loops."""
+"""What an exact resume needs and Lightning's checkpoint lacks: generators, metric sums, a clean place in the loops."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
+
+from project.model.classifier import ImageClassifier
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
@@ -46,8 +48,7 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 def metric_states(module: LightningModule) -> dict[str, Any]:
     """This rank's unfinished sums of every torchmetrics metric of a module, and of its window of losses."""
     states: dict[str, Any] = {}
-    window = getattr(module, "window", None)
-    if window:
+    if isinstance(module, ImageClassifier) and module.window:
         module.count_window()  # first: it adds to a metric
         states["window"] = torch.stack([loss for loss, _, _ in module.window]).cpu()
     for name, metric in module.named_modules():
@@ -64,7 +65,7 @@ def restore_metric_states(module: LightningModule, states: dict[str, Any]) -> No
             for key, value in states[name]["values"].items():
                 setattr(metric, key, _on_device(value, metric.device))
             metric._update_count = states[name]["updates"]
-    if "window" in states:
+    if "window" in states and isinstance(module, ImageClassifier):
         nothing = torch.empty(0, device=module.device)
         module.window = [(loss, nothing, nothing) for loss in states["window"].to(module.device)]
 

@@ -35,13 +35,12 @@ class GracefulStop(Callback):
         if self._agreement is None:
             self._agreement = Agreement(trainer.world_size)
         signals.defer(shared=trainer.world_size > 1)
-        # Ours replaces Lightning's handling, which can hang and ends a terminated run with exit code 0 (issues 20806, 21406).
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             signal.signal(environment.requeue_signal, lambda number, _: signals.note(number))
-            trainer._checkpoint_connector.hpc_save_path = lambda _: str(self.requeue_path)  # type: ignore[method-assign]
+            trainer._checkpoint_connector.hpc_save_path = lambda folderpath: str(self.requeue_path)  # type: ignore[method-assign]
 
     def on_test_batch_end(
         self,

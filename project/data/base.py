@@ -1,4 +1,4 @@
-"""What every data module of this template inherits: exact order, exact evaluation, loaders, device-side normalisation."""
+"""What every data module of this template inherits: order, evaluation, loaders, normalisation on the device."""
 
 import os
 from typing import Any, Literal
@@ -227,7 +227,7 @@ class BatchedDataModule(LightningDataModule):
         )
 
     def _batch_generator(self, device: torch.device) -> torch.Generator:
-        """Generator of this batch's augmentation: a function of (seed, rank, batches so far), so a resume repeats it."""
+        """Generator of this batch's augmentation: a function of (seed, rank, batches so far), so a resume repeats."""
         if self._augment_generator is None or self._augment_generator.device != device:
             self._augment_generator = torch.Generator(device)
         assert self.trainer is not None

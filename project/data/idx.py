@@ -62,7 +62,7 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
 
 
 def write_idx(path: Path, values: Tensor) -> None:
-    """Write uint8 images (count, 1, rows, columns) or labels (count,) as an IDX file, gzipped where ``path`` ends in ``.gz``."""
+    """Write uint8 images (count, 1, rows, columns) or labels (count,) as an IDX file, gzipped if named ``.gz``."""
     array = values.to(torch.uint8).numpy()
     if array.ndim == 1:
         header = struct.pack(">II", LABELS_MAGIC, len(array))

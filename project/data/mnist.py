@@ -65,8 +65,8 @@ class MNISTDataModule(BatchedDataModule):
                 if self.source == "mnist" or self.sample_folder is None:
                     bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
                     raise UserError(
-                        f"--data.source {self.source}: {self._raw()} lacks {', '.join(self._missing())} and the download "
-                        f"failed ({error}). Put the files there (plain or .gz) or name another --data.root{bundled}."
+                        f"--data.source {self.source}: {self._raw()} lacks {', '.join(self._missing())} and "
+                        f"the download failed ({error}). Put the files there (plain or .gz) or name another --data.root{bundled}."
                     ) from None
 
     def make_split(self, split: Split) -> Dataset[Any]:
@@ -118,7 +118,7 @@ class MNISTDataModule(BatchedDataModule):
             )
 
     def _download(self) -> None:
-        """torchvision's download, with bounded time-outs, into a folder of its own: the root never sees half a file."""
+        """Run torchvision's download, with bounded time-outs, into a folder of its own: no half file in the root."""
         from torchvision import datasets
 
         root = Path(self.root)

@@ -20,9 +20,9 @@ from project.model.recompute import recompute_activations
 class ImageClassifier(LightningModule):
     """Trains a network to classify images. Device, precision, strategy, clipping and accumulation are Trainer flags.
 
-    Logged: ``train/loss`` (log steps: mean over the samples since its last row, all ranks), ``train/accuracy`` (epoch end: exact over
-    the epoch), ``val/loss``, ``val/accuracy``, ``test/loss``, ``test/accuracy`` (exact over the split). Accuracies
-    are fractions, 0-1; losses are cross-entropy in nats.
+    Logged: ``train/loss`` (log steps: mean over the samples since its last row, all ranks), ``train/accuracy``
+    (epoch end: exact over the epoch), ``val/loss``, ``val/accuracy``, ``test/loss``, ``test/accuracy`` (exact over
+    the split). Accuracies are fractions, 0-1; losses are cross-entropy in nats.
 
     Args:
         network: Maps normalised images (batch, channels, height, width) to logits (batch, classes).
@@ -71,7 +71,7 @@ class ImageClassifier(LightningModule):
         self.label_smoothing = label_smoothing
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
-            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            network.to(memory_format=torch.channels_last)
         if activation_checkpointing:
             recompute_activations(network)
         if compile:
@@ -93,8 +93,9 @@ class ImageClassifier(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Before training: does the network fit the data? An answer in the user's words instead of a shape error."""
-        if stage == "fit" and hasattr(self.trainer.datamodule, "class_names"):
-            check_fit(self.network, self.trainer.datamodule)
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if stage == "fit" and hasattr(datamodule, "class_names"):
+            check_fit(self.network, datamodule)
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalised images (batch, channels, height, width) → logits (batch, classes)."""
@@ -110,7 +111,7 @@ class ImageClassifier(LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # self.log at every step would cost more than the step's matrix products; Lightning drops it off log steps anyway
+        # self.log at every step would cost more than the step's products; Lightning drops it off log steps anyway
         if self.trainer._logger_connector.should_update_logs and not self.trainer.fit_loop._should_accumulate():
             self.log("train/loss", self.take_window_loss(), sync_dist=True)
 
@@ -158,8 +159,10 @@ class ImageClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def can_fuse(self) -> bool:
-        """Whether a fused optimizer may be used: not with a gradient scaler, whose unscaling it would do itself,
-        too late for clipping and for the gradient norm."""
+        """Whether a fused optimizer may be used: not with a gradient scaler.
+
+        It would unscale by itself, too late for clipping and for the gradient norm.
+        """
         return getattr(self.trainer.precision_plugin, "scaler", None) is None
 
     def total_steps(self) -> int:
@@ -169,13 +172,13 @@ class ImageClassifier(LightningModule):
         data modules know their length without loaders.
         """
         trainer = self.trainer
-        count = getattr(trainer.datamodule, "train_batches_per_epoch", None)
+        count = getattr(getattr(trainer, "datamodule", None), "train_batches_per_epoch", None)
         if count is None:
             return int(trainer.estimated_stepping_batches) if math.isfinite(trainer.estimated_stepping_batches) else -1
         limit = trainer.limit_train_batches
         batches = min(count(), limit) if isinstance(limit, int) else int(count() * limit)
-        if trainer.overfit_batches:
-            batches = int(trainer.overfit_batches)
+        if overfit := getattr(trainer, "overfit_batches", 0):
+            batches = int(overfit)
         steps = math.ceil(batches / trainer.accumulate_grad_batches) * (trainer.max_epochs or -1)
         limits = [n for n in (steps, trainer.max_steps) if n > 0]
         return min(limits) if limits else -1
@@ -186,7 +189,8 @@ class ImageClassifier(LightningModule):
             return None
         logits = self(images)
         self.eval_accuracy.update(logits.argmax(dim=1), labels)
-        self.eval_loss.update(F.cross_entropy(logits.float(), labels, reduction="none").double())
+        losses = F.cross_entropy(logits.float(), labels, reduction="none")
+        self.eval_loss.update(losses if losses.device.type == "mps" else losses.double())  # MPS knows no float64
         return logits
 
     def _log_evaluation(self, split: Literal["val", "test"]) -> None:

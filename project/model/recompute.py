@@ -14,7 +14,7 @@ def recompute_activations(network: nn.Module) -> None:
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):
-            child.forward = _Recomputed(child.forward, child)  # type: ignore[method-assign]
+            child.forward = _Recomputed(child.forward, child)
 
 
 class _Recomputed:
