@@ -9,6 +9,7 @@ Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -22,6 +23,9 @@ def main(argv: list[str]) -> int:
         **{k: v for k, v in vars(options).items() if k not in ("output", "plot", "table") and v is not None}
     )
     check(settings)
+    # the libraries' own remarks on every start and end of a profiler; read when torch is imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from project.benchmark.conditions import conditions, one_line
     from project.benchmark.measure import measure_table
     from project.tables import format_table

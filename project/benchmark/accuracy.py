@@ -39,9 +39,9 @@ class ReachedTarget(Callback):
 def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     """One row for the configuration, and with ``--baseline`` one for the plain loop.
 
-    ``test/accuracy`` is the best checkpoint's (chosen on validation) on the test set, seen once per run; ``std`` that of
-    the seeds. ``fit_s`` is training with its validations and savings, from the first step. ``to_target_s`` ends where
-    validation first reaches the target; it is left out where fewer than half of the seeds reach it.
+    ``test/accuracy`` is that of the best checkpoint (chosen on validation) on the test set, seen once per run; ``std``
+    that of the seeds. ``fit_s`` is training with its validations and savings, from the first step. ``to_target_s`` ends
+    where validation first reaches the target; it is left out where fewer than half of the seeds reach it.
     """
     steps = Steps("accuracy", settings.n + settings.baseline)
     runs = []

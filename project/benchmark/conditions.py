@@ -19,7 +19,7 @@ def conditions() -> dict[str, Any]:
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": summary.command_line(),
-        "git_commit": summary.git_commit(),
+        **summary.git_state(),
         "hardware": hardware(),
         "versions": summary.versions(),
         "cpu_threads": torch.get_num_threads(),
@@ -75,7 +75,7 @@ def one_line(facts: dict[str, Any]) -> str:
     machine = facts["hardware"]
     parts = [f"{machine['cpu']}, {machine['cpu_cores']} cores", *machine.get("gpus", [])]
     parts += [f"{name} {facts['versions'][name]}" for name in ("torch", "lightning") if name in facts["versions"]]
-    parts += [f"commit {(facts['git_commit'] or 'unknown')[:7]}", facts["date"]]
+    parts += [f"commit {facts.get('git_commit', 'unknown')[:7]}", facts["date"]]
     line = " | ".join(parts)
     if not facts.get("quiet", True):
         line += f"\nthe machine was busy (load average {facts['load_average']}): compare ratios, not seconds"

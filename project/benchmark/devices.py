@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,8 @@ from project.cli import ProjectCLI
 
 RESNET = ["--model.network", "project.benchmark.resnet.ResNet18", "--model.lr", "1e-3"]
 SWEEP = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
-RESNET_STEPS_ON_CPU = 6  # a whole epoch would take minutes
+RESNET_ON_CPU = {"batch": 32, "steps": 2, "image_size": 32}  # a whole epoch would take minutes
+PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Case:
     precision: str
     batch_size: int
 
-    def flags(self, quick: bool) -> list[str]:
+    def flags(self) -> list[str]:
         """Flags of ``fit`` that make this case of any configuration."""
         trainer = "32-true" if self.precision == "tf32" else self.precision
         matmul = "high" if self.precision == "tf32" else "highest"
@@ -46,21 +48,21 @@ class Case:
         if self.network == "ResNet18":
             flags += RESNET
             if self.device == "cpu":
-                steps = 2 if quick else RESNET_STEPS_ON_CPU
-                flags += ["--limit_train_batches", str(steps), "--limit_val_batches", "0"]
-                flags += ["--model.network.image_size", "32" if quick else "64"]
+                flags += ["--limit_train_batches", str(RESNET_ON_CPU["steps"]), "--limit_val_batches", "0"]
+                flags += ["--model.network.image_size", str(RESNET_ON_CPU["image_size"])]
         return flags
 
 
 def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     """One row per case. A measurement is the second epoch of a real run; its first one is the warm-up."""
     cases = list(all_cases(cli, settings))
-    clis = {case: ProjectCLI([*settings.fit_flags, *case.flags(settings.quick)], "project.benchmark") for case in cases}
+    clis = {case: ProjectCLI([*settings.fit_flags, *case.flags()], "project.benchmark") for case in cases}
     steps = Steps("devices", len(cases) * settings.n)
-    variants = {_name(case): partial(one_run, case, clis[case]) for case in cases}
+    too_slow: set[Case] = set()
+    variants = {_name(case): partial(one_run, case, clis[case], too_slow) for case in cases}
     results = alternate(variants, settings.n, steps)
     steps.finish()
-    rows = [row_of(case, clis[case], results[_name(case)]) for case in cases]
+    rows = [row_of(case, clis[case], [run for run in results[_name(case)] if run]) for case in cases]
     add_comparisons(rows)
     return rows
 
@@ -70,8 +72,10 @@ def all_cases(cli: ProjectCLI, settings: Settings) -> Iterator[Case]:
     wanted = cli.config_init.trainer.accelerator
     devices = [name for name in available_devices() if wanted in ("auto", name, {"cuda": "gpu"}.get(name))]
     for network in settings.networks:
-        size = cli.datamodule.batch_size if network == "chosen" else 64 if settings.quick else 128
         for device in devices:
+            size = cli.datamodule.batch_size
+            if network == "ResNet18":
+                size = RESNET_ON_CPU["batch"] if device == "cpu" else 256
             for precision in usable(device, settings.precisions):
                 yield Case(device, network, precision, size)
     for device in devices:
@@ -95,12 +99,17 @@ def usable(device: str, precisions: list[str]) -> list[str]:
     return [precision for precision in precisions if precision in allowed] or ["32-true"]
 
 
-def one_run(case: Case, cli: ProjectCLI) -> dict[str, float | None]:
-    """Rate, accuracy and peak memory of one run of two epochs."""
+def one_run(case: Case, cli: ProjectCLI, too_slow: set[Case]) -> dict[str, float | None] | None:
+    """Rate, accuracy and peak memory of one run of two epochs; None for a case that has been found too slow."""
+    if case in too_slow:
+        return None
+    began = time.perf_counter()
     if case.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     epochs, trainer = run_epochs(cli, 2)
+    if time.perf_counter() - began > PATIENCE_S:
+        too_slow.add(case)
     samples = int(trainer.num_training_batches) * cli.datamodule.batch_size
     peak = torch.cuda.max_memory_allocated() / 1024**3 if case.device == "cuda" else None
     return {"rate": samples / epochs[-1].train_s, "accuracy": epochs[-1].val_accuracy, "peak": peak}
@@ -125,7 +134,7 @@ def row_of(case: Case, cli: ProjectCLI, runs: list[dict[str, Any]]) -> dict[str,
 
 
 def add_comparisons(rows: list[dict[str, Any]]) -> None:
-    """Speed-up and accuracy difference against the CPU in float32, same network and batch size, where it was measured."""
+    """Speed-up and accuracy difference against the CPU in float32, where it was measured alike."""
     for row in rows:
         like = [r for r in rows if all(r[key] == row[key] for key in ("network", "batch_size"))]
         base = next((r for r in like if (r["device"], r["precision"]) == ("cpu", "32-true")), None)

@@ -116,7 +116,7 @@ def time_epoch(
 
 
 def _to_device(batch: Any, datamodule: BatchedDataModule, device: torch.device) -> None:
-    images, labels = (part.to(device, non_blocking=True) for part in batch)
+    images, _ = (part.to(device, non_blocking=True) for part in batch)
     if images.dtype == torch.uint8:  # the per-sample transforms have normalised already
         datamodule.normalize(images)
 

@@ -73,7 +73,8 @@ def worker(cli: ProjectCLI, count: int, policy: str, settings: Settings) -> Iter
 
 def ask(process: subprocess.Popen[str]) -> float:
     """Milliseconds per step, measured by a worker now."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write("measure\n")
     process.stdin.flush()
     answer = process.stdout.readline()
