@@ -26,8 +26,9 @@ class MetricsCSV(Logger):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._columns = ["step", "epoch"]
-        self._count = 0  # rows in the file
+        rows = self._read()
+        self._columns = list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)]))
+        self._count = len(rows)  # in the file
         self._row: dict[str, float] = {}  # the row being gathered
         self._row_in_file = False  # an earlier state of it is the file's last row
         self._row_changed = False

@@ -97,6 +97,9 @@ class Run:
                 f"run {self.name} is being written by another process. Wait for it or choose another --run_name."
             ) from None
         self._lock, self._created = handle, True
+        if self.checkpoint is None:  # what a run without a whole checkpoint left is of steps that come again
+            for name in ("metrics.csv", "summary.json", "report.html"):
+                (self.folder / name).unlink(missing_ok=True)
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
             stale.unlink(missing_ok=True)

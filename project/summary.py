@@ -79,8 +79,8 @@ def start_line(trainer: Trainer, module: LightningModule) -> str:
     return " | ".join(parts)
 
 
-def git_commit() -> str | None:
-    """The commit of the code that runs, with ``-dirty`` where files differ from it; None outside a git checkout."""
+def git_state() -> dict[str, Any]:
+    """``git_commit`` of the code that runs and ``git_dirty``, whether files differ from it; {} outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run(
@@ -90,8 +90,8 @@ def git_commit() -> str | None:
             [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    return commit.strip() + ("-dirty" if changed.strip() else "")
+        return {}
+    return {"git_commit": commit.strip(), "git_dirty": bool(changed.strip())}
 
 
 def versions() -> dict[str, str]:

@@ -202,7 +202,7 @@ def gather_facts(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
         "val/accuracy": keeper.best_score,
         **find(trainer, ThroughputMonitor).summary(),
         **find(trainer, MemoryMonitor).summary(),
-        "git_commit": summary.git_commit(),
+        **summary.git_state(),
         "versions": summary.versions(),
         "command": summary.command_line(),
     }

@@ -105,6 +105,12 @@ class RunCheckpoint(GracefulStop):
     def state_dict(self) -> dict[str, Any]:
         return {"best_score": self.best_score, "best_epoch": self.best_epoch, "best_step": self.best_step}
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resume is not None:  # also where nothing is left to train, and only the test comes again
+            for logger in trainer.loggers:
+                if isinstance(logger, MetricsCSV):
+                    logger.keep_rows(self._resume["metric_rows"])
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.training_begins()
         if trainer.is_global_zero:
@@ -121,9 +127,6 @@ class RunCheckpoint(GracefulStop):
             restore_metric_states(pl_module, mine["metrics"])
             if mine["device"] == trainer.strategy.root_device.type:
                 restore_random_state(mine["random"], trainer.strategy.root_device)
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsCSV):
-                logger.keep_rows(self._resume["metric_rows"])
         for note in self.notes:
             if trainer.is_global_zero:
                 print(note, flush=True)
@@ -199,6 +202,11 @@ class RunCheckpoint(GracefulStop):
         if self.best_score is None:
             self._best_due = True  # never validated: the last is the best there is
         self._edge(trainer, "epoch", save_last=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # resumed from the best of a run that had trained to its end: a damaged last.ckpt would stay so
+        if self._resume is not None and trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
+            write_atomically(self.best_path.read_bytes(), self.last_path)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
