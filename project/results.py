@@ -86,7 +86,7 @@ def gather(
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError in the block where it takes longer. No limit outside the main thread, which gets no signals."""
+    """Raise TimeoutError in the block where it takes longer; in the main thread only, the others get no signals."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return

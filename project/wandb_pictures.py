@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.loggers.logger import _DummyExperiment
+
 from project.report.record import RunRecord
 from project.wandb_logging import WandbRunLogger
 
@@ -21,6 +23,8 @@ def log_results(logger: WandbRunLogger, record: RunRecord, folder: Path) -> None
 
     logger.send()
     run = logger.wait()
+    if isinstance(run, _DummyExperiment):
+        return  # W&B could not start, which was said
     # tables stage their files there until they are uploaded; W&B's default is the home folder
     os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
     pictures: dict[str, Any] = {"report": wandb.Html(str(folder / "report.html"), inject=False)}

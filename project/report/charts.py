@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 VerticalAxis = Literal["from zero", "fitting", "log"]
 WIDTH, HEIGHT = 4.2, 2.5  # inches: legible when a phone scales them to its width
 MOST_POINTS = 300  # per line; more cannot be told apart at this width
-MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS = 40, 16, 25
+MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS, MOST_LETTERS = 40, 16, 25, 14
 # Colours that the page replaces by its own, see THEME; none of them is meant to be seen.
 INK, FAINT, LINES = "#010203", "#040506", ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
 THEME = {
@@ -124,6 +125,11 @@ def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
     return np.array(means[0]), np.array(means[1])
 
 
+def shortened(name: str) -> str:
+    """A class's name as there is room for it beside a chart."""
+    return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
+
+
 def bars(name: str, unit: str, parts: dict[str, float]) -> str:
     """Named amounts, one under the other, each with its value."""
 
@@ -143,13 +149,12 @@ def class_accuracy(record: RunRecord) -> str:
     rows = record.class_accuracy[:MOST_CLASS_ROWS]
 
     def paint(ax: Axes) -> None:
-        names, accuracies = [row[0] for row in rows], [row[1] for row in rows]
+        places, accuracies = range(len(rows)), [row[1] for row in rows]
         # dots, not bars: the axis does not begin at 0, and a bar's length would mislead
-        ax.plot(accuracies, names, "o", color=LINES[0], markersize=5)
-        for name, accuracy, _ in rows:
-            ax.annotate(
-                f"{accuracy:.3f}", (accuracy, name), (6, 0), textcoords="offset points", va="center", fontsize=7
-            )
+        ax.plot(accuracies, places, "o", color=LINES[0], markersize=5)
+        for point in zip(accuracies, places, strict=True):
+            ax.annotate(f"{point[0]:.3f}", point, (6, 0), textcoords="offset points", va="center", fontsize=7)
+        ax.set_yticks(places, [shortened(row[0]) for row in rows])
         ax.invert_yaxis()
         ax.margins(x=0.2, y=0.06)
         ax.set_xlabel("accuracy on the test set (fraction)")
@@ -170,10 +175,12 @@ def confusion_matrix(record: RunRecord) -> str:
         from torchmetrics.utilities.plot import plot_confusion_matrix
 
         shades: Any = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
-        labels: Any = names
-        plot_confusion_matrix(
-            torch.from_numpy(counts), ax=ax, add_text=classes <= MOST_COUNTED_CLASSES, labels=labels, cmap=shades
-        )
+        labels: Any = [shortened(name) for name in names]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's and numpy's of each other
+            plot_confusion_matrix(
+                torch.from_numpy(counts), ax=ax, add_text=classes <= MOST_COUNTED_CLASSES, labels=labels, cmap=shades
+            )
         (image,) = ax.images
         image.set_norm(PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max())))  # else only the diagonal is seen
         image.set_interpolation("none")

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from project import dashboard, entry
+from tests.reported import of_type, reported_run, wandb_folders, wandb_records
+
+pytest.importorskip("wandb_workspaces")
+NAMES = ["--entity", "me", "--project", "mine"]
+
+
+@pytest.fixture
+def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+
+
+@pytest.mark.usefixtures("_no_network")
+def test_print_shows_the_specification_without_login_or_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.exit_code(dashboard.main, [*NAMES, "--print"]) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert (view["entity"], view["project"]) == ("me", "mine")
+    sections = view["spec"]["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == ["Training", "Throughput", "Memory", "Mistakes"]
+    lines = [p for s in sections for p in s["panels"] if p["viewType"] == "Run History Line Plot"]
+    assert len(lines) == 12
+    assert {panel["config"]["xAxis"] for panel in lines} == {"trainer/global_step"}
+
+
+def test_every_panel_shows_what_runs_log() -> None:
+    (folder,) = wandb_folders(reported_run())
+    keys: set[str] = set()
+    for item in of_type(wandb_records(folder), "history"):
+        keys |= {name.split("._")[0].split(".path")[0] for name in item["item"]}  # media are dictionaries
+    only_gpu = {"optimizer/loss_scale", "throughput/gpu_utilization_pct", "throughput/mfu_pct"}
+    only_gpu |= {"memory/peak_reserved_gib", "memory/peak_allocated_gib", "memory/allocated_gib"}
+    only_gpu |= {"memory/peak_reserved_pct"}
+    shown = {metric for lines in dashboard.LINES.values() for metrics in lines.values() for metric in metrics}
+    tables = {chart[0] for charts in dashboard.CHARTS.values() for chart in charts} | set(dashboard.TABLES["Mistakes"])
+    media = set(dashboard.MEDIA["Mistakes"].values())
+    assert (shown - only_gpu) | tables | media <= keys
+    assert {key for key in keys if key.startswith(("train/", "val/", "optimizer/"))} <= shown
+
+
+@pytest.mark.usefixtures("_no_network")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (NAMES, "error: saving a workspace needs a W&B login, and no API key is configured. Run wandb login"),
+        (["--entity", "me"], "error: the following arguments are required: --project"),
+        (["--entity", "", "--project", "p"], "error: --entity must not be empty."),
+        ([*NAMES, "--pront"], "error: unrecognized arguments: --pront"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.exit_code(dashboard.main, arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+
+
+def test_a_workspace_is_saved_and_its_address_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb_workspaces.workspaces as ws
+
+    saved = []
+
+    class Saved:
+        url = "https://example.invalid/me/mine?nw=1"
+
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(ws.Workspace, "save", lambda self: saved.append(self) or Saved())
+    assert entry.exit_code(dashboard.main, NAMES) == 0
+    assert capsys.readouterr().out.strip() == Saved.url
+    assert [workspace.entity for workspace in saved] == ["me"]
+
+
+def test_a_refused_workspace_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import wandb_workspaces.workspaces as ws
+
+    def refuse(_: Any) -> None:
+        raise ConnectionError("permission\ndenied")
+
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(ws.Workspace, "save", refuse)
+    assert entry.exit_code(dashboard.main, NAMES) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --entity me --project mine: W&B did not save the workspace (permission denied).")

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from project import fit
+from project.callbacks import test_predictions
+from project.callbacks.test_predictions import Mistake, TestPredictions
+from project.checkpoints import load
+from project.data import MNISTDataModule
+from project.report import RunRecord, page, write_report
+from project.report.charts import MOST_POINTS, thinned
+from tests.commands import CPU2, SMALL, run, summary
+from tests.reported import reported_run, wandb_folders
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LARGEST = 2_000_000  # bytes of a report
+
+
+def report() -> str:
+    return (reported_run() / "report.html").read_text()
+
+
+def text_of(page_source: str) -> str:
+    return html.unescape(
+        re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<style.*?</style>", "", page_source, flags=re.S)))
+    )
+
+
+def test_report_is_one_small_file_that_names_no_address() -> None:
+    source = report()
+    assert len(source.encode()) < LARGEST
+    addresses = re.findall(r'(?:src|href|srcset|action)="([^"]*)"|url\(([^)]*)\)', source)
+    assert {address[:5] for pair in addresses for address in pair if address and not address.startswith("#")} == {
+        "data:"
+    }
+    assert "<script" not in source
+
+
+def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> None:
+    source, facts = report(), summary(reported_run())
+    text = text_of(source)
+    wrong = round(200 * (1 - facts["test/accuracy"]))
+    assert f"{100 * facts['test/accuracy']:.2f} % test accuracy {wrong} wrong of 200" in text
+    assert f"{100 * facts['val/accuracy']:.2f} % validation accuracy" in text
+    for title in ("Loss", "Accuracy", "Learning rate", "Throughput", "Data wait", "Host memory", "Memory by use"):
+        assert f"<h3>{title}</h3><svg" in source
+    for label in ("optimizer step", "training samples / second", "share of the time (%)", "MiB on one device"):
+        assert label in text
+    assert facts["command"] in text
+    assert facts["git_commit"].removesuffix("-dirty") in text
+    assert all(version in text for version in facts["versions"].values())
+    assert "class_path: project.model.networks.MLP" in text
+    assert len(re.findall(r"<img ", source)) == min(24, wrong)
+
+
+def trained_predictions(callback: TestPredictions, batch_size: int = 77) -> tuple[torch.Tensor, MNISTDataModule]:
+    """Test the small run's best checkpoint with the callback; returns its probabilities (200, 10)."""
+    loaded = load(reported_run() / "best.ckpt")
+    datamodule = MNISTDataModule(source="sample", test_samples=200, eval_batch_size=batch_size)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[callback], enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.test(loaded.module, datamodule=datamodule, verbose=False)
+    with torch.no_grad():
+        images = datamodule.normalize(datamodule.splits["test"].images)  # type: ignore[attr-defined]
+        return loaded.module.eval()(images).softmax(dim=1), datamodule
+
+
+def test_confusion_and_mistakes_are_exact_and_show_the_images_themselves() -> None:
+    callback = TestPredictions(most=5)
+    probabilities, datamodule = trained_predictions(callback)
+    test_set: Any = datamodule.splits["test"]
+    sureness, predictions = probabilities.max(dim=1)
+    wanted = np.zeros((10, 10), dtype=np.int64)
+    np.add.at(wanted, (test_set.labels.numpy(), predictions.numpy()), 1)
+    assert callback.confusion is not None
+    assert callback.confusion.tolist() == wanted.tolist()
+    wrong = (predictions != test_set.labels).nonzero().flatten()
+    surest = wrong[sureness[wrong].argsort(descending=True)][:5]
+    assert len(callback.mistakes) == 5
+    for mistake, index in zip(callback.mistakes, surest.tolist(), strict=True):
+        assert (mistake.label, mistake.prediction) == (int(test_set.labels[index]), int(predictions[index]))
+        assert mistake.probability == pytest.approx(float(sureness[index]), abs=1e-6)
+        assert (mistake.image[..., 0] == test_set.images[index, 0].numpy()).all()
+
+
+def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = TestPredictions(most=6)
+    trained_predictions(alone)
+    monkeypatch.setattr(test_predictions, "_of_all_ranks", lambda mine: [mine, None, mine])
+    twice = TestPredictions(most=6)
+    trained_predictions(twice)
+    assert alone.confusion is not None
+    assert twice.confusion is not None
+    assert (twice.confusion == 2 * alone.confusion).all()
+    assert [m.probability for m in twice.mistakes] == [m.probability for m in alone.mistakes[:3] for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_two_processes_report_every_test_sample_once(tmp_path: Path) -> None:
+    done = run("fit", *SMALL, *CPU2, "--data.test_samples", "199", "--run_name", "two", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "checkpoints" / "two"
+    facts = summary(folder)
+    wrong = round(199 * (1 - facts["test/accuracy"]))
+    assert f"{wrong} wrong of 199" in text_of((folder / "report.html").read_text())
+    assert len(wandb_folders(folder)) == 1, "one W&B run per job"
+
+
+def test_a_report_that_fails_is_one_warning_and_no_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("project.report.write_report", fail)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    flags = [
+        *SMALL,
+        "--accelerator",
+        "cpu",
+        "--max_epochs",
+        "1",
+        "--default_root_dir",
+        str(tmp_path),
+        "--run_name",
+        "r",
+    ]
+    with pytest.warns(UserWarning, match=r"report.html could not be written \(OSError: no space\)"):
+        assert fit.main(flags) == 0
+    assert summary(tmp_path / "r")["test/accuracy"] > 0.1
+
+
+def crowded_record() -> RunRecord:
+    """A record as a user's own data may make it: many classes, colour images, long hostile names, a long run."""
+    generator = np.random.default_rng(0)
+    names = [f'<b>&class</b> "{i}" {"x" * (i % 40)}' for i in range(150)]
+    confusion = generator.integers(0, 3, (150, 150)) + 50 * np.eye(150, dtype=np.int64)
+    confusion[7] = 0  # a class without any test sample
+    images = generator.integers(0, 256, (24, 224, 180, 3), dtype=np.uint8)
+    series = [(step, 1 / (1 + step)) for step in range(100_000)]
+    return RunRecord(
+        facts={"run_name": "</title><script>alert(1)</script>", "test/accuracy": 0.5, "test/loss": 1.0},
+        config="key: </pre><script>alert(2)</script>",
+        class_names=names,
+        metrics={"train/loss": series, "train/f1 <x>": series, "memory/rss_gib": [(5, 0.0)]},
+        confusion=confusion,
+        mistakes=[Mistake(image, 3, 149, 0.9) for image in images],
+        remarks=["<script>alert(3)</script>"],
+    )
+
+
+def test_report_of_any_data_is_small_quick_and_safe(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    began = time.process_time()
+    write_report(path, crowded_record())
+    assert time.process_time() - began < 6
+    source = path.read_text()
+    assert len(source.encode()) < LARGEST
+    assert "<script" not in source
+    assert "<b>&class" not in source
+    assert "<h3>train/f1 &lt;x&gt;</h3><svg" in source, "a metric of the user's own gets a chart"
+
+
+def test_report_of_a_run_stopped_before_it_logged_anything(tmp_path: Path) -> None:
+    record = RunRecord(facts={"run_name": "r", "steps": 3, "epochs": 0}, config="", stopped_by="SIGTERM", max_epochs=5)
+    text = text_of(page.render(record))
+    assert "stopped by SIGTERM at step 3, 0 of 5 epochs done" in text
+    assert "No value was logged before the run ended." in text
+
+
+def test_thinned_series_keep_their_mean_and_ends() -> None:
+    steps, values = thinned([(step, float(step)) for step in range(30_000)])
+    assert len(steps) == len(values) == MOST_POINTS
+    assert values.mean() == pytest.approx(14_999.5)
+    assert (steps[0], steps[-1]) == (49.5, 29_949.5)
+
+
+# In the browser
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[str]:
+    """A headless Chromium; gives the address of its debugging socket."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    words = [CHROMIUM or "", *flags, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        place = folder / "DevToolsActivePort"
+        end = time.monotonic() + 60
+        while not (place.exists() and len(place.read_text().splitlines()) == 2):
+            assert time.monotonic() < end, "Chromium did not start"
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{place.read_text().splitlines()[0]}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@asynccontextmanager
+async def tab(address: str) -> AsyncIterator[Any]:
+    """A page of the browser: a function that sends it a command and returns the answer, with all events so far."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{address}/json/list") as answer:
+            (target,) = [entry for entry in json.loads(await answer.text()) if entry["type"] == "page"]
+        async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            events: list[dict[str, Any]] = []
+            numbers = iter(range(1, 10_000))
+
+            async def send(method: str, **parameters: Any) -> dict[str, Any]:
+                number = next(numbers)
+                await socket.send_json({"id": number, "method": method, "params": parameters})
+                while True:
+                    message = await asyncio.wait_for(socket.receive_json(), 60)
+                    if message.get("id") == number:
+                        assert "error" not in message, message
+                        return dict(message["result"])
+                    events.append(message)
+
+            send.events = events  # type: ignore[attr-defined]
+            yield send
+
+
+async def look(address: str, path: Path, width: int, scheme: str) -> dict[str, Any]:
+    """Open a report as a device shows it: its requests, console messages, overflow and colours."""
+    async with tab(address) as send:
+        for domain in ("Network", "Log", "Runtime", "Page"):
+            await send(f"{domain}.enable")
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        await send("Emulation.setDeviceMetricsOverride", **size)
+        await send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await send("Page.navigate", url=path.as_uri())
+        facts: dict[str, Any] = {}
+        ask = """({ready: document.readyState, width: document.documentElement.scrollWidth,
+            ground: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
+            axis: getComputedStyle(document.querySelector('svg text')).fill,
+            charts: [...document.querySelectorAll('svg')].filter(svg => svg.getBoundingClientRect().height > 80).length,
+            images: [...document.images].filter(image => image.complete && image.naturalWidth > 0).length})"""
+        for _ in range(100):
+            result = await send("Runtime.evaluate", expression=ask, returnByValue=True)
+            facts = result["result"].get("value") or {}
+            if facts.get("ready") == "complete" and facts["charts"]:
+                break
+            await asyncio.sleep(0.1)
+        events = send.events
+        urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        facts["requests"] = [url for url in urls if not url.startswith("data:")]
+        noise = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        facts["console"] = [event["params"] for event in events if event["method"] in noise]
+        return facts
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def test_report_in_the_browser_asks_no_network_and_fits_screen_and_theme(
+    width: int, scheme: str, tmp_path: Path
+) -> None:
+    path = reported_run() / "report.html"
+    with browser(tmp_path / "profile") as address:
+        facts = asyncio.run(look(address, path, width, scheme))
+    assert facts["requests"] == [path.as_uri()]
+    assert facts["console"] == []
+    assert facts["width"] <= width, "the page scrolls sideways"
+    assert facts["charts"] == report().count("<svg")
+    assert facts["images"] == report().count("<img ")
+    light = {"ground": "rgb(246, 247, 249)", "ink": "rgb(27, 36, 48)", "axis": "rgb(27, 36, 48)"}
+    dark = {"ground": "rgb(15, 20, 27)", "ink": "rgb(228, 233, 240)", "axis": "rgb(228, 233, 240)"}
+    assert {key: facts[key] for key in light} == (light if scheme == "light" else dark)
