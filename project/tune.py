@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     lr, size = parser.add_argument_group("lr"), parser.add_argument_group("batch_size")
     lr.add_argument("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
     lr.add_argument("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
-    lr.add_argument("--steps", type=int, default=150, help="optimizer steps between them (default: 150)")
+    lr.add_argument("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
     size.add_argument("--max_batch_size", type=int, help="largest size to try (default: the training set)")
     size.add_argument(
         "--memory_limit_gib",
@@ -133,18 +133,14 @@ def tune_lr(cli: ProjectCLI, flags: dict[str, Any], options: Any, output: Path |
     from project.tuning.learning_rate import advice_lines, draw_range_test, range_test
 
     current = float(cli.model.lr)
+    tell(f"training {options.steps} steps at rates from {options.min_lr:g} to {options.max_lr:g}")
     test = range_test(cli, flags, options.min_lr, options.max_lr, options.steps)
     rows = test.rows()
     print(format_table(rows[:: max(1, len(rows) // 20)]))
     print("\n" + "\n".join(advice_lines(test, current)))
     draw_range_test(plot, test, current, describe(cli, flags))
     if output:
-        facts = {
-            "suggested_lr": test.suggestion,
-            "lowest_loss_lr": test.lowest,
-            "diverged": test.diverged,
-            "curve": rows,
-        }
+        facts = {"suggested_lr": test.suggestion, "lowest_loss_lr": test.lowest, "curve": rows}
         write_rows(output, facts if output.suffix.lower() == ".json" else rows)
     print(f"curve in {plot}")
     return 0
