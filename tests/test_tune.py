@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from project.errors import UserError
 from project.hardware import GIB
 from project.tuning.batch_sizes import advise, sizes_to_sweep
 from project.tuning.largest_batch import find_largest
+from project.tuning.learning_rate import read_curve
 from project.tuning.live_memory import LiveMemory
 from project.tuning.training_steps import Measured, TrainingSteps, is_out_of_memory
 
@@ -193,6 +195,58 @@ def test_tune_batch_size_writes_a_table_and_a_picture_and_touches_no_run(
         assert 0 < row["peak_allocated_gib"] < 0.05
     assert f"--data.batch_size {facts['enough_batch_size']}\n" in told
     assert sorted(os.listdir()) == ["sizes.json", "sizes.png"]
+
+
+def test_a_size_that_fits_two_steps_but_not_many_is_not_called_fitting(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timed(self: TrainingSteps, size: int) -> Measured:
+        if size > 32:
+            raise torch.OutOfMemoryError
+        return Measured(size, 1.0)
+
+    monkeypatch.setattr(TrainingSteps, "timed", timed)
+    flags = ["--max_batch_size", "64", "--output", "sizes.json", "--model.network", "MLP"]
+    assert entry.exit_code(tune.main, ["batch_size", *SMALL, *flags]) == 0
+    assert json.loads(Path("sizes.json").read_text())["largest_batch_size"] == 32
+    assert "largest batch that fits: 32 (64 does not)" in capsys.readouterr().out
+
+
+def as_lightning_reports(losses: list[float]) -> list[float]:
+    """The running means that the finder's own callback makes of losses."""
+    from lightning.pytorch.tuner.lr_finder import _LRCallback
+
+    callback = _LRCallback(len(losses), early_stop_threshold=None)
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(batch_idx=0),
+        accumulate_grad_batches=1,
+        should_stop=False,
+        strategy=SimpleNamespace(broadcast=bool),
+    )
+    module: Any = None
+    for trainer.global_step, loss in enumerate(losses, start=1):
+        callback.on_train_batch_end(trainer, module, torch.tensor(loss, dtype=torch.float64), None, 0)
+    return callback.losses
+
+
+def test_the_learning_rate_is_where_the_loss_is_lowest_whatever_lags_behind() -> None:
+    """A loss that is lowest at 0.01, as Lightning's callback would report it."""
+    rates = [1e-6 * 10 ** (6 * step / 200) for step in range(200)]
+    losses = [0.2 + min(2.1, abs(math.log10(rate / 0.01))) for rate in rates]
+    means = as_lightning_reports(losses)
+    test = read_curve(rates, means, 200)
+    torch.testing.assert_close(test.losses, losses, rtol=1e-6, atol=1e-6)
+    assert test.lowest == pytest.approx(0.01, rel=0.1)
+    assert test.suggestion == test.lowest / 2
+    lagging = rates[means.index(min(means[10:]))]
+    assert lagging > 0.02  # what is mended here
+
+
+@pytest.mark.parametrize("losses", [[2.3] * 50, [2.3 + step for step in range(50)], [math.nan] * 50, []])
+def test_a_loss_that_never_falls_is_no_suggestion_but_an_error(losses: list[float]) -> None:
+    rates = [10 ** (step / 10 - 6) for step in range(50)]
+    with pytest.raises(UserError, match="the loss never fell"):
+        read_curve(rates, as_lightning_reports(losses), 50)
 
 
 def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(

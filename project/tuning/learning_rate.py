@@ -171,17 +171,7 @@ def draw_range_test(path: Path, test: RangeTest, current: float, title: str) -> 
         label=f"lowest loss: {test.lowest:.2g}",
     )
     if test.rates[0] < current < test.rates[-1]:
-        axes.axvline(current, color="#999999", linestyle="--", linewidth=1)
-        axes.annotate(
-            f"now: {current:g}",
-            (current, axes.get_ylim()[0]),
-            (-4, 6),
-            color="#777777",
-            textcoords="offset points",
-            rotation=90,
-            ha="right",
-            fontsize=9,
-        )
+        axes.axvline(current, color="#999999", linestyle="--", linewidth=1, label=f"now: {current:g}")
     axes.set_xscale("log")
     axes.set_ylim(0, 1.3 * test.smooth[0])  # a diverging end would press everything else flat
     axes.legend(loc="lower left", fontsize=8, frameon=False)

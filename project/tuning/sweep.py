@@ -16,6 +16,7 @@ from project.tuning.training_steps import Measured, TrainingSteps
 
 # Of the free host memory: what an operation needs only inside itself is not counted, and others live here, too.
 CPU_SHARE = 0.6
+NOTHING_FITS = "not even one sample fits into the device's memory. Choose a smaller network or --precision."
 
 
 def find_and_sweep(
@@ -51,14 +52,23 @@ def find_and_sweep(
     ceiling = min(ceilings)
     search = find_largest(steps.one_try, ceiling, ceilings[ceiling], max_step_seconds, tell)
     if search.largest == 0:
-        raise UserError("not even one sample fits into the device's memory. Choose a smaller network or --precision.")
+        raise UserError(NOTHING_FITS)
     peaks = {row.batch_size: row.peak_bytes for row in search.tries}
-    measured = []
+    measured: list[Measured] = []
     sizes = sizes_to_sweep(search.largest)
     for number, size in enumerate(sizes, start=1):
         tell(f"timing batch size {size:,} ({number} of {len(sizes)})")
-        row = steps.timed(size)
+        try:
+            row = steps.timed(size)
+        except torch.OutOfMemoryError:  # two steps fitted, but the allocator's gaps grew over more of them
+            tell(f"batch size {size:,}: out of memory after a while")
+            continue
         row.peak_bytes = peaks.get(size, row.peak_bytes)
         measured.append(row)
+    if not measured:
+        raise UserError(NOTHING_FITS)
+    if measured[-1].batch_size < search.largest:
+        search.smallest_failed, search.largest = search.largest, measured[-1].batch_size
+        search.limited_by = "memory"
     tell("")
     return search, measured, advise(measured)
