@@ -34,7 +34,8 @@ def rewrite(path: Path, text: str, old: str, new: str) -> str:
         return rules[path.suffix](text, old, new)
     if path.name in ("Dockerfile", ".dockerignore", ".gitignore", ".coveragerc"):
         return words(text, old, new)
-    return shell(text, old, new) if text.startswith("#!") else phrases(text, old, new)
+    is_script = text.startswith("#!") or path.suffix in (".sh", ".bash")
+    return shell(text, old, new) if is_script else phrases(text, old, new)
 
 
 def phrases(text: str, old: str, new: str) -> str:
