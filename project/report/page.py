@@ -30,10 +30,12 @@ def render(record: RunRecord) -> str:
     )
     sections = {name: [(title, Markup(svg)) for title, svg in drawn] for name, drawn in chart_sections(record).items()}
     predictions = []
+    most = charts.MOST_CLASS_ROWS
+    per_class = "Accuracy per class" + (f", the {most} worst" if len(record.names) > most else "")
     if record.confusion is not None:
         predictions = [
             ("Confusion matrix", Markup(charts.confusion_matrix(record))),
-            ("Accuracy per class", Markup(charts.class_accuracy(record))),
+            (per_class, Markup(charts.class_accuracy(record))),
         ]
     return environment.get_template("report.html.j2").render(
         record=record,
