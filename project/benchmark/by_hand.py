@@ -63,7 +63,7 @@ class FloorLoop:
         self.autocast: dict[str, Any] = {"device_type": device.type, "dtype": dtype, "enabled": dtype is not None}
         self.steps = steps
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        network.to(memory_format=self.format)  # type: ignore[call-overload]
+        network.to(memory_format=self.format)
         self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
         self.train = _on_device(datamodule, "train", device)
         self.val = _on_device(datamodule, "val", device) if "val" in datamodule.splits else None

@@ -18,7 +18,7 @@ def conditions() -> dict[str, Any]:
     """Plain values, of this moment and this process."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": summary.command_line(),
+        "command": summary.command_line().replace(".__main__", "", 1),
         **summary.git_state(),
         "hardware": hardware(),
         "versions": summary.versions(),

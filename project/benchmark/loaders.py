@@ -33,7 +33,7 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     datamodule.setup("fit")
     device = torch.device("cpu") if cli.config_init.trainer.accelerator == "cpu" else best_device()
     batches = min(20 if settings.quick else BATCHES, datamodule.train_batches_per_epoch())
-    ways = ways_to_load(datamodule, settings.workers if not settings.quick else [0, 2], device)
+    ways = ways_to_load(datamodule, settings.workers, device)
     timed = {name: partial(time_epoch, way, datamodule, device, batches) for name, way in ways.items()}
     steps = Steps("loaders", len(ways) * (settings.n + 1))
     alternate(timed, 1, steps)  # warms files, caches and persistent workers up

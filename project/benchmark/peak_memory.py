@@ -20,8 +20,8 @@ class PeakMemory(Callback):
 
     On CUDA the allocator keeps the peak. The CPU's allocator keeps none: there every allocation and release of a tensor
     is taken from PyTorch's profiler and added up. That sees no release of what was allocated before it began, and so
-    begins a step earlier: by the third one, all that comes and goes was allocated under its eyes, and weights and optimizer
-    state, which stay, are added. What libraries take for themselves (oneDNN's scratch memory) is not seen there.
+    begins a step earlier: by the third one, all that comes and goes was allocated under its eyes, and weights and
+    optimizer state, which stay, are added. What libraries take for themselves (oneDNN's scratch memory) is not seen.
     """
 
     def __init__(self) -> None:

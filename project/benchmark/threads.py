@@ -30,7 +30,7 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     cores = available_cores()
     kinds = [(1, "PASSIVE"), *((cores, policy) for policy in POLICIES if cores > 1)]
     steps = Steps("threads", 2 * len(kinds) * (settings.n + 1))
-    rows = []
+    rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         workers = {kind: stack.enter_context(worker(cli, *kind, settings)) for kind in kinds}
         asked: dict[str, Any] = {f"{count} threads, {policy}": workers[count, policy] for count, policy in kinds}
