@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,23 +14,11 @@ from project import test as test_command
 from tests.commands import (
     CPU2,
     SMALL,
-    assert_same_run,
     checkpoint,
-    family,
-    kill_group,
     rows,
     run,
-    start,
     summary,
-    wait_for,
 )
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-
-
-def torchrun(port: int, *options: str) -> list[str]:
-    """``torchrun`` of fit on two processes of this machine."""
-    return [*TORCHRUN, str(port), *options, "-m", "project.fit"]
 
 
 def test_two_ranks_train_what_one_trains(workplace: Path) -> None:
@@ -88,32 +73,6 @@ def test_evaluation_does_not_depend_on_batch_size_or_workers(workplace: Path, tr
         figures.append(json.loads(Path("m.json").read_text()))
     assert len({figure["test/accuracy"] for figure in figures}) == 1
     assert [f["test/loss"] for f in figures] == pytest.approx([figures[0]["test/loss"]] * 3, rel=1e-5)
-
-
-@pytest.mark.timeout(600)
-def test_torchrun_restarts_a_killed_worker_to_the_same_end(workplace: Path) -> None:
-    arguments = [*SMALL, "--data.batch_size", "32", "--accelerator", "cpu", "--checkpoint_every", "4"]
-    arguments += ["--ckpt_path", "auto"]
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    log = workplace / "log.txt"
-    undisturbed = start([*torchrun(29611), *arguments, "--run_name", "undisturbed"], log, env=environment)
-    assert undisturbed.wait(timeout=280) == 0, log.read_text()[-3000:]
-    assert summary(Path("checkpoints/undisturbed"))["world_size"] == 2
-    folders = [p.name for p in Path("checkpoints").iterdir() if not p.is_symlink()]
-    assert folders == ["undisturbed"], "torchrun's processes are one run"
-
-    log = workplace / "killed.txt"
-    job = start([*torchrun(29612, "--max-restarts", "2"), *arguments, "--run_name", "killed"], log, env=environment)
-    try:
-        assert wait_for("training samples", log, job)
-        time.sleep(0.5)
-        workers = family(job.pid)
-        assert len(workers) == 2
-        os.kill(workers[1], signal.SIGKILL)
-        assert job.wait(timeout=280) == 0, log.read_text()[-3000:]
-    finally:
-        kill_group(job)
-    assert_same_run(Path("checkpoints/undisturbed"), Path("checkpoints/killed"))
 
 
 def test_a_launcher_s_world_that_contradicts_the_flags_is_an_error(
