@@ -50,6 +50,7 @@ def start_run(options: dict[str, Any], config: dict[str, Any], offline: bool) ->
                 return run
             except Exception as error:
                 rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())}).")
+                wandb.teardown()  # its process still counts the run that did not start
         return wandb.init(**common, mode="offline", settings=wandb.Settings(**settings))
 
 
