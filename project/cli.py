@@ -66,6 +66,7 @@ class ProjectCLI(LightningCLI):
 
     def __init__(self, argv: list[str], prog: str = "project.fit", base: dict[str, Any] | None = None) -> None:
         self.base = base
+        self.argv = argv
         silence_unfounded_advice()
         super().__init__(
             ImageClassifier,
@@ -116,7 +117,8 @@ class ProjectCLI(LightningCLI):
             "--tensorboard", type=bool, default=False, help="Also write TensorBoard files into the run's folder."
         )
         parser.set_defaults(DEFAULTS)
-        parser.set_defaults({"model": {**DEFAULTS["model"], "init_args": {"network": DEFAULT_NETWORK}}})
+        if not names_a_network(self.argv):  # else ConvNet's sizes would stay as arguments of the network that is named
+            parser.set_defaults({"model": {**DEFAULTS["model"], "init_args": {"network": DEFAULT_NETWORK}}})
         assert isinstance(parser, OneLineParser)
         parser.flatten("trainer")
 
@@ -209,6 +211,22 @@ def check_configs(argv: list[str]) -> None:
             raise UserError(f"--config {name} is not valid YAML{place}.") from None
         if not isinstance(content, dict):
             raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
+
+
+def names_a_network(argv: list[str]) -> bool:
+    """Whether a network's class is typed, or stands in a config file."""
+    if typed_value(argv, "--model.network") is not None:
+        return True
+    spelled_alike = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    for name in (value for flag, value in pairwise(spelled_alike) if flag in ("--config", "-c")):
+        try:
+            model = yaml.safe_load(Path(name).read_text())["model"]
+            network = model.get("init_args", model)["network"]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+            continue  # no such section; what is wrong with a file, check_configs says
+        if isinstance(network, str) or "class_path" in network:
+            return True
+    return False
 
 
 def our_networks(argv: list[str]) -> list[str]:
