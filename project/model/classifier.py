@@ -35,8 +35,8 @@ class ImageClassifier(LightningModule):
         warmup_fraction: Share of the run in which the rate climbs to ``lr``.
         label_smoothing: Share of the target spread over all classes (training loss only).
         compile: Compile the network in place; its checkpoints are those of the eager network.
-        channels_last: Keep images and convolution weights in channels-last memory order: faster on tensor cores, and on
-            a CPU nine times for a convolution of one channel.
+        channels_last: Keep images and convolution weights in channels-last memory order, which tensor cores and the
+            CPU's convolutions prefer.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them.
     """
 

@@ -54,8 +54,8 @@ class ConvNet(nn.Module):
         kernels: Kernel size of each stage's convolution.
         strides: Stride of each stage's convolution.
         pools: Whether each stage halves height and width by the maximum.
-        padding: Pad convolutions so that they keep the size. Off: MNIST has a margin of 4 pixels, and the smaller
-            planes cost a third of the time for the same accuracy.
+        padding: Pad convolutions so that they keep the size. Off: MNIST has a margin of 4 pixels, and smaller planes
+            need less than half of the multiplications.
         num_classes: Number of logits.
         dropout: Share of the features that training leaves out before the last layer.
     """
