@@ -16,7 +16,8 @@ from project.callbacks.memory import MemoryMonitor
 from project.callbacks.test_predictions import TestPredictions
 from project.callbacks.throughput import ThroughputMonitor
 
-STOP_PATIENCE = 5.0  # seconds for the report of a run that was asked to stop, which has ten in all
+# Seconds for the report, and for W&B's pictures, of a run that was asked to stop, which has ten for everything
+REPORT_PATIENCE, PICTURES_PATIENCE = 4.0, 1.0
 
 
 def publish(
@@ -36,7 +37,7 @@ def publish(
     try:
         from project.report import write_report
 
-        with time_limit(STOP_PATIENCE if stopped_by else None):
+        with time_limit(REPORT_PATIENCE if stopped_by else None):
             record = gather(trainer, folder, facts, config, stopped_by)
             write_report(folder / "report.html", record)
     except Exception as error:
@@ -47,8 +48,9 @@ def publish(
         from project.wandb_pictures import log_results
 
         for logger in trainer.loggers:
-            if isinstance(logger, WandbRunLogger):
-                log_results(logger, record, folder)
+            if isinstance(logger, WandbRunLogger) and (logger.is_up or not stopped_by):
+                with time_limit(PICTURES_PATIENCE if stopped_by else None):
+                    log_results(logger, record, folder)
     except Exception as error:
         rank_zero_warn(f"W&B got no pictures ({type(error).__name__}: {error}). The run is not affected.")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -36,8 +37,10 @@ def has_wandb_key() -> bool:
     return any(host == own_server or "wandb" in host for host in hosts)
 
 
-def start_run(options: dict[str, Any], config: dict[str, Any], offline: bool) -> Any:
-    """``wandb.init``; offline where the server cannot be reached."""
+def start_run(
+    options: dict[str, Any], config: dict[str, Any], offline: bool, given_up: Callable[[], bool] = lambda: False
+) -> Any:
+    """``wandb.init``; offline where the server cannot be reached and nobody has given up waiting."""
     import wandb
 
     settings = {key: value for key, value in SETTINGS.items() if f"WANDB_{key.upper()}" not in os.environ}
@@ -49,6 +52,8 @@ def start_run(options: dict[str, Any], config: dict[str, Any], offline: bool) ->
                 print(f"W&B: {run.url}", flush=True)
                 return run
             except Exception as error:
+                if given_up():
+                    raise
                 rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())}).")
                 wandb.teardown()  # its process still counts the run that did not start
         return wandb.init(**common, mode="offline", settings=wandb.Settings(**settings))
@@ -80,10 +85,19 @@ def define_metrics(run: Any) -> None:
 
 
 def end_wandb_process() -> None:
-    """End W&B's own process, which would otherwise hold this one back at its exit."""
+    """End W&B's own process, and take back its exit hook, which would wait for it when this process ends."""
     import psutil
+    import wandb
 
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if "wandb-core" in child.name():
-                child.terminate()
+                child.kill()
+
+    def take_back() -> None:
+        with contextlib.suppress(Exception):
+            wandb.teardown()
+
+    hook = threading.Thread(target=take_back, daemon=True)
+    hook.start()
+    hook.join(1.0)

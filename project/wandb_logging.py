@@ -31,7 +31,7 @@ from project.wandb_connection import (
 
 DEFAULT_PROJECT = "mnist-lightning"
 # Seconds: for the uploads of a run that was asked to stop, which has ten in all; before a worker process is forked.
-STOP_PATIENCE, FORK_PATIENCE = 4.0, 10.0
+STOP_PATIENCE, FORK_PATIENCE = 3.0, 10.0
 
 
 def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str, Any]) -> WandbRunLogger | None:
@@ -70,7 +70,7 @@ class WandbRunLogger(WandbLogger):
         self.config = dict(config)
         self.metric_names: set[str] = set()  # logged so far
         self._run: Future[Any] = Future()
-        self._imported, self._begun = threading.Event(), threading.Event()
+        self._imported, self._begun, self._given_up = threading.Event(), threading.Event(), threading.Event()
         self._row: dict[str, Any] = {}  # of the latest step, may still grow
         self._rows: list[dict[str, Any]] = []  # waiting for the run to be up
         if offline:
@@ -89,6 +89,11 @@ class WandbRunLogger(WandbLogger):
     def offline(self) -> bool:
         """Whether only files are written."""
         return bool(self._offline)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the W&B run takes what it is given at once."""
+        return self._run.done()
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
         """Let the W&B run start: training is about to. ``facts`` join its configuration."""
@@ -140,7 +145,8 @@ class WandbRunLogger(WandbLogger):
             closing.join(patience)
             if not closing.is_alive():
                 return
-        rank_zero_warn("W&B did not take everything in time. The run's files hold it: wandb sync uploads them.")
+        self._given_up.set()
+        rank_zero_warn("W&B did not take everything in time. What its files hold, wandb sync uploads.")
         end_wandb_process()
 
     def _start(self) -> None:
@@ -149,10 +155,11 @@ class WandbRunLogger(WandbLogger):
 
             self._imported.set()
             self._begun.wait()
-            run = start_run(self._wandb_init, self.config, self.offline)
+            run = start_run(self._wandb_init, self.config, self.offline, self._given_up.is_set)
             define_metrics(run)
         except Exception as error:
-            rank_zero_warn(f"W&B could not start and records nothing ({type(error).__name__}: {error}).")
+            if not self._given_up.is_set():
+                rank_zero_warn(f"W&B could not start and records nothing ({type(error).__name__}: {error}).")
             run = _DummyExperiment()
         self._imported.set()
         self._run.set_result(run)
