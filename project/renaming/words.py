@@ -43,7 +43,7 @@ def phrases(text: str, old: str, new: str) -> str:
     name = re.escape(old)
     text = re.sub(rf"(?<![\w.\-/]){name}(?=\.[A-Za-z_])", new, text)  # NAME.fit, not data.NAME.x
     text = re.sub(rf"(?<![\w.\-/])((?:\.{{1,2}}/)*){name}(?=/)", rf"\g<1>{new}", text)  # NAME/data, not entity/NAME/run
-    return re.sub(rf"(?<!\w)(from|import|-m)(\s+){name}(?![\w.\-])", rf"\g<1>\g<2>{new}", text)
+    return re.sub(rf"(?<!\w)(from|import|-m)(\s+){name}(?![\w\-])", rf"\g<1>\g<2>{new}", text)
 
 
 def words(text: str, old: str, new: str) -> str:
