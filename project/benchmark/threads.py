@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     """One row per thread count, wait policy and company: milliseconds per step of the hand-written loop.
 
     The settings only take effect before torch is imported, so each has a process of its own. All are started first and
-    then asked in turn, one at a time; a process that is not asked sleeps.
+    then asked in turn, one at a time; a process that is not asked is stopped, for its threads would spin on.
     """
     cores = available_cores()
     kinds = [(1, "PASSIVE"), *((cores, policy) for policy in POLICIES if cores > 1)]
@@ -75,9 +76,11 @@ def ask(process: subprocess.Popen[str]) -> float:
     """Milliseconds per step, measured by a worker now."""
     assert process.stdin is not None
     assert process.stdout is not None
+    process.send_signal(signal.SIGCONT)
     process.stdin.write("measure\n")
     process.stdin.flush()
     answer = process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
     if not answer:
         raise RuntimeError(f"a measuring process ended with exit code {process.wait()}")
     return float(answer)
