@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import multiprocessing
 import os
 import subprocess
@@ -282,8 +283,13 @@ def test_steady_growth_is_reported_with_numbers_and_nothing_else_is():
 
 def leaky(mib: float) -> Linear:
     kept: list[Any] = []
+
+    def leak() -> None:  # pages of their own: the heap would first hand out what earlier tests have freed
+        kept.append(mmap.mmap(-1, int(mib * MIB)))
+        kept[-1].write(b"x" * int(mib * MIB))
+
     module = Linear()
-    module.on_validation = lambda: kept.append(torch.ones(int(mib * MIB / 4)))
+    module.on_validation = leak
     return module
 
 

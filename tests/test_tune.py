@@ -138,7 +138,7 @@ def tensor_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 

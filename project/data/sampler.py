@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, SequentialSampler
 
 
 class TrainBatchSampler(Sampler[Tensor]):
@@ -74,7 +74,7 @@ class TrainBatchSampler(Sampler[Tensor]):
             yield order[start : start + self.batch_size]
 
 
-class EvalBatchSampler(Sampler[Tensor]):
+class EvalBatchSampler(SequentialSampler):  # as such, --overfit_batches leaves it in its place
     """Index tensors (batch,) of one rank's evaluation batches: every sample once, in order, over all ranks.
 
     Rank ``r`` takes a contiguous part of the set. All ranks make the same number of batches, of sizes that differ
@@ -91,7 +91,7 @@ class EvalBatchSampler(Sampler[Tensor]):
     def __len__(self) -> int:
         return self.num_batches
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]  # batches of indices, not indices
         size = self.end - self.first
         for k in range(self.num_batches):
             start = self.first + size * k // self.num_batches
