@@ -24,6 +24,7 @@ NAME = "handwriting"
         ("a.py", '"P.model.ConvNet", f"python -m P.fit {y}"\n', '"N.model.ConvNet", f"python -m N.fit {y}"\n'),
         ("a.py", '"""This P: see :mod:`P.fit`."""  # a P\n', '"""This P: see :mod:`N.fit`."""  # a P\n'),
         ("a.py", '"import P.fit; me/P/runs, wandb.ai/me/P"\n', '"import N.fit; me/P/runs, wandb.ai/me/P"\n'),
+        ("a.py", 'word.startswith("P.") or "-m P." in word\n', 'word.startswith("N.") or "-m N." in word\n'),
         ("a.yaml", "P: mnist\nclass_path: P.model.MLP # this P\n", "P: mnist\nclass_path: N.model.MLP # this P\n"),
         ("a.yaml", "command: [python, -m, P.fit]\n", "command: [python, -m, N.fit]\n"),
         ("a.md", "# P\nA P in P/data.\n", "# N\nA P in N/data.\n"),

@@ -100,5 +100,7 @@ def _python_token(tokens: list[tokenize.TokenInfo], index: int, old: str, new: s
             caller = tokens[index - 2].string if before == "(" and index >= 2 else ""
             means_package = "/" in (before, after) or caller in LOOKUPS | PATH_CALLS
             return token.string.replace(old, new) if means_package else token.string
+        if token.string.strip("rbfu'\"") == f"{old}.":  # what dotted names begin with
+            return token.string.replace(old, new)
         return phrases(token.string, old, new)
     return phrases(token.string, old, new) if token.type == tokenize.COMMENT else token.string
