@@ -135,7 +135,7 @@ def _cuda_memory(index: int) -> dict[str, float]:
 
 
 def nvml_facts(uuid: str) -> dict[str, Any]:
-    """Free memory and utilisation of the GPU with this UUID, as NVIDIA's management library (NVML) tells them, or {}."""
+    """Free memory and utilisation of the GPU with this UUID, as NVIDIA's management library tells them, or {}."""
     facts: dict[str, Any] = {}
     with suppress(Exception):  # a missing package, library, driver or permission, or a slice (MIG) without the counter
         import pynvml

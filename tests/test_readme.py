@@ -50,10 +50,9 @@ def test_every_other_command_has_its_module_and_options(line: str, capsys: pytes
     module, arguments = module_and_arguments(line)
     found = importlib.import_module(f"{PACKAGE}.{module}" + (".__main__" if module == "benchmark" else ""))
     first = [word for word in arguments[:1] if module in ("tune", "benchmark") and not word.startswith("-")]
-    try:
+    with pytest.raises(SystemExit) as end:
         found.main([*first, "--help"])
-    except SystemExit as end:
-        assert not end.code
+    assert not end.value.code
     shown = capsys.readouterr().out
     for option in (word for word in arguments if word.startswith("--")):
         assert option in shown or module == "tune", f"{module} does not know {option}"

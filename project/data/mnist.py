@@ -66,7 +66,8 @@ class MNISTDataModule(BatchedDataModule):
                     bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
                     raise UserError(
                         f"--data.source {self.source}: {self._raw()} lacks {', '.join(self._missing())} and "
-                        f"the download failed ({error}). Put the files there (plain or .gz) or name another --data.root{bundled}."
+                        f"the download failed ({error}). Put the files there (plain or .gz) or name another --data.root"
+                        f"{bundled}."
                     ) from None
 
     def make_split(self, split: Split) -> Dataset[Any]:
