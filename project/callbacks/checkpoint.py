@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
 
 from project import signals
 from project.callbacks.exact_state import (
@@ -225,6 +226,11 @@ class RunCheckpoint(GracefulStop):
             self._note_random_state(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
+            # DDP gives all ranks rank 0's running statistics at every training forward, but validation comes after the
+            # last one: each rank would be validated with its own, and a resumed run with rank 0's
+            for buffer in pl_module.buffers():
+                torch.distributed.broadcast(buffer, src=0)
         self._note_random_state(trainer)
 
     def on_validation_batch_end(

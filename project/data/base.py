@@ -141,8 +141,8 @@ class BatchedDataModule(LightningDataModule):
             raise UserError(
                 f"--data.train_samples must be at least the number of devices ({world_size}), got {len(dataset)}."  # type: ignore[arg-type]
             )
-        if self.trainer is not None and getattr(self.trainer, "overfit_batches", False):  # the same first batches, in order
-            return self._loader(dataset, EvalBatchSampler(len(dataset), self.batch_size, rank, world_size))  # type: ignore[arg-type]
+        if self.trainer is not None and getattr(self.trainer, "overfit_batches", False):  # the first, in order
+            return self._loader(dataset, EvalBatchSampler(self.num_samples("train"), self.batch_size, rank, world_size))
         sampler = TrainBatchSampler(len(dataset), self.batch_size, rank, world_size, global_seed())  # type: ignore[arg-type]
         return self._loader(dataset, sampler)
 
