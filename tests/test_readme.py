@@ -16,6 +16,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 LINES = [line.split("  #")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 COMMANDS = [line for line in LINES if f"-m {PACKAGE}." in line and "pip install" not in line]
+TAKES_FIT_FLAGS = {"tune", "benchmark", "sweep"}
 RUN_ELSEWHERE = {"predict", "export", "tune", "benchmark", "devices", "rename", "sweep", "dashboard"}
 
 
@@ -55,7 +56,7 @@ def test_every_other_command_has_its_module_and_options(line: str, capsys: pytes
     assert not end.value.code
     shown = capsys.readouterr().out
     for option in (word for word in arguments if word.startswith("--")):
-        assert option in shown or module == "tune", f"{module} does not know {option}"
+        assert option in shown or module in TAKES_FIT_FLAGS, f"{module} does not know {option}"
 
 
 def test_links_lead_somewhere() -> None:
