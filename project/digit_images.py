@@ -65,7 +65,7 @@ def find_ink(pixels: np.ndarray) -> np.ndarray:
     if squares.max() < LEAST_CONTRAST**2:
         raise BadImage("one plain colour, no digit in it")
     towards = np.einsum("hwc,hw->c", away, squares)  # the strongest pixels say where the digit's colour lies
-    ink = np.clip(away @ (towards / max(float(np.linalg.norm(towards)), 1e-12)), 0, None)
+    ink = np.clip(np.einsum("hwc,c->hw", away, towards / max(float(np.linalg.norm(towards)), 1e-12)), 0, None)
     # not the strongest pixel of all: in a photo that one is noise
     full = float(np.quantile(ink[ink >= ink.max() / 2], 0.9))
     ink = np.clip(ink / max(full, 1e-6), 0, 1)
@@ -87,8 +87,10 @@ def find_background(pixels: np.ndarray) -> tuple[np.ndarray, float]:
     residual = np.abs(values - np.median(values, axis=0)).max(axis=1)
     for _ in range(3):  # without the ink of a digit that touches the edge
         usual = residual <= max(3 * float(np.median(residual)), 1 / 255)
-        plane = np.linalg.lstsq(at[usual], values[usual], rcond=None)[0]  # (3, 3): coefficient, colour
-        residual = np.abs(values - at @ plane).max(axis=1)
+        # einsum and a system of 3 equations: threads of a matrix library would cost more than they save
+        squares = np.einsum("ni,nj->ij", at[usual], at[usual])
+        plane = np.linalg.lstsq(squares, np.einsum("ni,nc->ic", at[usual], values[usual]), rcond=None)[0]
+        residual = np.abs(values - np.einsum("ni,ic->nc", at, plane)).max(axis=1)  # plane: (coefficient, colour)
     level, down, across = plane.astype(np.float32)
     background = level + y[:, None, None] * down + x[None, :, None] * across
     return background, float(residual[usual].std())

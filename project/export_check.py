@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.checkpoints import Loaded
 from project.data import MNISTDataModule
@@ -62,12 +64,14 @@ def compare(loaded: Loaded, images: Tensor, onnx: Path, pt2: Path, safetensors: 
     reference = reference_logits(loaded, images)
     inputs = as_unit_floats(images)
     rows = []
-    for kind, run in (("onnx", onnx_runner(onnx)), ("torch.export", pt2_runner(pt2))):
-        for batch_size in BATCH_SIZES:
-            started = time.perf_counter()
-            logits = torch.cat([run(part) for part in inputs.split(batch_size)])
-            seconds = time.perf_counter() - started
-            rows.append({"file": kind, "batch_size": batch_size, **difference(reference, logits), "seconds": seconds})
+    runners = {"onnx": onnx_runner(onnx), "torch.export": pt2_runner(pt2)}
+    for kind, batch_size in itertools.product(runners, BATCH_SIZES):
+        parts = inputs.split(batch_size)
+        started = time.perf_counter()
+        bar = tqdm(parts, desc=f"{kind}, batches of {batch_size}", leave=False, disable=None)  # no bar in a log file
+        logits = torch.cat([runners[kind](part) for part in bar])
+        seconds = time.perf_counter() - started
+        rows.append({"file": kind, "batch_size": batch_size, **difference(reference, logits), "seconds": seconds})
     rows.append({"file": "safetensors", **difference(reference, safetensors_logits(safetensors, loaded, images))})
     return rows
 

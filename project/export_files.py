@@ -138,7 +138,9 @@ def write_onnx(path: Path, exported: torch.export.ExportedProgram, facts: dict[s
 
 def write_pt2(path: Path, exported: torch.export.ExportedProgram, facts: dict[str, str]) -> None:
     """A ``torch.export`` archive; ``torch.export.load(path).module()`` runs it, ``metadata.json`` lies inside."""
-    torch.export.save(exported, path, extra_files={"metadata.json": json.dumps(facts, indent=2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an internal one about weights that share a group
+        torch.export.save(exported, path, extra_files={"metadata.json": json.dumps(facts, indent=2)})
 
 
 def write_safetensors(path: Path, loaded: Loaded, facts: dict[str, str]) -> None:

@@ -69,10 +69,10 @@ def turned_by_exif(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> P
 def off_centre(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> Path:
     """Somewhere in a wide picture, light on dark."""
     side = int(rng.integers(60, 200))
-    field = np.zeros((480, 640), dtype=np.float32)
-    top, left = int(rng.integers(480 - side)), int(rng.integers(640 - side))
+    field = np.zeros((240, 400), dtype=np.float32)
+    top, left = int(rng.integers(240 - side)), int(rng.integers(400 - side))
     field[top : top + side, left : left + side] = grow(digit, side)
-    return save(paint(field, (20, 40, 20), (250, 240, 220)), stem, ".webp", quality=80)
+    return save(paint(field, (20, 40, 20), (250, 240, 220)), stem, ".webp", quality=80, method=0)
 
 
 def bilevel_scan(digit: np.ndarray, stem: Path, _: np.random.Generator) -> Path:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from project.callbacks.out_of_memory import is_out_of_memory
 from project.cli import ProjectCLI
@@ -91,25 +92,36 @@ class TrainingSteps:
         return Measured(batch_size, median, spread, peak_bytes)
 
     def _fit(self, batch_size: int, clock: Clock, count_memory: bool) -> int | None:
+        self.datamodule.batch_size = batch_size
+        with quiet_lightning(), tempfile.TemporaryDirectory(prefix="tune-") as folder:
+            trainer = scratch_trainer(self.flags, folder, [clock])
+            try:
+                return self._fit_and_measure(trainer, self._fresh_module(), count_memory)
+            finally:  # what Lightning hangs on them would keep trainer and module, and all they have on the device
+                self.datamodule.trainer = None
+                for method in ("log", "log_dict"):
+                    vars(clock).pop(method, None)
+
+    def _fit_and_measure(self, trainer: Trainer, module: LightningModule, count_memory: bool) -> int | None:
+        device = trainer.strategy.root_device
+        if device.type == "cpu":
+            with LiveMemory(self.memory_limit_bytes) if count_memory else nullcontext() as memory:
+                if memory is not None:
+                    memory.count([*module.parameters(), *module.buffers()])
+                trainer.fit(module, datamodule=self.datamodule)
+            return memory.peak_bytes if memory is not None else None
+        with device_memory_limit(device, self.memory_limit_bytes):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            trainer.fit(module, datamodule=self.datamodule)
+            return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+    def _fresh_module(self) -> LightningModule:
+        """A module with random weights; the command line keeps its own, and the data module that has read its files."""
+        kept, kept_init = self.cli.model, self.cli.config_init
         seed = self.cli.config.seed_everything
         seed_everything(seed if isinstance(seed, int) and not isinstance(seed, bool) else 42, verbose=False)
-        with quiet_lightning(), tempfile.TemporaryDirectory(prefix="tune-") as folder:
-            self.cli.instantiate_classes()
-            self.cli.datamodule = self.datamodule  # a fresh module, but the data module that has read its files
-            self.datamodule.batch_size = batch_size
-            trainer = scratch_trainer(self.flags, folder, [clock])
-            device = trainer.strategy.root_device
-            if device.type == "cpu":
-                if not count_memory:
-                    trainer.fit(self.cli.model, datamodule=self.datamodule)
-                    return None
-                memory = LiveMemory(self.memory_limit_bytes)
-                with memory:
-                    memory.count([*self.cli.model.parameters(), *self.cli.model.buffers()])
-                    trainer.fit(self.cli.model, datamodule=self.datamodule)
-                return memory.peak_bytes
-            with device_memory_limit(device, self.memory_limit_bytes):
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(device)
-                trainer.fit(self.cli.model, datamodule=self.datamodule)
-                return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        self.cli.instantiate_classes()
+        module, self.cli.model, self.cli.datamodule = self.cli.model, kept, self.datamodule
+        self.cli.config_init = kept_init  # it holds the module, too
+        return module
