@@ -30,13 +30,15 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
 
+    from project.imports import quick_imports
     from project.tables import check_output, format_table, write_rows
 
     output = check_output(args.output) if args.output else None
 
-    from project.checkpoints import load
-    from project.export_files import require_packages
-    from project.runs import find_checkpoint
+    with quick_imports():
+        from project.checkpoints import load
+        from project.export_files import require_packages
+        from project.runs import find_checkpoint
 
     require_packages()
     checkpoint = find_checkpoint(args.ckpt_path)

@@ -14,10 +14,13 @@ def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
     import os
 
-    from project import summary, training
-    from project.cli import read_configuration
     from project.errors import UserError
-    from project.ranks import is_rank_zero
+    from project.imports import quick_imports
+
+    with quick_imports():
+        from project import summary, training
+        from project.cli import read_configuration
+        from project.ranks import is_rank_zero
 
     cli, run, changes = read_configuration(argv, "project.fit")
     speaking = is_rank_zero()

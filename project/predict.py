@@ -24,6 +24,7 @@ DIGITS = [str(digit) for digit in range(10)]
 def main(argv: list[str]) -> int:
     """Predict as ``argv`` says. Returns 2 where a file had to be skipped."""
     from project.arguments import CommandParser, add_checkpoint, add_output
+    from project.imports import quick_imports
     from project.tables import check_output, format_table, write_rows
 
     parser = CommandParser("project.predict", __doc__)
@@ -39,8 +40,9 @@ def main(argv: list[str]) -> int:
 
     paths = find_images(args.images)
 
-    from project.checkpoints import load
-    from project.runs import find_checkpoint
+    with quick_imports():
+        from project.checkpoints import load
+        from project.runs import find_checkpoint
 
     loaded = load(find_checkpoint(args.ckpt_path))
     rows, prepared, bad = predict_files(loaded, paths)

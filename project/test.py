@@ -12,12 +12,15 @@ def main(argv: list[str]) -> int:
     """Test as ``argv`` says; returns the exit code."""
     from pathlib import Path
 
-    from project import checkpoints, summary, tables
-    from project.callbacks.checkpoint import GracefulStop
-    from project.cli import TestCLI, typed_value
-    from project.ranks import decided_by_rank_zero, is_rank_zero
-    from project.runs import find_checkpoint
-    from project.training import build_trainer, trainer_flags
+    from project.imports import quick_imports
+
+    with quick_imports():
+        from project import checkpoints, summary, tables
+        from project.callbacks.checkpoint import GracefulStop
+        from project.cli import TestCLI, typed_value
+        from project.ranks import decided_by_rank_zero, is_rank_zero
+        from project.runs import find_checkpoint
+        from project.training import build_trainer, trainer_flags
 
     if output := typed_value(argv, "--output"):
         tables.check_output(output)

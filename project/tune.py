@@ -23,6 +23,7 @@ WHAT = ("lr", "batch_size")
 def main(argv: list[str]) -> int:
     """Tune as ``argv`` says; returns the exit code."""
     from project.errors import UserError, nearest
+    from project.imports import quick_imports
     from project.tables import check_output
 
     parser = make_parser()
@@ -34,7 +35,8 @@ def main(argv: list[str]) -> int:
     plot = check_output(options.plot or f"tune_{options.what}.png", (".png",), "--plot")
     refuse_unknown(parser, fit_flags)
 
-    from project.cli import ProjectCLI
+    with quick_imports():
+        from project.cli import ProjectCLI
 
     cli = ProjectCLI(fit_flags, "project.tune")
     flags = one_device_flags(cli)
