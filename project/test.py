@@ -17,10 +17,11 @@ def main(argv: list[str]) -> int:
     with quick_imports():
         from project import checkpoints, summary, tables
         from project.callbacks.checkpoint import GracefulStop
-        from project.cli import TestCLI, typed_value
+        from project.cli import TestCLI
         from project.ranks import decided_by_rank_zero, is_rank_zero
         from project.runs import find_checkpoint
         from project.training import build_trainer, trainer_flags
+        from project.typed import typed_value
 
     if output := typed_value(argv, "--output"):
         tables.check_output(output)

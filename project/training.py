@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from project import signals, summary, threads
-from project.callbacks.checkpoint import RunCheckpoint, parse_interval
+from project.callbacks.checkpoint import RunCheckpoint
 from project.callbacks.memory import MemoryMonitor
 from project.callbacks.memory_snapshot import MemorySnapshot
 from project.callbacks.optimizer_monitor import OptimizerMonitor
@@ -33,6 +33,7 @@ from project.progress import progress_callback
 from project.ranks import is_rank_zero, launched_world
 from project.results import publish
 from project.runs import Run
+from project.typed import parse_interval
 from project.wandb_logging import STOP_PATIENCE, WandbRunLogger, make_wandb_logger
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,31 @@ def log_results(logger: WandbRunLogger, record: RunRecord, folder: Path) -> None
 
     Keys: ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
     """
-    import wandb
-
     logger.send()
     run = logger.wait()
     if isinstance(run, _DummyExperiment):
         return  # W&B could not start, which was said
-    # tables stage their files there until they are uploaded; W&B's default is the home folder
-    os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
+    with staged_in(folder / "wandb"):
+        log_record(logger, run, record, folder)
+
+
+@contextmanager
+def staged_in(folder: Path) -> Iterator[None]:
+    """Let W&B copy what it is to upload into ``folder``; its default is the home folder."""
+    if os.environ.get("WANDB_DATA_DIR"):  # the user's own choice
+        yield
+        return
+    os.environ["WANDB_DATA_DIR"] = str(folder)
+    try:
+        yield
+    finally:  # this is one run's folder: not for later runs of this process, nor for its children
+        os.environ.pop("WANDB_DATA_DIR", None)
+
+
+def log_record(logger: WandbRunLogger, run: Any, record: RunRecord, folder: Path) -> None:
+    """See :func:`log_results`, for a W&B run that has started."""
+    import wandb
+
     pictures: dict[str, Any] = {"report": wandb.Html(str(folder / "report.html"), inject=False)}
     if record.confusion is not None:
         pictures |= test_pictures(record)

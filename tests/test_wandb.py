@@ -20,7 +20,7 @@ import yaml
 from project import fit, wandb_logging
 from project.report import RunRecord
 from project.wandb_logging import WandbRunLogger
-from project.wandb_pictures import log_results
+from project.wandb_pictures import log_results, staged_in
 from tests.commands import SMALL, checkpoint, command, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 
@@ -261,3 +261,15 @@ def test_best_checkpoint_is_uploaded_online_only(slow_start: Any, tmp_path: Path
     log_results(logger, RunRecord(facts={"val/accuracy": 0.5}, config=""), tmp_path)
     names = [list(artifact.manifest.entries) for artifact, aliases in fake.artifacts if aliases == ["best"]]
     assert names == ([] if offline else [["best.ckpt"]])
+
+
+def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    with staged_in(tmp_path):
+        assert os.environ["WANDB_DATA_DIR"] == str(tmp_path)
+    assert "WANDB_DATA_DIR" not in os.environ
+    monkeypatch.setenv("WANDB_DATA_DIR", "chosen")
+    with staged_in(tmp_path):
+        assert os.environ["WANDB_DATA_DIR"] == "chosen"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -10,23 +9,23 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy
 
 from project import signals
 from project.callbacks.exact_state import (
     Place,
     clean_place,
+    facts_to_keep,
     metric_states,
     random_state,
     restore_metric_states,
     restore_random_state,
+    share_running_statistics,
 )
+from project.callbacks.resume import apply_typed_hyperparameters, find_place, set_aside_unusable_best
 from project.callbacks.stop import SAVE_DUE, GracefulStop, release_child_processes
-from project.checkpoints import RUN_KEY, damage, read, write_atomically
-from project.errors import UserError
+from project.checkpoints import RUN_KEY, damage, write_atomically
 from project.loggers import MetricsCSV
 from project.runs import point_latest_at
 
@@ -119,9 +118,12 @@ class RunCheckpoint(GracefulStop):
         self._last_save = time.monotonic()
         if self._resume is None:
             return
-        self._check_best(trainer)
-        self._find_place(trainer)
-        self._apply_typed_hyperparameters(trainer, pl_module)
+        if note := set_aside_unusable_best(trainer, self.best_score, self.best_path, self.record.get("run_id")):
+            self.notes.append(note)
+            self.best_score = self.best_epoch = self.best_step = None
+        if note := find_place(trainer, self._resume):
+            self.notes.append(note)
+        apply_typed_hyperparameters(trainer, pl_module)
         ranks = self._resume["ranks"]
         if len(ranks) == trainer.world_size:
             mine = ranks[trainer.global_rank]
@@ -131,58 +133,6 @@ class RunCheckpoint(GracefulStop):
         for note in self.notes:
             if trainer.is_global_zero:
                 print(note, flush=True)
-
-    def _find_place(self, trainer: Trainer) -> None:
-        """Start the sampler where the checkpoint left off, in samples: also for another batch size or rank count."""
-        assert self._resume is not None
-        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
-        if not hasattr(sampler, "resume_at"):
-            return
-        epoch = trainer.current_epoch
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        done = sampler.resume_at(epoch, batches.completed * self._resume["global_batch_size"])
-        world_size = len(self._resume["ranks"])
-        if (world_size, self._resume["global_batch_size"]) != (trainer.world_size, sampler.global_batch_size):
-            self.notes.append(
-                f"resumed with {trainer.world_size} device(s) and global batch {sampler.global_batch_size} instead of "
-                f"{world_size} and {self._resume['global_batch_size']}: it goes on from the right sample, not exactly."
-            )
-            batches.ready = batches.started = batches.processed = batches.completed = done
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        iter(fetcher)  # the iterator made before knew nothing of this
-
-    def _apply_typed_hyperparameters(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The checkpoint's optimizer state brings its rate and weight decay along; this run's configuration wins."""
-        for optimizer, scheduler in zip(trainer.optimizers, trainer.lr_scheduler_configs, strict=False):
-            fresh = pl_module.configure_optimizers()
-            fresh = fresh["optimizer"] if isinstance(fresh, dict) else fresh
-            if not isinstance(fresh, torch.optim.Optimizer) or type(fresh) is not type(optimizer):
-                continue
-            if not hasattr(scheduler.scheduler, "lr_lambdas"):
-                continue
-            for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
-                kept = {"params", "lr"}
-                group.update({key: value for key, value in wanted.items() if key not in kept})
-            scheduler.scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-            scheduler.scheduler.last_epoch = trainer.global_step
-            for group, base, factor in zip(
-                optimizer.param_groups, scheduler.scheduler.base_lrs, scheduler.scheduler.lr_lambdas, strict=True
-            ):
-                group["lr"] = base * factor(trainer.global_step)
-
-    def _check_best(self, trainer: Trainer) -> None:
-        """A best.ckpt that is damaged, gone or of another run is no best: say so, keep the file, look for a new one."""
-        reason = None
-        if self.best_score is not None and trainer.is_global_zero:
-            reason = damage(self.best_path)
-            if reason is None and read(self.best_path).get(RUN_KEY, {}).get("run_id") != self.record.get("run_id"):
-                reason = f"{self.best_path} belongs to another run"
-            if reason and self.best_path.exists():
-                os.replace(self.best_path, self.best_path.with_suffix(".ckpt.set-aside"))
-        reason = trainer.strategy.broadcast(reason)
-        if reason:
-            self.notes.append(f"{reason} It was set aside; the best is looked for anew.")
-            self.best_score = self.best_epoch = self.best_step = None
 
     # Edges
 
@@ -226,11 +176,7 @@ class RunCheckpoint(GracefulStop):
             self._note_random_state(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
-            # DDP gives all ranks rank 0's running statistics at every training forward, but validation comes after the
-            # last one: each rank would be validated with its own, and a resumed run with rank 0's
-            for buffer in pl_module.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+        share_running_statistics(trainer, pl_module)
         self._note_random_state(trainer)
 
     def on_validation_batch_end(
@@ -294,18 +240,7 @@ class RunCheckpoint(GracefulStop):
         self._last_save = time.monotonic()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        progress = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-        scores = {key: float(value) for key, value in trainer.callback_metrics.items() if "/" in key}
-        checkpoint[RUN_KEY] = {
-            **self.record,
-            **progress,
-            "metrics": scores,
-            "data_source": getattr(trainer.datamodule, "data_source", None),  # type: ignore[attr-defined]
-            "data": getattr(trainer.datamodule, "description", dict)(),  # type: ignore[attr-defined]
-            "precision": trainer.precision,
-            "world_size": trainer.world_size,
-            "optimizer": pl_module.hparams.get("optimizer"),
-        }
+        checkpoint[RUN_KEY] = {**self.record, **facts_to_keep(trainer, pl_module)}
         if self._place is None:
             return  # somebody else's checkpoint, from within a hook: resumable, not exactly
         clean_place(checkpoint["loops"], self._place)
@@ -322,22 +257,3 @@ class RunCheckpoint(GracefulStop):
             "global_batch_size": getattr(sampler, "global_batch_size", 0),
             "metric_rows": next((x.flush_rows() for x in trainer.loggers if isinstance(x, MetricsCSV)), 0),
         }
-
-
-def parse_interval(text: str) -> tuple[float, int | None]:
-    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
-
-    Raises:
-        UserError: It is neither, or not above 0.
-    """
-    number = text.strip().removesuffix("steps").removesuffix("step").strip()
-    try:
-        if text.strip().endswith("s") and not text.strip().endswith(("steps", "step")):
-            seconds = float(text.strip()[:-1])
-            if seconds > 0:
-                return seconds, None
-        elif int(number) > 0:
-            return 60.0, int(number)
-    except ValueError:
-        pass
-    raise UserError(f"--checkpoint_every must be optimizer steps (500) or seconds (60s), above 0, got {text}.")

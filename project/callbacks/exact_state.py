@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import Metric
 
 from project.model.classifier import ImageClassifier
@@ -116,3 +117,28 @@ def _on_cpu(value: Any) -> Any:
 
 def _on_device(value: Any, device: torch.device) -> Any:
     return [_on_device(item, device) for item in value] if isinstance(value, list) else value.to(device)
+
+
+def share_running_statistics(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Give all ranks rank 0's buffers before a validation, as DDP does at every training forward.
+
+    Validation comes after the last one: each rank would be validated with its own, and a resumed run with rank 0's.
+    """
+    if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
+        for buffer in pl_module.buffers():
+            torch.distributed.broadcast(buffer, src=0)
+
+
+def facts_to_keep(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    """What a checkpoint says of the training that it was taken from: plain values."""
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items() if "/" in key},
+        "data_source": getattr(datamodule, "data_source", None),
+        "data": getattr(datamodule, "description", dict)(),
+        "precision": trainer.precision,
+        "world_size": trainer.world_size,
+        "optimizer": pl_module.hparams.get("optimizer"),
+    }

@@ -1,0 +1,98 @@
+"""What was typed: put in order before the parser sees it, and read where the parser sees only text."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from project.errors import UserError
+from project.model import networks
+
+
+def typed_value(argv: list[str], option: str) -> str | None:
+    """What was typed for one option, before anything is parsed; the last one counts, as it does when parsing."""
+    values = [after for word, after in pairwise(argv) if word == option]
+    values += [word.split("=", 1)[1] for word in argv if word.startswith(f"{option}=")]
+    return values[-1] if values else None
+
+
+def configs_first(argv: list[str]) -> list[str]:
+    """``argv`` with every ``--config FILE`` moved to the front, in order: what is typed wins wherever it stands."""
+    configs: list[str] = []
+    others: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("--config", "-c"):
+            configs += [word, *([value] if (value := next(words, None)) is not None else [])]
+        elif word.startswith("--config="):
+            configs.append(word)
+        else:
+            others.append(word)
+    return configs + others
+
+
+def check_configs(argv: list[str]) -> None:
+    """Raise a UserError that names the file where a ``--config`` is missing, no YAML, or not a mapping."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        name = after if word in ("--config", "-c") else word.removeprefix("--config=") if "--config=" in word else None
+        if name is None:
+            continue
+        try:
+            content = yaml.safe_load(Path(name).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--config {name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise UserError(f"--config {name} is not valid YAML{place}.") from None
+        if not isinstance(content, dict):
+            raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
+
+
+def names_a_network(argv: list[str]) -> bool:
+    """Whether a network's class is typed, or stands in a config file."""
+    if typed_value(argv, "--model.network") is not None:
+        return True
+    spelled_alike = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    for name in (value for flag, value in pairwise(spelled_alike) if flag in ("--config", "-c")):
+        try:
+            model = yaml.safe_load(Path(name).read_text())["model"]
+            network = model.get("init_args", model)["network"]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+            continue  # no such section; what is wrong with a file, check_configs says
+        if isinstance(network, str) or "class_path" in network:
+            return True
+    return False
+
+
+def our_networks(argv: list[str]) -> list[str]:
+    """``argv`` with ``--model.network MLP`` spelled out: torchvision, which torchmetrics imports, has an MLP, too."""
+    flag = "--model.network"
+    spelled = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        option, _, name = word.rpartition("=")
+        if (before == flag or option == flag) and name in networks.__all__:
+            word = f"{option}{'=' if option else ''}{networks.__name__}.{name}"
+        spelled.append(word)
+    return spelled
+
+
+def parse_interval(text: str) -> tuple[float, int | None]:
+    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
+
+    Raises:
+        UserError: It is neither, or not above 0.
+    """
+    number = text.strip().removesuffix("steps").removesuffix("step").strip()
+    try:
+        if text.strip().endswith("s") and not text.strip().endswith(("steps", "step")):
+            seconds = float(text.strip()[:-1])
+            if seconds > 0:
+                return seconds, None
+        elif int(number) > 0:
+            return 60.0, int(number)
+    except ValueError:
+        pass
+    raise UserError(f"--checkpoint_every must be optimizer steps (500) or seconds (60s), above 0, got {text}.")
