@@ -21,6 +21,8 @@ SMALL = [
     *("--data.test_samples", "200", "--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
     *("--model.network", "MLP"),
 ]
+# With batch normalisation, whose running statistics every rank gathers from its own batches
+CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]
 CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
 TIMED = ("throughput/", "memory/")  # columns that measure this machine, not the training
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from project.data import MNISTDataModule
-from project.data.augment import random_affine
+from project.data.augment import random_deformation
 from project.data.digits.make_digits import stratified
 from project.data.idx import read_idx, write_idx
 from project.data.loader import SeededFetch, TensorImages, make_loader
@@ -170,8 +170,19 @@ def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
 def test_augmentation_without_amount_changes_nothing_and_a_shift_shifts() -> None:
     images = torch.rand(4, 1, 28, 28)
     generator = torch.Generator().manual_seed(0)
-    same = random_affine(images, generator, degrees=0, scale=0, shear=0, shift=0)
+    nothing = {"degrees": 0.0, "scale": 0.0, "shear": 0.0, "shift": 0.0, "elastic": 0.0}
+    same = random_deformation(images, generator, **nothing)
     assert torch.allclose(same, images, atol=1e-5)
-    moved = random_affine(images, generator, degrees=0, scale=0, shear=0, shift=3)
+    moved = random_deformation(images, generator, **nothing | {"shift": 3.0})
     assert not torch.allclose(moved, images, atol=0.1)
     assert moved.shape == images.shape
+
+
+def test_elastic_distortion_moves_points_by_the_pixels_that_were_asked_for() -> None:
+    ramp = torch.arange(28.0).expand(500, 1, 28, 28)  # each pixel's value is its column
+    generator = torch.Generator().manual_seed(0)
+    bent = random_deformation(ramp, generator, degrees=0, scale=0, shear=0, shift=0, elastic=0.5)
+    moved = (bent - ramp)[:, :, 9, 9]  # on a point of the lattice of 7 × 7: 27 / 6 pixels apart
+    assert float(moved.std()) == pytest.approx(0.5, rel=0.1)
+    assert float((bent - ramp)[:, :, 9, 9].mean()) == pytest.approx(0, abs=0.07)
+    assert not torch.allclose(bent[0], bent[1], atol=0.1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import fit
 from project import test as test_command
 from tests.commands import (
+    CONVNET,
     CPU2,
     SMALL,
     checkpoint,
@@ -37,6 +40,25 @@ def test_two_ranks_train_what_one_trains(workplace: Path) -> None:
     assert float(ours[0]["train/loss"]) == pytest.approx(float(theirs[0]["train/loss"]), rel=1e-5)
 
 
+class WriteBuffers(Callback):
+    """Every rank writes what its network's buffers were in each validation."""
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with open(f"buffers-{trainer.global_rank}.txt", "a") as file:
+            print([buffer.tolist() for buffer in pl_module.buffers()], file=file)
+
+
+def test_two_ranks_validate_with_the_same_running_statistics(workplace: Path) -> None:
+    # once in the middle of an accumulated step, where DDP itself does not share them, and once at the epoch's end
+    options = ["--max_epochs", "1", "--data.batch_size", "32", "--accumulate_grad_batches", "2"]
+    options += ["--val_check_interval", "25", "--trainer.callbacks", "tests.test_ddp.WriteBuffers"]
+    two = run("fit", *SMALL, *CONVNET, *options, *CPU2)
+    assert two.returncode == 0, two.stderr
+    one, other = (Path(f"buffers-{rank}.txt").read_text() for rank in (0, 1))
+    assert one == other
+    assert len(set(one.splitlines())) == 2
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """best.ckpt of a small run."""
@@ -49,9 +71,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         os.chdir(previous)
 
 
-@pytest.mark.parametrize("count", [1, 33, 1999])
+@pytest.mark.parametrize("count", [1, 2, 33, 1999])
 def test_evaluation_on_two_ranks_equals_one_exactly(workplace: Path, trained: Path, count: int) -> None:
-    common = ["--ckpt_path", str(trained), "--data.test_samples", str(count), "--output"]
+    assert_two_ranks_measure_what_one_does(trained, count, "--data.test_samples", str(count))
+
+
+def test_evaluation_of_the_whole_test_set_on_two_ranks_equals_one_exactly(
+    workplace: Path, trained: Path, mnist_root: Path
+) -> None:
+    assert_two_ranks_measure_what_one_does(trained, 10_000, "--data.source", "mnist", "--data.root", str(mnist_root))
+
+
+def assert_two_ranks_measure_what_one_does(trained: Path, count: int, *data: str) -> None:
+    common = ["--ckpt_path", str(trained), *data, "--output"]
     assert test_command.main([*common, "one.json"]) == 0
     two = run("test", *common, "two.json", "--devices", "2", "--accelerator", "cpu", "--data.eval_batch_size", "7")
     assert two.returncode == 0, two.stderr

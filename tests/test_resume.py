@@ -9,17 +9,37 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.commands import CPU2, SMALL, assert_same_run, command, kill_group, run, start, summary, wait_for
+from project import fit
+from tests.commands import (
+    CONVNET,
+    CPU2,
+    SMALL,
+    assert_same_run,
+    checkpoint,
+    command,
+    kill_group,
+    run,
+    start,
+    summary,
+    wait_for,
+)
 
 # Checkpoints so often that many kills hit one being written
 OFTEN = ["--checkpoint_every", "3", "--val_check_interval", "0.4"]
 # Augmentation and dropout, so that the random generators matter
 RANDOM = ["--model.network.dropout", "0.2", "--data.rotate_degrees", "10"]
+# Validated, tested and saved are averaged weights; trained are others
+AVERAGED = """
+trainer:
+  callbacks: {class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}
+"""
 KILLS = int(os.environ.get("PROJECT_KILLS", "2"))
 LONG = "PROJECT_KILLS" in os.environ
 MATRIX = [(devices, workers, accumulate) for devices in (1, 2) for workers in (0, 2) for accumulate in (1, 2)]
@@ -54,3 +74,16 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     assert (
         summary(Path("checkpoints/killed"))["test/accuracy"] == summary(Path("checkpoints/reference"))["test/accuracy"]
     )
+
+
+@pytest.mark.parametrize("step", [25, 60], ids=["in validation", "in training"])
+def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, step: int) -> None:
+    Path("averaged.yaml").write_text(AVERAGED)
+    arguments = ["--config", "averaged.yaml", *SMALL, *CONVNET, *RANDOM, "--val_check_interval", "0.5"]
+    assert fit.main(["--run_name", "reference", *arguments]) == 0
+    words = [sys.executable, "-m", "tests.interrupted", str(step), "SIGTERM", "--run_name", "stopped", *arguments]
+    stopped = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert stopped.returncode == 143, stopped.stderr
+    assert checkpoint(Path("checkpoints/stopped/last.ckpt"))["global_step"] in (step, step + 1)
+    assert fit.main(["--run_name", "stopped", "--ckpt_path", "last"]) == 0
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))

@@ -120,9 +120,10 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def share_running_statistics(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Give all ranks rank 0's buffers before a validation, as DDP does at every training forward.
+    """Give all ranks rank 0's buffers before a validation.
 
-    Validation comes after the last one: each rank would be validated with its own, and a resumed run with rank 0's.
+    DDP does so before a forward pass, but not after one whose gradients only accumulate: each rank would be validated
+    with its own running statistics, and a resumed run with rank 0's.
     """
     if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
         for buffer in pl_module.buffers():

@@ -1,4 +1,4 @@
-"""Random affine augmentation of a whole batch, on its device, in one ``grid_sample``."""
+"""Random affine and elastic augmentation of a whole batch, on its device, in one ``grid_sample``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LATTICE = 7  # points per axis of the coarse random field that bends an image: about the width of a stroke apart
 
-def random_affine(
-    images: Tensor, generator: torch.Generator, *, degrees: float, scale: float, shear: float, shift: float
+
+def random_deformation(
+    images: Tensor,
+    generator: torch.Generator,
+    *,
+    degrees: float,
+    scale: float,
+    shear: float,
+    shift: float,
+    elastic: float,
 ) -> Tensor:
-    """Rotate, scale, shear and shift every image by its own random amount; what comes in from outside is 0.
+    """Rotate, scale, shear, shift and bend every image by its own random amount; what comes in from outside is 0.
+
+    Bending is the elastic distortion of Simard, Steinkraus and Platt ("Best practices for convolutional neural
+    networks", 2003), with a coarse random field, interpolated, in place of a fine one that is smoothed.
 
     Args:
         images: float (batch, channels, height, width), the background 0 (so: before normalisation).
@@ -21,6 +33,7 @@ def random_affine(
         scale: Each axis is scaled by a factor uniform in 1 ± ``scale``.
         shear: Shear angle is uniform in ±``shear`` degrees.
         shift: Shift per axis is uniform in ±``shift`` pixels.
+        elastic: Standard deviation, in pixels, of what each of ``LATTICE`` × ``LATTICE`` points moves per axis.
 
     Returns:
         float (batch, channels, height, width).
@@ -38,5 +51,9 @@ def random_affine(
         ],
         dim=1,
     )  # (batch, 2, 3)
-    grid = F.affine_grid(theta, [count, 1, height, width], align_corners=False)
+    grid = F.affine_grid(theta, [count, 1, height, width], align_corners=False)  # (batch, height, width, 2)
+    if elastic:
+        moves = torch.randn(count, 2, LATTICE, LATTICE, device=images.device, generator=generator)
+        field = F.interpolate(moves, (height, width), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
+        grid = grid + field * torch.tensor([2 * elastic / width, 2 * elastic / height], device=images.device)
     return F.grid_sample(images, grid, align_corners=False)

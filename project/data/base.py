@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from project import threads
-from project.data.augment import random_affine
+from project.data.augment import random_deformation
 from project.data.loader import TensorImages, make_loader
 from project.data.sampler import EvalBatchSampler, TrainBatchSampler
 from project.errors import UserError
@@ -34,10 +34,11 @@ class BatchedDataModule(LightningDataModule):
         train_samples: Keep the first N training samples (default: all).
         val_samples: Keep the first N validation samples (default: all).
         test_samples: Keep the first N test samples (default: all).
-        rotate_degrees: Augmentation: random rotation within ± this angle. All four at 0: no augmentation.
+        rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no augmentation.
         scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
         shear_degrees: Augmentation: random shear within ± this angle.
         shift_pixels: Augmentation: random shift per axis within ± this many pixels.
+        elastic_pixels: Augmentation: random bending, by this standard deviation per point of a coarse lattice.
     """
 
     mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
@@ -60,6 +61,7 @@ class BatchedDataModule(LightningDataModule):
         scale_fraction: float = 0.0,
         shear_degrees: float = 0.0,
         shift_pixels: float = 0.0,
+        elastic_pixels: float = 0.0,
     ) -> None:
         super().__init__()
         self.batch_size = _at_least("batch_size", batch_size, 1)
@@ -76,6 +78,7 @@ class BatchedDataModule(LightningDataModule):
             "scale": scale_fraction,
             "shear": shear_degrees,
             "shift": shift_pixels,
+            "elastic": elastic_pixels,
         }
         # A rank with no sample of a tiny evaluation set is as it should be, see EvalBatchSampler.
         self.allow_zero_length_dataloader_with_multiple_devices = True
@@ -170,7 +173,9 @@ class BatchedDataModule(LightningDataModule):
                 f"{tuple(images.shape[1:])}, got {tuple(self.image_shape)}."
             )
         if self.trainer is not None and self.trainer.training and any(self.augmentation.values()):
-            images = random_affine(as_unit_floats(images), self._batch_generator(images.device), **self.augmentation)
+            images = random_deformation(
+                as_unit_floats(images), self._batch_generator(images.device), **self.augmentation
+            )
         return self.normalize(images), labels
 
     def normalize(self, images: Tensor) -> Tensor:
