@@ -79,7 +79,8 @@ def test_evaluation_on_two_ranks_equals_one_exactly(workplace: Path, trained: Pa
 def test_evaluation_of_the_whole_test_set_on_two_ranks_equals_one_exactly(
     workplace: Path, trained: Path, mnist_root: Path
 ) -> None:
-    assert_two_ranks_measure_what_one_does(trained, 10_000, "--data.source", "mnist", "--data.root", str(mnist_root))
+    data = ["--data.source", "mnist", "--data.root", str(mnist_root), "--data.test_samples", "10000"]
+    assert_two_ranks_measure_what_one_does(trained, 10_000, *data)
 
 
 def assert_two_ranks_measure_what_one_does(trained: Path, count: int, *data: str) -> None:
