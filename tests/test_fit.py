@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -191,13 +192,17 @@ def test_the_sample_is_learnt_to_98_percent(workplace: Path) -> None:
 
 
 def test_help_lists_the_flat_flags_quickly(workplace: Path) -> None:
-    seconds = []
+    """3 s on an idle machine. Anywhere: sooner than a plain import of Lightning ends, see project/imports.py."""
+    ours, plain = [], []
     for _ in range(2):
         began = time.monotonic()
         shown = run("fit", "--help")
-        seconds.append(time.monotonic() - began)
+        ours.append(time.monotonic() - began)
         assert shown.returncode == 0
-    assert statistics.median(seconds) < 20  # 3 s on an idle machine; CI may be anything but idle
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import lightning.pytorch"], check=True)
+        plain.append(time.monotonic() - began)
+    assert min(ours) < 0.9 * min(plain)
     for flag in (
         "--precision",
         "--devices",

@@ -66,10 +66,11 @@ def make_variants(cli: ProjectCLI, settings: Settings) -> dict[str, Callable[[],
     from project.callbacks.throughput import ThroughputMonitor
     from project.loggers import MetricsCSV
 
-    monitors = (ThroughputMonitor, MemoryMonitor, OptimizerMonitor)
     features = {
         ALL: Features(),
-        "without monitors": Features(without=monitors),
+        "without throughput monitor": Features(without=(ThroughputMonitor,)),
+        "without memory monitor": Features(without=(MemoryMonitor,)),
+        "without optimizer monitor": Features(without=(OptimizerMonitor,)),
         "without checkpoints": Features(without=(RunCheckpoint,)),
         "without W&B": Features(without=(WandbLogger,)),
         "without metrics.csv": Features(without=(MetricsCSV,)),
