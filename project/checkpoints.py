@@ -77,10 +77,15 @@ def write_atomically(data: bytes | memoryview, path: Path) -> None:
         ) from error
 
 
+class Unreadable(UserError):
+    """The system does not give a file's contents: no permission, no memory, a lost network drive."""
+
+
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint's contents, on the CPU. Nothing in the file is ever executed.
 
     Raises:
+        Unreadable: The system does not give them.
         UserError: There is no such file, or it is damaged, holds pickled code, or is no Lightning checkpoint.
     """
     if not path.is_file():
@@ -91,6 +96,11 @@ def read(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
         # explicitly, since an environment variable can turn torch's safe default off
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError) as error:  # not the file's fault, perhaps: nobody should start afresh for it
+        if isinstance(error, OSError) and error.errno is None:  # zipfile's and torch's word for a file cut short
+            raise _damaged(path, error) from None
+        reason = getattr(error, "strerror", None) or "not enough memory"
+        raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
     except Exception as error:
         # torch's own message advises weights_only=False, which is what a malicious file hopes for
         if "eights only" in str(error) or "eights_only" in str(error):
@@ -98,18 +108,26 @@ def read(path: Path) -> dict[str, Any]:
                 f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in "
                 "it was run. Give a checkpoint written by this project."
             ) from None
-        raise UserError(
-            f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one."
-        ) from None
+        raise _damaged(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     return checkpoint
 
 
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one.")
+
+
 def damage(path: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None where it is whole."""
+    """Why a checkpoint cannot be used, or None where it is whole.
+
+    Raises:
+        Unreadable: It may be whole; the system does not give it.
+    """
     try:
         read(path)
+    except Unreadable:
+        raise
     except UserError as error:
         return str(error).removeprefix("--ckpt_path ")
     return None

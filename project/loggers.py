@@ -89,8 +89,9 @@ class MetricsCSV(Logger):
         """Go on after the first ``count`` rows of the file; those behind them are of steps that will come again."""
         rows = self._read()[:count]
         self._count = len(rows)
-        self._columns = list(dict.fromkeys([*self._columns, *(key for row in rows for key in row)]))
-        self._rewrite(list(rows))
+        self._columns = list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)]))
+        if rows or self.path.exists():
+            self._rewrite(list(rows))
         if rows:  # what is still logged at its step joins the last row
             self._row = {key: float(value) for key, value in rows[-1].items() if value != ""}
         self._row_in_file, self._row_changed = bool(rows), False

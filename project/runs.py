@@ -43,7 +43,7 @@ class Run:
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 
     _lock: Any = None
-    _created: bool = False  # by this process
+    _created: bool = False  # by this process, where nothing was
 
     @property
     def name(self) -> str:
@@ -85,6 +85,7 @@ class Run:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            is_new = not any(self.folder.iterdir())
             handle = open(self.folder / ".lock", "a+")  # noqa: SIM115 - held until the process ends
         except OSError as error:
             raise UserError(
@@ -96,13 +97,16 @@ class Run:
             raise UserError(
                 f"run {self.name} is being written by another process. Wait for it or choose another --run_name."
             ) from None
-        self._lock, self._created = handle, True
-        if self.checkpoint is None:  # what a run without a whole checkpoint left is of steps that come again
-            for name in ("metrics.csv", "summary.json", "report.html"):
-                (self.folder / name).unlink(missing_ok=True)
+        self._lock, self._created = handle, is_new
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
             stale.unlink(missing_ok=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Take away what a run that never saved a checkpoint said of itself: it is of steps that come again."""
+    for name in ("summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def point_latest_at(folder: Path) -> None:
@@ -139,7 +143,7 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     if not (folder / "config.yaml").exists():
         return Run(_new(root, run_name).folder, checkpoint, fork=True)
     finished = checkpoint.name == "last.ckpt" and _is_finished(folder)
-    return Run(folder if run_name else root / folder.name, checkpoint, finished=finished)
+    return Run(folder, checkpoint, finished=finished)
 
 
 def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None) -> Path:
@@ -153,7 +157,8 @@ def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: s
         path = Path(kind)
         if not path.is_file():
             hint = " A folder was given: add /best.ckpt or /last.ckpt." if path.is_dir() else ""
-            raise UserError(f"--ckpt_path: there is no checkpoint {kind}.{hint} Allowed: best, last, auto, or a file.")
+            allowed = "best, last, or a file (fit: also auto)"
+            raise UserError(f"--ckpt_path: there is no checkpoint {kind}.{hint} Allowed: {allowed}.")
         return path
     folder = root / (run_name or LATEST)
     if not folder.is_dir():

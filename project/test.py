@@ -19,16 +19,17 @@ def main(argv: list[str]) -> int:
         from project.callbacks.checkpoint import GracefulStop
         from project.cli import TestCLI
         from project.ranks import decided_by_rank_zero, is_rank_zero
-        from project.runs import find_checkpoint
+        from project.runs import ROOT, find_checkpoint
         from project.training import build_trainer, trainer_flags
         from project.typed import typed_value
 
     if output := typed_value(argv, "--output"):
         tables.check_output(output)
     ckpt_path, run_name = typed_value(argv, "--ckpt_path"), typed_value(argv, "--run_name")
+    root = Path(typed_value(argv, "--default_root_dir") or ROOT)
     if "--help" in argv or "-h" in argv:
         TestCLI(argv, "project.test")
-    path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(ckpt_path, run_name=run_name))))
+    path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(ckpt_path, root, run_name))))
     record = checkpoints.record(path)
     # the training run's Trainer flags are of its machine and its job; what is typed here counts
     base = {key: value for key, value in record["config"].items() if key != "trainer"}

@@ -15,6 +15,7 @@ import os
 import sys
 from pathlib import Path
 
+OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count that was chosen here, and not by the user
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -58,12 +59,25 @@ def configure(ranks: int | None = None) -> int:
     # torchrun sets OMP_NUM_THREADS=1 for its workers when the user did not; that is its guess, not the user's word.
     guessed = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     threads = max(1, available_cores() // (ranks or local_ranks()))
-    if "OMP_NUM_THREADS" not in os.environ or guessed:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if "OMP_NUM_THREADS" not in os.environ or guessed or chosen_here():
+        os.environ["OMP_NUM_THREADS"] = os.environ[OURS] = str(threads)
     # PASSIVE puts a waiting thread to sleep at once; the few microseconds of wake-up are below what can be measured.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     keep_freed_memory()
     return int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdigit() else threads
+
+
+def chosen_here() -> bool:
+    """Whether ``OMP_NUM_THREADS`` is this module's choice, in this process or in the one that started it."""
+    return os.environ.get("OMP_NUM_THREADS") == os.environ.get(OURS, "")
+
+
+def share(processes: int) -> dict[str, str]:
+    """The environment in which one of several processes on this machine takes its part of the cores.
+
+    Empty where the user has set ``OMP_NUM_THREADS``.
+    """
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes)), OURS: ""} if chosen_here() else {}
 
 
 def keep_freed_memory() -> None:

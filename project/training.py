@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from project import signals, summary, threads
 from project.callbacks.checkpoint import RunCheckpoint
@@ -28,6 +30,7 @@ from project.callbacks.wandb_start import WandbStart
 from project.checkpoints import AtomicCheckpointIO
 from project.cli import ProjectCLI
 from project.errors import UserError
+from project.final_test import test_best
 from project.loggers import MetricsCSV
 from project.progress import progress_callback
 from project.ranks import is_rank_zero, launched_world
@@ -73,7 +76,11 @@ def make_trainer(cli: ProjectCLI, run: Run) -> Trainer:
         "logger": make_loggers(cli, run, flags.pop("logger", None)),
         "default_root_dir": run.folder,
     }
-    return build_trainer(flags)
+    trainer = build_trainer(flags)
+    if launched_world()[1] == 1 and trainer.num_devices > 1:  # it is about to start the other ranks
+        os.environ |= threads.share(trainer.num_devices)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    return trainer
 
 
 def trainer_flags(cli: ProjectCLI) -> dict[str, Any]:
@@ -143,43 +150,45 @@ def train(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:
     Raises:
         signals.Stopped: The run was asked to stop; last.ckpt holds the step it reached.
     """
-    status = 1
+    status, finished = 1, False
     try:
-        trainer.fit(
-            cli.model,
-            datamodule=cli.datamodule,
-            ckpt_path=str(run.checkpoint) if run.checkpoint else None,
-            weights_only=True,
-        )
+        with refusals_as_errors(trainer):
+            trainer.fit(
+                cli.model,
+                datamodule=cli.datamodule,
+                ckpt_path=str(run.checkpoint) if run.checkpoint else None,
+                weights_only=True,
+            )
         facts = gather_facts(cli, run, trainer)  # before the test's precision is set
         facts |= test_best(trainer, cli, find(trainer, RunCheckpoint))
         if trainer.is_global_zero:
             summary.write_summary(run.folder / "summary.json", facts)
+        finished = True
+        signals.resume_immediate()  # nothing is left that could be lost
         publish(trainer, run.folder, facts, cli.resolved())
         status = 0
         return facts
     except signals.Stopped as stop:
         status = stop.exit_code
-        publish_stopped(cli, run, trainer, stop)
+        if not finished:
+            publish_stopped(cli, run, trainer, stop)
         raise
     finally:
         finish_wandb(trainer, status)
         release_child_processes()
 
 
-def test_best(trainer: Trainer, cli: ProjectCLI, keeper: RunCheckpoint) -> dict[str, Any]:
-    """Metrics of best.ckpt on the test set: the one time a run looks at it."""
-    if not keeper.best_path.exists():
-        raise UserError(
-            "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."
-        )
-    # Without autocast: the figure is then what the checkpoint predicts on any device, also on a CPU in float32.
-    if isinstance(trainer.precision_plugin, MixedPrecision):
-        trainer.strategy.precision_plugin = Precision()
-    (metrics,) = trainer.test(
-        cli.model, datamodule=cli.datamodule, ckpt_path=str(keeper.best_path), weights_only=True, verbose=False
-    )
-    return dict(metrics)
+@contextmanager
+def refusals_as_errors(trainer: Trainer) -> Iterator[None]:
+    """What Lightning itself refuses before the first step is a mistake in the flags: a :class:`UserError`."""
+    try:
+        yield
+    except (MisconfigurationException, ValueError) as error:
+        raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        started = find(trainer, summary.RunTimer).start_seconds is not None
+        if started or not raised_in.startswith("lightning."):
+            raise
+        raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
 
 
 def gather_facts(cli: ProjectCLI, run: Run, trainer: Trainer) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -51,18 +54,30 @@ def check_configs(argv: list[str]) -> None:
             raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
 
 
+def config_sections(argv: list[str], section: str) -> Iterator[dict[str, Any]]:
+    """The section of every config file that has it. What is wrong with a file, :func:`check_configs` says."""
+    spelled_alike = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    for name in (value for flag, value in pairwise(spelled_alike) if flag in ("--config", "-c")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            if isinstance(found := yaml.safe_load(Path(name).read_text())[section], dict):
+                yield found
+
+
+def names(argv: list[str], section: str, option: str) -> bool:
+    """Whether an option is typed, flat or nested, or stands in a config file."""
+    typed = (typed_value(argv, f"--{flag}") for flag in (option, f"{section}.{option}"))
+    return any(
+        value is not None for value in (*typed, *(found.get(option) for found in config_sections(argv, section)))
+    )
+
+
 def names_a_network(argv: list[str]) -> bool:
     """Whether a network's class is typed, or stands in a config file."""
     if typed_value(argv, "--model.network") is not None:
         return True
-    spelled_alike = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    for name in (value for flag, value in pairwise(spelled_alike) if flag in ("--config", "-c")):
-        try:
-            model = yaml.safe_load(Path(name).read_text())["model"]
-            network = model.get("init_args", model)["network"]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
-            continue  # no such section; what is wrong with a file, check_configs says
-        if isinstance(network, str) or "class_path" in network:
+    for model in config_sections(argv, "model"):
+        network = (model.get("init_args") or model).get("network")
+        if isinstance(network, str) or (isinstance(network, dict) and "class_path" in network):
             return True
     return False
 

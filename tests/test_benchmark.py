@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 
 from project.benchmark import steps as progress
@@ -20,6 +21,8 @@ from project.benchmark.flags import TABLES
 from project.benchmark.peak_memory import MARK, largest_sum
 from project.benchmark.plain_loop import ExampleNetwork
 from project.benchmark.timing import alternate, median_and_spread
+from project.benchmark.with_lightning import EpochClock, add_callbacks
+from project.cli import ProjectCLI
 from project.entry import exit_code
 from project.errors import UserError
 from project.model import ConvNet
@@ -178,3 +181,12 @@ def test_a_bad_model_flag_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(UserError):
         main(["overhead", *TINY, "--model.lr", "-1"])
     assert not Path("checkpoints").exists()
+
+
+def test_a_configurations_own_callbacks_are_measured_with_it() -> None:
+    flags = ["--data.source", "sample", "--trainer.callbacks", "lightning.pytorch.callbacks.EMAWeightAveraging"]
+    cli = ProjectCLI(flags)
+    add_callbacks(cli, [clock := EpochClock()])
+    first, second = cli.config_init.trainer.callbacks
+    assert isinstance(first, EMAWeightAveraging)
+    assert second is clock

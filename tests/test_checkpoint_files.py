@@ -143,6 +143,22 @@ def test_a_checkpoint_elsewhere_starts_a_new_run(copied: Path) -> None:
     assert len(ids) == 2
 
 
+def test_a_checkpoint_of_a_run_elsewhere_goes_on_there(copied: Path) -> None:
+    shutil.copytree(copied, "backup/r")
+    chosen = choose(Path("checkpoints"), None, "backup/r/last.ckpt")
+    assert chosen.folder == Path("backup/r").absolute()
+    assert choose(Path("checkpoints"), None, "checkpoints/r/last.ckpt").folder == copied.absolute()
+
+
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_damaged(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("zipfile.ZipFile", denied)
+    with pytest.raises(UserError, match="Permission denied"):
+        choose(Path("checkpoints"), "r", "auto")
+
+
 def test_last_and_best_mean_the_newest_run(copied: Path) -> None:
     with pytest.raises(UserError, match="no run"):
         find_checkpoint("last")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from project import fit
 from project import test as test_command
@@ -45,18 +46,23 @@ class WriteBuffers(Callback):
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         with open(f"buffers-{trainer.global_rank}.txt", "a") as file:
-            print([buffer.tolist() for buffer in pl_module.buffers()], file=file)
+            (average,) = (c._average_model for c in trainer.callbacks if isinstance(c, EMAWeightAveraging))
+            # swapped during validation: the averaged ones are in the module
+            for module in (pl_module, average):
+                print([buffer.tolist() for buffer in module.buffers()], file=file)
 
 
 def test_two_ranks_validate_with_the_same_running_statistics(workplace: Path) -> None:
     # once in the middle of an accumulated step, where DDP itself does not share them, and once at the epoch's end
     options = ["--max_epochs", "1", "--data.batch_size", "32", "--accumulate_grad_batches", "2"]
-    options += ["--val_check_interval", "25", "--trainer.callbacks", "tests.test_ddp.WriteBuffers"]
-    two = run("fit", *SMALL, *CONVNET, *options, *CPU2)
+    options += ["--val_check_interval", "25"]
+    ema = "{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}"
+    Path("c.yaml").write_text(f"trainer:\n  callbacks: [{ema}, {{class_path: tests.test_ddp.WriteBuffers}}]\n")
+    two = run("fit", "--config", "c.yaml", *SMALL, *CONVNET, *options, *CPU2)
     assert two.returncode == 0, two.stderr
     one, other = (Path(f"buffers-{rank}.txt").read_text() for rank in (0, 1))
     assert one == other
-    assert len(set(one.splitlines())) == 2
+    assert len(set(one.splitlines())) == 4
 
 
 @pytest.fixture(scope="module")

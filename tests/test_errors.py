@@ -55,6 +55,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--ckpt_path", "last"], ["--ckpt_path last", "no run"]),
         (["--run_name", "../x"], ["--run_name", "../x"]),
         (["--run_name", "latest"], ["--run_name", "latest"]),
+        (["--val_check_interval", "100000"], ["val_check_interval", "100000"]),
+        (["--limit_train_batches", "0.0001"], ["limit_train_batches", "0.0001"]),
     ],
 )
 def test_a_wrong_flag_is_told_in_one_line(
@@ -63,6 +65,28 @@ def test_a_wrong_flag_is_told_in_one_line(
     line = error_of(capsys, "--data.source", "sample", *argv)
     assert all(part in line for part in parts), line
     assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
+
+
+def test_fewer_epochs_than_a_stopped_run_has_had_are_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit.main([*SMALL, "--max_epochs", "2", "--run_name", "r"]) == 0
+    before = (Path("checkpoints/r/last.ckpt")).read_bytes()
+    line = error_of(capsys, "--run_name", "r", "--ckpt_path", "last", "--max_epochs", "1")
+    assert "max_epochs" in line
+    assert Path("checkpoints/r/last.ckpt").read_bytes() == before
+
+
+def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thesis = Path("checkpoints/thesis")
+    thesis.mkdir(parents=True)
+    for name in ("chapter.txt", "metrics.csv"):
+        (thesis / name).write_text("years of work")
+    error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", "--data.source", "sample", "--precision", "17")
+    error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", "--val_check_interval", "100000")
+    assert [(thesis / name).read_text() for name in ("chapter.txt", "metrics.csv")] == 2 * ["years of work"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -151,6 +151,25 @@ def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
     assert "goes on from the right sample" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flags", [["--max_steps", "90"], ["--max_time", "00:00:00:30", "--max_steps", "90"]])
+def test_a_length_in_steps_or_time_is_the_only_limit(workplace: Path, flags: list[str]) -> None:
+    few = ["--data.source", "sample", "--data.train_samples", "640", "--data.val_samples", "100"]
+    few += ["--data.test_samples", "100", "--data.batch_size", "64", "--model.network", "MLP"]
+    assert fit.main([*few, *flags, "--run_name", "r"]) == 0
+    assert summary(Path("checkpoints/r"))["steps"] == 90  # in 9 epochs; the default is 5
+
+
+@pytest.mark.parametrize(("batches", "steps"), [("0.5", 15), ("1.0", 30), ("4", 12)])
+def test_the_schedule_of_overfit_batches_is_as_long_as_its_run(workplace: Path, batches: str, steps: int) -> None:
+    few = ["--data.source", "sample", "--data.train_samples", "640", "--data.batch_size", "64"]
+    few += ["--model.network", "MLP", "--max_epochs", "3", "--data.test_samples", "100", "--run_name", "r"]
+    few += ["--data.eval_batch_size", "100"]
+    assert fit.main([*few, "--overfit_batches", batches, "--model.schedule", "linear"]) == 0
+    last = checkpoint(Path("checkpoints/r/last.ckpt"))
+    assert last["global_step"] == steps
+    assert last["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -160,12 +179,15 @@ def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
         ["--max_steps", "30"],
         ["--max_time", "00:00:00:20"],
         ["--val_check_interval", "7"],
-        ["--trainer.precision", "bf16-mixed"],
+        ["--trainer.precision", "bf16-mixed", "--gradient_clip_val", "1"],
+        ["--precision", "bf16-true"],
+        ["--precision", "64-true"],
         ["--model.activation_checkpointing", "true", "--model.channels_last", "false"],
         ["--data.num_workers", "1", "--data.batch_size", "100"],
         ["--fast_dev_run", "true"],
         ["--profiler", "simple"],
         ["--overfit_batches", "2"],
+        ["--overfit_batches", "0.2", "--log_every_n_steps", "0", "--data.eval_batch_size", "20"],
         ["--tensorboard", "true"],
         ["--logger", "false"],
         ["--model.optimizer", "SGD", "--model.optimizer_args.momentum", "0.9", "--model.schedule", "cosine"],

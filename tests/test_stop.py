@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.commands import CPU2, SMALL, assert_same_run, checkpoint, command, family, run, start, wait_for
+from tests.commands import CPU2, SMALL, assert_same_run, checkpoint, command, family, run, start, summary, wait_for
 
 STOPS = int(os.environ.get("PROJECT_STOPS", "1"))  # 20 in the long form
 # Long enough that a stop at a random moment finds it training
@@ -74,6 +76,14 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
     time.sleep(1.0)  # importing torch
     assert stop(process, signal.SIGTERM, process.pid) < 10
     assert process.returncode == 143
+
+
+def test_a_signal_after_the_training_ends_at_once_and_the_run_stays_finished(workplace: Path) -> None:
+    after = "import os, signal; training.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
+    code = f"from project import entry, fit, training; {after}; entry.run(fit.main)"
+    words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
+    assert subprocess.run(words, timeout=60).returncode == 143
+    assert summary(Path("checkpoints/r"))["finished"]
 
 
 @pytest.mark.timeout(300)

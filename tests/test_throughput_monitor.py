@@ -392,6 +392,8 @@ def test_two_processes_of_fit_log_under_the_same_names(tmp_path):
 
 def test_gpu_metrics_join_the_window(tmp_path, monkeypatch):
     class Steady:
+        paused = False
+
         def take_mean(self):
             return 42.0
 
@@ -413,6 +415,21 @@ def test_utilization_is_the_mean_of_the_samples_since_the_last_window():
     sampler._thread.join(timeout=10)
     assert sampler.take_mean() == 30.0
     assert sampler.take_mean() is None
+    sampler.stop()
+
+
+def test_utilization_leaves_out_what_the_gpu_does_meanwhile():
+    values = iter([10.0, 90.0, 20.0])
+
+    def read() -> float:
+        value = next(values)
+        sampler.paused = value == 90.0  # as during a validation
+        return value
+
+    sampler = GpuUtilization(read, interval_seconds=0.001)
+    sampler.start()
+    sampler._thread.join(timeout=10)
+    assert sampler.take_mean() == 15.0
     sampler.stop()
 
 

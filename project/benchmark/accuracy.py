@@ -14,7 +14,7 @@ from project.benchmark.overhead import best_device
 from project.benchmark.plain_loop import time_to_target
 from project.benchmark.steps import Steps
 from project.benchmark.timing import median_and_spread
-from project.benchmark.with_lightning import fresh_model, scratch_folder, silenced
+from project.benchmark.with_lightning import add_callbacks, fresh_model, scratch_folder, silenced
 from project.cli import ProjectCLI
 from project.runs import choose
 
@@ -82,7 +82,7 @@ def one_run(cli: ProjectCLI, seed: int, target: float) -> dict[str, Any]:
     """What a whole run's summary says, and its time to the target on validation."""
     fresh_model(cli, seed)
     reached = ReachedTarget(target)
-    cli.config_init.trainer.callbacks = [reached]
+    add_callbacks(cli, [reached])
     with scratch_folder() as folder, silenced():
         run = choose(folder, None, None)
         run.create()

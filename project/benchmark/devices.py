@@ -15,7 +15,9 @@ from project.benchmark.flags import Settings
 from project.benchmark.steps import Steps
 from project.benchmark.timing import alternate, median_and_spread
 from project.benchmark.with_lightning import run_epochs
+from project.callbacks.memory import MemoryMonitor
 from project.cli import ProjectCLI
+from project.training import find
 
 RESNET = ["--model.network", "project.benchmark.resnet.ResNet18", "--model.lr", "1e-3"]
 SWEEP = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
@@ -106,12 +108,12 @@ def one_run(case: Case, cli: ProjectCLI, too_slow: set[Case]) -> dict[str, float
     began = time.perf_counter()
     if case.device == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     epochs, trainer = run_epochs(cli, 2)
     if time.perf_counter() - began > PATIENCE_S:
         too_slow.add(case)
-    samples = int(trainer.num_training_batches) * cli.datamodule.batch_size
-    peak = torch.cuda.max_memory_allocated() / 1024**3 if case.device == "cuda" else None
+    # the sampler's batch, which is no larger than the set
+    samples = int(trainer.num_training_batches) * trainer.train_dataloader.sampler.global_batch_size  # type: ignore[union-attr]
+    peak = find(trainer, MemoryMonitor).summary().get("memory/peak_allocated_gib")
     return {"rate": samples / epochs[-1].train_s, "accuracy": epochs[-1].val_accuracy, "peak": peak}
 
 

@@ -85,7 +85,7 @@ def run_epochs(cli: ProjectCLI, epochs: int, features: Features | None = None) -
     fresh_model(cli)
     clock = EpochClock()
     cli.config_init.trainer.max_epochs = epochs
-    cli.config_init.trainer.callbacks = [*features.extra, clock]
+    add_callbacks(cli, [*features.extra, clock])
     with scratch_folder() as folder, silenced():
         trainer = bare_trainer(cli, folder) if features.bare else full_trainer(cli, folder, features)
         try:
@@ -93,6 +93,12 @@ def run_epochs(cli: ProjectCLI, epochs: int, features: Features | None = None) -
         finally:
             training.finish_wandb(trainer, 0)
     return clock.epochs, trainer
+
+
+def add_callbacks(cli: ProjectCLI, callbacks: list[Callback]) -> None:
+    """Put callbacks behind those of the configuration (one, several, or none)."""
+    chosen = cli.config_init.trainer.callbacks or []
+    cli.config_init.trainer.callbacks = [*(chosen if isinstance(chosen, list) else [chosen]), *callbacks]
 
 
 def fresh_model(cli: ProjectCLI, seed: int | None = None) -> None:

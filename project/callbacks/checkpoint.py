@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import FSDPStrategy
 
 from project import signals
 from project.callbacks.exact_state import (
@@ -19,15 +20,14 @@ from project.callbacks.exact_state import (
     facts_to_keep,
     metric_states,
     random_state,
-    restore_metric_states,
-    restore_random_state,
     share_running_statistics,
 )
-from project.callbacks.resume import apply_typed_hyperparameters, find_place, set_aside_unusable_best
+from project.callbacks.resume import apply_typed_hyperparameters, find_place, restore_rank, set_aside_unusable_best
 from project.callbacks.stop import SAVE_DUE, GracefulStop, release_child_processes
 from project.checkpoints import RUN_KEY, damage, write_atomically
+from project.errors import UserError
 from project.loggers import MetricsCSV
-from project.runs import point_latest_at
+from project.runs import clear_leftovers, point_latest_at
 
 
 class RunCheckpoint(GracefulStop):
@@ -106,30 +106,35 @@ class RunCheckpoint(GracefulStop):
         return {"best_score": self.best_score, "best_epoch": self.best_epoch, "best_step": self.best_step}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resume is not None:  # also where nothing is left to train, and only the test comes again
-            for logger in trainer.loggers:
-                if isinstance(logger, MetricsCSV):
-                    logger.keep_rows(self._resume["metric_rows"])
+        if self._resume is not None:  # here for runs where nothing is left to train, and only the test comes again
+            self._keep_rows(trainer, self._resume["metric_rows"])
+
+    def _keep_rows(self, trainer: Trainer, count: int) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCSV):
+                logger.keep_rows(count)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.training_begins()
+        self._last_save = time.monotonic()
         if trainer.is_global_zero:
             point_latest_at(self.folder)  # not sooner: a run that cannot start is nobody's newest
-        self._last_save = time.monotonic()
-        if self._resume is None:
-            return
+            if self._resume is None and trainer.global_step == 0:  # of a run that never saved
+                self._keep_rows(trainer, 0)
+                clear_leftovers(self.folder)
+        if self._resume is not None:
+            self._go_on(trainer, pl_module, self._resume)
+
+    def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
+        if isinstance(trainer.strategy, FSDPStrategy):
+            self._keep_rows(trainer, state["metric_rows"])  # its checkpoints are read after on_fit_start
         if note := set_aside_unusable_best(trainer, self.best_score, self.best_path, self.record.get("run_id")):
             self.notes.append(note)
             self.best_score = self.best_epoch = self.best_step = None
-        if note := find_place(trainer, self._resume):
+        if note := find_place(trainer, state):
             self.notes.append(note)
         apply_typed_hyperparameters(trainer, pl_module)
-        ranks = self._resume["ranks"]
-        if len(ranks) == trainer.world_size:
-            mine = ranks[trainer.global_rank]
-            restore_metric_states(pl_module, mine["metrics"])
-            if mine["device"] == trainer.strategy.root_device.type:
-                restore_random_state(mine["random"], trainer.strategy.root_device)
+        restore_rank(trainer, pl_module, state["ranks"])
         for note in self.notes:
             if trainer.is_global_zero:
                 print(note, flush=True)
@@ -227,15 +232,24 @@ class RunCheckpoint(GracefulStop):
 
     def _save(self, trainer: Trainer, place: Place) -> None:
         self._place = place
+        failure = None
         try:
-            target = self.best_path if self._best_due else self.last_path
-            trainer.save_checkpoint(target)
-            if self._best_due and trainer.is_global_zero:
-                # last after best: killed in between, the run repeats what made the best. A copy, not a link: damage
-                # to one file must not be damage to both.
-                write_atomically(self.best_path.read_bytes(), self.last_path)
+            trainer.save_checkpoint(self.best_path if self._best_due else self.last_path)
+        except UserError as error:  # on rank 0 alone, which the others wait for
+            failure = str(error)
+            trainer.strategy.barrier()
         finally:
             self._place = None
+        if self._best_due and trainer.is_global_zero and failure is None:
+            # last after best: killed in between, the run repeats what made the best. A copy, not a link: damage
+            # to one file must not be damage to both.
+            try:
+                write_atomically(self.best_path.read_bytes(), self.last_path)
+            except UserError as error:
+                failure = str(error)
+        assert self._agreement is not None
+        if failure := next((reason for reason in self._agreement.gather(failure) if reason), None):
+            raise UserError(failure)
         self._best_due = False
         self._last_save = time.monotonic()
 

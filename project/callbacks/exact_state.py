@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import WeightAveraging
 from torchmetrics import Metric
 
 from project.model.classifier import ImageClassifier
@@ -122,12 +122,14 @@ def _on_device(value: Any, device: torch.device) -> Any:
 def share_running_statistics(trainer: Trainer, pl_module: LightningModule) -> None:
     """Give all ranks rank 0's buffers before a validation.
 
-    DDP does so before a forward pass, but not after one whose gradients only accumulate: each rank would be validated
-    with its own running statistics, and a resumed run with rank 0's.
+    DDP does so before a forward pass, but not after one whose gradients only accumulate, nor for averaged weights: each
+    rank would be validated with its own running statistics, and a resumed run with rank 0's.
     """
-    if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
-        for buffer in pl_module.buffers():
-            torch.distributed.broadcast(buffer, src=0)
+    if trainer.world_size > 1:
+        averaged = [c._average_model for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+        for module in (pl_module, *(model for model in averaged if model is not None)):
+            for buffer in module.buffers():
+                torch.distributed.broadcast(buffer, src=0)
 
 
 def facts_to_keep(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class GpuUtilization:
         self._read = read
         self._interval = interval_seconds
         self._samples: list[float] = []
+        self.paused = False  # what the GPU does now is not to be counted
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-utilization", daemon=True)
@@ -57,5 +58,6 @@ class GpuUtilization:
                 sample = float(self._read())
             except Exception:  # whatever the driver's library raises: the metric is left out
                 return
-            with self._lock:
-                self._samples.append(sample)
+            if not self.paused:
+                with self._lock:
+                    self._samples.append(sample)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from project.callbacks.exact_state import restore_metric_states, restore_random_state
 from project.checkpoints import RUN_KEY, damage, read
 
 
@@ -40,6 +41,16 @@ def find_place(trainer: Trainer, state: dict[str, Any]) -> str | None:
     return note
 
 
+def restore_rank(trainer: Trainer, pl_module: LightningModule, ranks: list[dict[str, Any]]) -> None:
+    """Give this rank its generators and unfinished metric sums back, where the job has as many ranks as it had."""
+    if len(ranks) != trainer.world_size:
+        return
+    mine, device = ranks[trainer.global_rank], trainer.strategy.root_device
+    restore_metric_states(pl_module, mine["metrics"])
+    if mine["device"] == device.type:
+        restore_random_state(mine["random"], device)
+
+
 def apply_typed_hyperparameters(trainer: Trainer, pl_module: LightningModule) -> None:
     """The checkpoint's optimizer state brings its rate and weight decay along; this run's configuration wins."""
     for optimizer, scheduler in zip(trainer.optimizers, trainer.lr_scheduler_configs, strict=False):
@@ -52,10 +63,23 @@ def apply_typed_hyperparameters(trainer: Trainer, pl_module: LightningModule) ->
             continue
         for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
             group.update({key: value for key, value in wanted.items() if key not in ("params", "lr")})
+            _put_step_counts(optimizer, group)
         schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
         schedule.last_epoch = trainer.global_step
         for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             group["lr"] = base * factor(trainer.global_step)
+
+
+def _put_step_counts(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Where this kind of optimizer wants its step counts: fused kernels on the device, the others on the host.
+
+    A checkpoint of 16-mixed, which is not fused, may go on in another precision, which is; and the other way round.
+    """
+    for parameter in group["params"]:
+        step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+        if isinstance(step, torch.Tensor):
+            on_device = group.get("fused") or group.get("capturable")
+            optimizer.state[parameter]["step"] = step.to(parameter.device if on_device else "cpu")
 
 
 def set_aside_unusable_best(trainer: Trainer, score: float | None, path: Path, run_id: Any) -> str | None:

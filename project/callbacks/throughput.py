@@ -83,6 +83,8 @@ class ThroughputMonitor(Callback):
         if outermost and self._measuring:
             self.wait_for_device(self._device)  # work already queued belongs to the window
             self._paused_at = self.clock()
+            if self._utilization:
+                self._utilization.paused = True
         try:
             yield
         finally:
@@ -90,6 +92,8 @@ class ThroughputMonitor(Callback):
             if outermost and self._measuring:
                 self.wait_for_device(self._device)
                 self._window.started += self.clock() - self._paused_at
+                if self._utilization:
+                    self._utilization.paused = False
 
     def summary(self) -> dict[str, float]:
         """Median over the windows of every metric that was measured."""
@@ -118,7 +122,7 @@ class ThroughputMonitor(Callback):
         self._restart()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restart()
+        self._restart_all()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -152,6 +156,12 @@ class ThroughputMonitor(Callback):
         """The one place where a window begins."""
         self._window = Window(started=self.clock())
 
+    def _restart_all(self) -> None:
+        """Begin a window, and forget what the GPU did before it."""
+        self._restart()
+        if self._utilization:
+            self._utilization.take_mean()
+
     def _close(self) -> tuple[Window, float]:
         """End the window once the device has caught up, and begin the next. Returns it with the time it ended."""
         self.wait_for_device(self._device)
@@ -164,7 +174,7 @@ class ThroughputMonitor(Callback):
         if self._warm_up == WARM_UP_STEPS:
             self._mfu_per_sample_per_sec = mfu_per_sample_per_sec(trainer, module, batch)
         self._warm_up -= 1
-        self._restart()
+        self._restart_all()
 
     def _log(self, trainer: Trainer, window: Window, ended: float, epoch_end: bool = False) -> None:
         utilization = self._utilization.take_mean() if self._utilization else None

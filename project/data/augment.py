@@ -54,6 +54,7 @@ def random_deformation(
     grid = F.affine_grid(theta, [count, 1, height, width], align_corners=False)  # (batch, height, width, 2)
     if elastic:
         moves = torch.randn(count, 2, LATTICE, LATTICE, device=images.device, generator=generator)
-        field = F.interpolate(moves, (height, width), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
-        grid = grid + field * torch.tensor([2 * elastic / width, 2 * elastic / height], device=images.device)
+        moves[:, 0] *= 2 * elastic / width  # the grid spans 2
+        moves[:, 1] *= 2 * elastic / height
+        grid = grid + F.interpolate(moves, (height, width), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
     return F.grid_sample(images, grid, align_corners=False)

@@ -1,10 +1,12 @@
 """What every data module of this template inherits: order, evaluation, loaders, normalisation on the device."""
 
 import os
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -176,15 +178,14 @@ class BatchedDataModule(LightningDataModule):
             images = random_deformation(
                 as_unit_floats(images), self._batch_generator(images.device), **self.augmentation
             )
-        return self.normalize(images), labels
+        return self._as_weights(self.normalize(images)), labels
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 in 0-255 or float in 0-1, (batch, channels, height, width) → float32 with ``mean`` 0 and ``std`` 1."""
         whole = 255.0 if images.dtype == torch.uint8 else 1.0
         if len(self.mean) == 1:  # plain numbers: no little tensors to copy to the device at every step
             return (images.float() - whole * self.mean[0]).mul_(1 / (whole * self.std[0]))
-        mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
-        std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
+        mean, std = (per_channel(tuple(values), images.device) for values in (self.mean, self.std))
         return (images.float() / whole - mean) / std
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -194,6 +195,13 @@ class BatchedDataModule(LightningDataModule):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     # Inside
+
+    def _as_weights(self, images: Tensor) -> Tensor:
+        """In the weights' type under ``--precision bf16-true`` and the like; autocast does it by itself."""
+        plugin = self.trainer.precision_plugin if self.trainer is not None else None
+        if isinstance(plugin, (HalfPrecision, DoublePrecision)):
+            return plugin.convert_input(images)  # Lightning's own call came when they were still bytes
+        return images
 
     def _rank(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
@@ -246,6 +254,12 @@ class BatchedDataModule(LightningDataModule):
 def as_unit_floats(images: Tensor) -> Tensor:
     """uint8 images as float32 in 0-1; floats as they are."""
     return images.float().div_(255) if images.dtype == torch.uint8 else images
+
+
+@cache
+def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(1, channels, 1, 1) on a device. Copied there once: a copy at every step would wait for the device."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1)
 
 
 def global_seed() -> int:

@@ -64,7 +64,7 @@ class SeededFetch(Dataset[Any]):
         with scope:
             first = int(indices[0]) if len(indices) else 0
             seed = hash((self.seed, epoch, first)) % 2**32
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # not the GPU's as well, which are the training's
             random.seed(seed)
             np.random.seed(seed)
             wanted = indices.tolist()

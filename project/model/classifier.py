@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -15,6 +16,8 @@ from project.model.fit_to_data import check_fit
 from project.model.networks import ConvNet
 from project.model.optimizers import Schedule, make_optimizer, make_schedule
 from project.model.recompute import recompute_activations
+
+MOST_KEPT = 64  # batches whose logits wait on the device to be counted
 
 
 class ImageClassifier(LightningModule):
@@ -83,6 +86,7 @@ class ImageClassifier(LightningModule):
         # Since the last log step: per batch its mean loss, logits and labels. One update of the metric for many
         # batches costs what one batch would: 938 single updates take about a tenth of an epoch of the MLP.
         self.window: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.undecayed: set[str] | None = None  # names, known before a strategy wraps the network
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the hook it is in 42 times a step; nn.Module would look each time whether that is a parameter
@@ -94,6 +98,7 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Before training: does the network fit the data? An answer in the user's words instead of a shape error."""
         datamodule = getattr(self.trainer, "datamodule", None)
+        self.undecayed = {name for name, p in self.network.named_parameters() if p.ndim < 2}
         if stage == "fit" and hasattr(datamodule, "class_names"):
             check_fit(self.network, datamodule)
 
@@ -108,6 +113,8 @@ class ImageClassifier(LightningModule):
         logits = self.network(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self.window.append((loss.detach(), logits.detach(), labels))
+        if len(self.window) % MOST_KEPT == 0:  # log steps may be far apart, and logits large
+            self.count_window()
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -154,16 +161,21 @@ class ImageClassifier(LightningModule):
         return self(images).float().softmax(dim=1)
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.optimizer_name, self.network, self.lr, self.optimizer_args, self.can_fuse())
+        optimizer = make_optimizer(
+            self.optimizer_name, self.network, self.lr, self.optimizer_args, self.can_fuse(), self.undecayed
+        )
         schedule = make_schedule(optimizer, self.schedule, self.warmup_fraction, self.total_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def can_fuse(self) -> bool:
-        """Whether a fused optimizer may be used: not with a gradient scaler.
+        """Whether a fused optimizer may be used: not with a gradient scaler, nor with clipping under autocast.
 
-        It would unscale by itself, too late for clipping and for the gradient norm.
+        It would unscale by itself, too late for clipping and for the gradient norm; Lightning's mixed precision
+        refuses to clip for it, also where there is no scaler.
         """
-        return getattr(self.trainer.precision_plugin, "scaler", None) is None
+        plugin = self.trainer.precision_plugin
+        clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
+        return getattr(plugin, "scaler", None) is None and not clips
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; -1 where the run has no end.
@@ -177,8 +189,6 @@ class ImageClassifier(LightningModule):
             return int(trainer.estimated_stepping_batches) if math.isfinite(trainer.estimated_stepping_batches) else -1
         limit = trainer.limit_train_batches
         batches = min(count(), limit) if isinstance(limit, int) else int(count() * limit)
-        if overfit := getattr(trainer, "overfit_batches", 0):
-            batches = int(overfit)
         steps = math.ceil(batches / trainer.accumulate_grad_batches) * (trainer.max_epochs or -1)
         limits = [n for n in (steps, trainer.max_steps) if n > 0]
         return min(limits) if limits else -1

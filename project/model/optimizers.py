@@ -31,7 +31,14 @@ def optimizer_class(name: str) -> type[Optimizer]:
     return found
 
 
-def make_optimizer(name: str, network: nn.Module, lr: float, arguments: dict[str, Any], fused: bool) -> Optimizer:
+def make_optimizer(
+    name: str,
+    network: nn.Module,
+    lr: float,
+    arguments: dict[str, Any],
+    fused: bool,
+    undecayed: set[str] | None = None,
+) -> Optimizer:
     """The optimizer for a network's parameters; weight decay spares biases and normalisation (one dimension).
 
     Args:
@@ -40,6 +47,8 @@ def make_optimizer(name: str, network: nn.Module, lr: float, arguments: dict[str
         lr: Learning rate.
         arguments: Further arguments of the class.
         fused: Use the class's fused kernel where it has one: one call instead of several per parameter.
+        undecayed: Names of the parameters that weight decay spares; default: those of one dimension, which is every
+            parameter once FSDP has wrapped the network.
     """
     cls = optimizer_class(name)
     accepted = inspect.signature(cls).parameters
@@ -49,10 +58,13 @@ def make_optimizer(name: str, network: nn.Module, lr: float, arguments: dict[str
     extra = {k: v for k, v in arguments.items() if k in accepted}
     if fused and "fused" in accepted:
         extra.setdefault("fused", True)
-    trained = [p for p in network.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim >= 2]}, {"params": [p for p in trained if p.ndim < 2]}]
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
+    for path, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            spared = parameter.ndim < 2 if undecayed is None else path.replace("_fsdp_wrapped_module.", "") in undecayed
+            groups[spared]["params"].append(parameter)
     if "weight_decay" in accepted:
-        groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
+        groups[1]["weight_decay"] = 0.0
     try:
         return cls([group for group in groups if group["params"]], lr=lr, **extra)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:

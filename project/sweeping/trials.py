@@ -176,8 +176,7 @@ def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
     """A trial's environment: its share of the cores, a GPU of its own where there are several, one W&B group."""
     import torch
 
-    environment = {"WANDB_RUN_GROUP": folder.name, **os.environ}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, threads.available_cores() // jobs)))
+    environment = {"WANDB_RUN_GROUP": folder.name, **os.environ, **threads.share(jobs)}
     if "CUDA_VISIBLE_DEVICES" not in environment and torch.cuda.device_count() > 1:
         environment["CUDA_VISIBLE_DEVICES"] = str(slot % torch.cuda.device_count())
     return environment
