@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 
 from project.benchmark import steps as progress
-from project.benchmark.__main__ import main
+from project.benchmark.__main__ import main, read_options
 from project.benchmark.flags import TABLES
 from project.benchmark.peak_memory import MARK, largest_sum
 from project.benchmark.plain_loop import ExampleNetwork
@@ -58,8 +58,25 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
     assert full["epoch_vs_floor"] == pytest.approx(full["epoch_s"] / floor["epoch_s"])
     assert full["epoch_s"] > full["train_s"] > 0
     assert {row["batch_size"] for row in rows.values()} == {64}
+    for name in ("ThroughputMonitor", "MemoryMonitor", "OptimizerMonitor", "RunCheckpoint"):
+        assert 0 < rows[f"inside {name}"]["pct_of_run"] < 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
     assert Image.open(tmp_path / "out.png").size[0] > 1000
+
+
+@pytest.mark.parametrize(
+    ("argv", "table", "rest"),
+    [
+        ([], None, []),
+        (["--data.root", "memory"], None, ["--data.root", "memory"]),
+        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),
+        (["--n", "3", "overhead"], "overhead", []),
+        (["overhead", "--data.root=threads"], "overhead", ["--data.root=threads"]),
+    ],
+)
+def test_the_table_is_told_from_the_values_of_fits_flags(argv: list[str], table: str | None, rest: list[str]) -> None:
+    found, _, flags = read_options(argv)
+    assert (found, flags) == (table, rest)
 
 
 def test_every_result_says_where_when_and_with_what_it_was_measured(tmp_path: Path) -> None:

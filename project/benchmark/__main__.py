@@ -46,13 +46,21 @@ def read_options(argv: list[str]) -> tuple[str | None, Any, list[str]]:
     from project.benchmark.flags import TABLES, add_options
     from project.errors import UserError, nearest
 
-    table = next((word for word in argv if word in TABLES), None)
+    # by hand: argparse would take the value of an option that it does not know, one of fit's, for the table
+    before = ["", *argv]
+    places = [i for i, word in enumerate(argv) if word in TABLES and not takes_value(before[i])]
+    table = argv[places[0]] if places else None
     parser = CommandParser(f"project.benchmark{f' {table}' if table else ''}", __doc__)
     add_options(parser, table)
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
-    known, rest = parser.parse_known_args([word for word in argv if word != table])
+    known, rest = parser.parse_known_args([word for i, word in enumerate(argv) if i not in places[:1]])
     return table, known, rest
+
+
+def takes_value(word: str) -> bool:
+    """Whether the next word belongs to this one."""
+    return word.startswith("--") and "=" not in word and word not in ("--quick", "--baseline")
 
 
 def files_to_write(options: Any) -> tuple[Any, Any]:

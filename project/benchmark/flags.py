@@ -48,8 +48,6 @@ class Settings:
 def add_options(parser: argparse.ArgumentParser, table: str | None) -> None:
     """Add the options of one table, or where it is None those that all tables share."""
     add = parser.add_argument
-    if table is None:
-        add("table", nargs="?", choices=list(TABLES), metavar="TABLE", help=f"{', '.join(TABLES)} (default: all)")
     add("--output", metavar="FILE", help="also write what is printed, with the conditions: .json or .csv")
     add("--plot", metavar="FILE.png", help="chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")

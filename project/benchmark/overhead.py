@@ -16,7 +16,13 @@ from project.benchmark.per_sample import per_sample_loader
 from project.benchmark.steps import Steps
 from project.benchmark.timing import alternate, median_and_spread
 from project.benchmark.with_lightning import Features, run_epochs
+from project.callbacks.checkpoint import RunCheckpoint
+from project.callbacks.memory import MemoryMonitor
+from project.callbacks.optimizer_monitor import OptimizerMonitor
+from project.callbacks.quick_steps import QuickSteps
+from project.callbacks.throughput import ThroughputMonitor
 from project.cli import ProjectCLI
+from project.loggers import MetricsCSV
 
 FLOOR, COURSE, ALL = "hand-written floor", "course loop", "all features"
 
@@ -33,6 +39,7 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
         steps.begin(f"{name} (warm-up)")
         variants[name]()
     results = alternate(variants, settings.n, steps)
+    inside = inside_hooks(cli, settings.n)
     steps.finish()
     rows = [
         {
@@ -51,20 +58,31 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
         row["train_cpu_vs_floor"] = row["train_cpu_s"] / floor["train_cpu_s"]
         if row["loop"] != COURSE:
             row["epoch_vs_floor"] = row["epoch_s"] / floor["epoch_s"]
-    return rows
+    return rows + inside
+
+
+def inside_hooks(cli: ProjectCLI, n: int) -> list[dict[str, Any]]:
+    """A row per monitor and for the checkpoints: how much of a run of two epochs passes inside their own hooks.
+
+    What a run with and without them differs by is less than what two runs differ by.
+    """
+    shares: dict[str, list[float]] = {}
+    for _ in range(n):
+        features = Features(watched=(ThroughputMonitor, MemoryMonitor, OptimizerMonitor, RunCheckpoint))
+        epochs, _ = run_epochs(cli, 2, features)
+        seconds = sum(epoch.epoch_s for epoch in epochs)
+        for name, clock in features.inside.items():
+            shares.setdefault(name, []).append(100 * clock.seconds / seconds)
+    return [
+        {"loop": f"inside {name}", "batch_size": cli.datamodule.batch_size, **median_and_spread("pct_of_run", values)}
+        for name, values in shares.items()
+    ]
 
 
 def make_variants(cli: ProjectCLI, settings: Settings) -> dict[str, Callable[[], Epoch]]:
     """Name → function that trains one measured epoch."""
     from lightning.pytorch.callbacks import ProgressBar
     from lightning.pytorch.loggers import WandbLogger
-
-    from project.callbacks.checkpoint import RunCheckpoint
-    from project.callbacks.memory import MemoryMonitor
-    from project.callbacks.optimizer_monitor import OptimizerMonitor
-    from project.callbacks.quick_steps import QuickSteps
-    from project.callbacks.throughput import ThroughputMonitor
-    from project.loggers import MetricsCSV
 
     features = {
         ALL: Features(),

@@ -7,8 +7,9 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,27 @@ class EpochClock(Callback):
             self._began = None
 
 
+class HookClock:
+    """Seconds spent inside the hooks of one callback."""
+
+    def __init__(self, callback: Callback) -> None:
+        self.seconds = 0.0
+        for name in [name for name in dir(type(callback)) if name.startswith("on_")]:
+            if getattr(type(callback), name) is not getattr(Callback, name, None):
+                setattr(callback, name, self._timed(getattr(callback, name)))
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+
 @dataclass
 class Features:
     """What a run has switched off.
@@ -63,11 +85,15 @@ class Features:
         without: Classes of callbacks and loggers to take away.
         bare: Nothing of ours but the module and the data: Lightning's loop alone.
         extra: Further callbacks.
+        watched: Classes of callbacks whose hooks are timed.
+        inside: Filled by the run: class name → what its hooks took.
     """
 
     without: tuple[type, ...] = ()
     bare: bool = False
     extra: list[Callback] = field(default_factory=list)
+    watched: tuple[type, ...] = ()
+    inside: dict[str, HookClock] = field(default_factory=dict)
 
 
 def run_epochs(cli: ProjectCLI, epochs: int, features: Features | None = None) -> tuple[list[Epoch], Trainer]:
@@ -118,6 +144,7 @@ def full_trainer(cli: ProjectCLI, folder: Path, features: Features) -> Trainer:
     trainer = training.make_trainer(cli, run)
     kept: list[Any] = [x for x in trainer.callbacks if not isinstance(x, features.without)]  # type: ignore[attr-defined]
     trainer.callbacks = kept  # type: ignore[attr-defined]
+    features.inside = {type(x).__name__: HookClock(x) for x in kept if isinstance(x, features.watched)}
     loggers: list[Logger] = [x for x in trainer.loggers if not isinstance(x, features.without)]
     trainer.loggers = loggers
     return trainer
