@@ -32,6 +32,7 @@ class Settings:
         target: Accuracy, 0-1, whose time ``accuracy`` reports.
         fit_flags: Flags of ``fit`` that say what is measured; filled in by :mod:`project.benchmark.measure`.
         baseline: Whether ``accuracy`` also times a plain loop to the target, which takes minutes.
+        each_feature: Whether ``overhead`` also leaves out one feature after the other; not in a pass over all tables.
     """
 
     n: int = 5
@@ -43,6 +44,7 @@ class Settings:
     target: float = 0.99
     fit_flags: list[str] = field(default_factory=list)
     baseline: bool = False
+    each_feature: bool = True
 
 
 def add_options(parser: argparse.ArgumentParser, table: str | None) -> None:

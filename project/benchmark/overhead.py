@@ -34,6 +34,8 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     nothing, the course loop only trains). Every Lightning run trains one epoch to warm up and one that counts.
     """
     variants = make_variants(cli, settings)
+    if not settings.each_feature:
+        variants = {name: loop for name, loop in variants.items() if not name.startswith("without")}
     steps = Steps("overhead", len(variants) * (settings.n + 1))
     for name in (FLOOR, COURSE):  # Lightning runs have their own warm-up epoch
         steps.begin(f"{name} (warm-up)")
