@@ -24,6 +24,7 @@ def conditions() -> dict[str, Any]:
         "versions": summary.versions(),
         "cpu_threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "omp_spin_count": os.environ.get("GOMP_SPINCOUNT", "default"),
     }
     if hasattr(os, "getloadavg"):
         found["load_average"] = round(os.getloadavg()[0], 2)

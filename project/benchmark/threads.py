@@ -16,9 +16,9 @@ from project.benchmark.flags import Settings
 from project.benchmark.steps import Steps
 from project.benchmark.timing import alternate, median_and_spread
 from project.cli import ProjectCLI
-from project.threads import available_cores
+from project.threads import SPINS, available_cores
 
-POLICIES = ("PASSIVE", "default", "ACTIVE")
+POLICIES = ("PASSIVE", f"spin {SPINS}", "default", "ACTIVE")
 VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS", "KMP_BLOCKTIME")
 
 
@@ -56,7 +56,9 @@ def worker(cli: ProjectCLI, count: int, policy: str, settings: Settings) -> Iter
     """A process with its own thread settings that trains a few steps whenever it is asked to."""
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     environment["OMP_NUM_THREADS"] = str(count)
-    if policy != "default":
+    if policy.startswith("spin "):
+        environment["GOMP_SPINCOUNT"] = policy.removeprefix("spin ")
+    elif policy != "default":
         environment["OMP_WAIT_POLICY"] = policy
     command = [sys.executable, "-m", "project.benchmark.thread_worker", "10" if settings.quick else "100"]
     process = subprocess.Popen(

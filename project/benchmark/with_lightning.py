@@ -92,7 +92,7 @@ class Features:
     without: tuple[type, ...] = ()
     bare: bool = False
     extra: list[Callback] = field(default_factory=list)
-    watched: tuple[type, ...] = ()
+    watched: tuple[type[Callback], ...] = ()
     inside: dict[str, HookClock] = field(default_factory=dict)
 
 
