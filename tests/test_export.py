@@ -58,9 +58,9 @@ def test_onnx_and_torch_export_agree_with_the_checkpoint_on_every_test_image(
 @pytest.mark.full_mnist
 @pytest.mark.parametrize("batch_size", [1, 7, 1024])
 def test_onnx_and_torch_export_agree_with_the_checkpoint_on_all_10000_test_images(
-    batch_size: int, folder: Path, loaded: Loaded
+    batch_size: int, folder: Path, loaded: Loaded, mnist_root: Path
 ) -> None:
-    mnist = MNISTDataModule(root=os.environ["MNIST_ROOT"], source="mnist")
+    mnist = MNISTDataModule(root=str(mnist_root), source="mnist")
     mnist.setup("test")
     images = mnist.splits["test"].images  # type: ignore[attr-defined]
     assert len(images) == 10_000

@@ -60,12 +60,16 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     seconds = summary(Path("checkpoints/reference"))["fit_seconds"]
     chance = random.Random(f"{devices}{workers}{accumulate}")
     log = workplace / "log.txt"
-    for _ in range(KILLS):
+    for number in range(KILLS):
         # twice in a row without a step between them is part of it: the second kill may come before the first step
         process = start(command("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments), log)
         size = log.stat().st_size
         assert wait_for("training samples", log, process, since=size)
-        time.sleep(chance.uniform(0, seconds * 0.6 / KILLS))  # all kills before the run's end
+        if number % 2:  # at an epoch's end, when best.ckpt and last.ckpt are written
+            assert wait_for("train/loss", log, process, since=size)
+            time.sleep(chance.uniform(0, 0.05))
+        else:  # in the middle of an epoch, and all before the run's end
+            time.sleep(chance.uniform(0, seconds * 0.6 / KILLS))
         assert process.poll() is None, "the run ended before it could be killed"
         kill_group(process)
     resumed = run("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments)

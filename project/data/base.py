@@ -1,7 +1,6 @@
 """What every data module of this template inherits: order, evaluation, loaders, normalisation on the device."""
 
 import os
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -183,10 +182,14 @@ class BatchedDataModule(LightningDataModule):
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 in 0-255 or float in 0-1, (batch, channels, height, width) → float32 with ``mean`` 0 and ``std`` 1."""
         whole = 255.0 if images.dtype == torch.uint8 else 1.0
-        if len(self.mean) == 1:  # plain numbers: no little tensors to copy to the device at every step
+        # plain numbers: no little tensors, which at every step would be copied to the device and waited for
+        if len(self.mean) == 1:
             return (images.float() - whole * self.mean[0]).mul_(1 / (whole * self.std[0]))
-        mean, std = (per_channel(tuple(values), images.device) for values in (self.mean, self.std))
-        return (images.float() / whole - mean) / std
+        channels = [
+            (channel.float() - whole * mean).mul_(1 / (whole * std))
+            for channel, mean, std in zip(images.split(1, dim=1), self.mean, self.std, strict=True)
+        ]
+        return torch.cat(channels, dim=1)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copy without waiting; Lightning's general walk through nested collections costs more than the copy."""
@@ -254,12 +257,6 @@ class BatchedDataModule(LightningDataModule):
 def as_unit_floats(images: Tensor) -> Tensor:
     """uint8 images as float32 in 0-1; floats as they are."""
     return images.float().div_(255) if images.dtype == torch.uint8 else images
-
-
-@cache
-def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """(1, channels, 1, 1) on a device. Copied there once: a copy at every step would wait for the device."""
-    return torch.tensor(values, device=device).view(1, -1, 1, 1)
 
 
 def global_seed() -> int:
