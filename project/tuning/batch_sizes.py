@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +138,8 @@ def draw_batch_sizes(path: Path, measured: Sequence[Measured], search: Search, a
             )
     for axes in panels:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45, fontsize=8)
+        named = [size for size, after in pairwise([*sizes, math.inf]) if after > 1.3 * size]  # names must not overlap
+        axes.set_xticks(named, [f"{size:,}" for size in named], rotation=45, fontsize=8)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("batch size")
         axes.grid(alpha=0.3)
