@@ -20,7 +20,7 @@ from project.model.classifier import ImageClassifier
 from project.progress import silence_unfounded_advice
 from project.ranks import decided_by_rank_zero
 from project.runs import ROOT, Run, choose
-from project.typed import check_configs, configs_first, names, names_a_network, our_networks
+from project.typed import check_configs, configs_first, names_a_network, our_networks, sets_a_length
 
 DEFAULTS: dict[str, Any] = {
     "trainer.max_epochs": 5,
@@ -116,7 +116,7 @@ class ProjectCLI(LightningCLI):
             "--tensorboard", type=bool, default=False, help="Also write TensorBoard files into the run's folder."
         )
         parser.set_defaults(DEFAULTS)
-        if any(names(self.argv, "trainer", flag) for flag in ("max_steps", "max_time")):  # then that is the limit
+        if sets_a_length(self.argv):  # then that is the limit
             parser.set_defaults({"trainer.max_epochs": -1})
         if not names_a_network(self.argv):  # else ConvNet's sizes would stay as arguments of the network that is named
             parser.set_defaults({"model": {**DEFAULTS["model"], "init_args": {"network": DEFAULT_NETWORK}}})

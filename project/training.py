@@ -78,8 +78,9 @@ def make_trainer(cli: ProjectCLI, run: Run) -> Trainer:
     }
     trainer = build_trainer(flags)
     if launched_world()[1] == 1 and trainer.num_devices > 1:  # it is about to start the other ranks
-        os.environ |= threads.share(trainer.num_devices)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+        os.environ |= (part := threads.share(trainer.num_devices))
+        if part:
+            torch.set_num_threads(int(part["OMP_NUM_THREADS"]))
     return trainer
 
 

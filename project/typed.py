@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,15 @@ def configs_first(argv: list[str]) -> list[str]:
     return configs + others
 
 
+def config_files(argv: list[str]) -> list[str]:
+    """The FILE of every ``--config FILE``, in order."""
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    return [value for flag, value in pairwise(words) if flag in ("--config", "-c")]
+
+
 def check_configs(argv: list[str]) -> None:
     """Raise a UserError that names the file where a ``--config`` is missing, no YAML, or not a mapping."""
-    for word, after in zip(argv, [*argv[1:], ""], strict=False):
-        name = after if word in ("--config", "-c") else word.removeprefix("--config=") if "--config=" in word else None
-        if name is None:
-            continue
+    for name in config_files(argv):
         try:
             content = yaml.safe_load(Path(name).read_text())
         except (OSError, UnicodeDecodeError) as error:
@@ -54,21 +56,21 @@ def check_configs(argv: list[str]) -> None:
             raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
 
 
-def config_sections(argv: list[str], section: str) -> Iterator[dict[str, Any]]:
+def config_sections(argv: list[str], section: str) -> list[dict[str, Any]]:
     """The section of every config file that has it. What is wrong with a file, :func:`check_configs` says."""
-    spelled_alike = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    for name in (value for flag, value in pairwise(spelled_alike) if flag in ("--config", "-c")):
+    found = []
+    for name in config_files(argv):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            if isinstance(found := yaml.safe_load(Path(name).read_text())[section], dict):
-                yield found
+            found.append(yaml.safe_load(Path(name).read_text())[section])
+    return [content for content in found if isinstance(content, dict)]
 
 
-def names(argv: list[str], section: str, option: str) -> bool:
-    """Whether an option is typed, flat or nested, or stands in a config file."""
-    typed = (typed_value(argv, f"--{flag}") for flag in (option, f"{section}.{option}"))
-    return any(
-        value is not None for value in (*typed, *(found.get(option) for found in config_sections(argv, section)))
-    )
+def sets_a_length(argv: list[str]) -> bool:
+    """Whether ``max_steps`` or ``max_time`` is typed, flat or nested, or stands in a config file, as a real limit."""
+    flags = ("max_steps", "max_time")
+    values: list[Any] = [typed_value(argv, f"--{prefix}{flag}") for prefix in ("", "trainer.") for flag in flags]
+    values += [trainer.get(flag) for trainer in config_sections(argv, "trainer") for flag in flags]
+    return any(value is not None and str(value) not in ("-1", "null") for value in values)
 
 
 def names_a_network(argv: list[str]) -> bool:

@@ -15,6 +15,7 @@ import yaml
 
 from project import fit
 from project.checkpoints import load
+from project.cli import ProjectCLI
 from tests.commands import SMALL, checkpoint, command, rows, run, start, summary
 
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json", "report.html"]
@@ -157,6 +158,13 @@ def test_a_length_in_steps_or_time_is_the_only_limit(workplace: Path, flags: lis
     few += ["--data.test_samples", "100", "--data.batch_size", "64", "--model.network", "MLP"]
     assert fit.main([*few, *flags, "--run_name", "r"]) == 0
     assert summary(Path("checkpoints/r"))["steps"] == 90  # in 9 epochs; the default is 5
+
+
+def test_no_limit_that_is_spelled_out_is_none(workplace: Path) -> None:
+    Path("endless.yaml").write_text("trainer: {max_steps: -1, max_time: null}")
+    for flags in (["--max_steps", "-1"], ["--trainer.max_steps=-1"], ["--config", "endless.yaml"]):
+        assert ProjectCLI(flags).config.trainer.max_epochs == 5
+    assert ProjectCLI(["--config=endless.yaml", "--max_time", "00:01:00:00"]).config.trainer.max_epochs == -1
 
 
 @pytest.mark.parametrize(("batches", "steps"), [("0.5", 15), ("1.0", 30), ("4", 12)])

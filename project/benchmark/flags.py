@@ -20,7 +20,7 @@ QUICK += ["--data.test_samples", "200"]
 
 @dataclass
 class Settings:
-    """How much is measured. Every field is an option of the same name.
+    """How much is measured. Every field but ``fit_flags`` and ``each_feature`` is an option of the same name.
 
     Args:
         n: Measurements behind every median; seeds, for ``accuracy``.

@@ -34,14 +34,13 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     nothing, the course loop only trains). Every Lightning run trains one epoch to warm up and one that counts.
     """
     variants = make_variants(cli, settings)
-    if not settings.each_feature:
-        variants = {name: loop for name, loop in variants.items() if not name.startswith("without")}
-    steps = Steps("overhead", len(variants) * (settings.n + 1))
+    # a warm-up of the two loops by hand, every variant n times, and n runs whose hooks are timed
+    steps = Steps("overhead", 2 + (len(variants) + 1) * settings.n)
     for name in (FLOOR, COURSE):  # Lightning runs have their own warm-up epoch
         steps.begin(f"{name} (warm-up)")
         variants[name]()
     results = alternate(variants, settings.n, steps)
-    inside = inside_hooks(cli, settings.n)
+    inside = inside_hooks(cli, settings.n, steps)
     steps.finish()
     rows = [
         {
@@ -63,13 +62,14 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     return rows + inside
 
 
-def inside_hooks(cli: ProjectCLI, n: int) -> list[dict[str, Any]]:
+def inside_hooks(cli: ProjectCLI, n: int, steps: Steps) -> list[dict[str, Any]]:
     """A row per monitor and for the checkpoints: how much of a run of two epochs passes inside their own hooks.
 
     What a run with and without them differs by is less than what two runs differ by.
     """
     shares: dict[str, list[float]] = {}
-    for _ in range(n):
+    for number in range(n):
+        steps.begin(f"inside the hooks ({number + 1} of {n})")
         features = Features(watched=(ThroughputMonitor, MemoryMonitor, OptimizerMonitor, RunCheckpoint))
         epochs, _ = run_epochs(cli, 2, features)
         seconds = sum(epoch.epoch_s for epoch in epochs)
@@ -86,8 +86,7 @@ def make_variants(cli: ProjectCLI, settings: Settings) -> dict[str, Callable[[],
     from lightning.pytorch.callbacks import ProgressBar
     from lightning.pytorch.loggers import WandbLogger
 
-    features = {
-        ALL: Features(),
+    each = {
         "without throughput monitor": Features(without=(ThroughputMonitor,)),
         "without memory monitor": Features(without=(MemoryMonitor,)),
         "without optimizer monitor": Features(without=(OptimizerMonitor,)),
@@ -96,6 +95,10 @@ def make_variants(cli: ProjectCLI, settings: Settings) -> dict[str, Callable[[],
         "without metrics.csv": Features(without=(MetricsCSV,)),
         "without quick steps": Features(without=(QuickSteps,)),
         "without progress bar": Features(without=(ProgressBar,)),
+    }
+    features = {
+        ALL: Features(),
+        **(each if settings.each_feature else {}),
         "Lightning, nothing on": Features(bare=True),
     }
     cli.datamodule.setup("fit")
