@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; the runs that tests start inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of two cores, one for each of the two tests at a time
 
 REPOSITORY = Path(__file__).parent.parent
 FOREIGN = (
@@ -17,6 +24,29 @@ FOREIGN = (
     "PL_GLOBAL_SEED",
     "PROJECT_RANK_ZERO_DECISION",
 )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two tests at a time: most of a test's time is one thread that imports torch. More would be memory's matter."""
+    return min(2, os.cpu_count() or 1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside pytest-timeout, which should not count the waiting
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test marked ``alone``, because it measures time or a GPU's memory, waits for the others, and they for it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return (yield)
+    alone = item.get_closest_marker("alone") or item.get_closest_marker("gpu")
+    path = Path(tempfile.gettempdir())
+    with open(path / f"tests-{run}-turn", "w") as turn, open(path / f"tests-{run}-machine", "w") as machine:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits for the machine is the next to have it
+        fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(machine, fcntl.LOCK_UN)  # not left to close(): a forked child may hold the file open
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

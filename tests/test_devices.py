@@ -74,6 +74,7 @@ def test_a_cpu_with_bfloat16_arithmetic_is_told_to_use_it() -> None:
     assert line([], {**CPU, "bf16": True}).endswith("--precision bf16-mixed")
 
 
+@pytest.mark.alone
 def test_devices_without_a_gpu_reports_quickly_and_recommends_a_line_that_fit_accepts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "project.devices", "--output", str(tmp_path / "devices.json")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "NETRC": str(tmp_path / "none"), "WANDB_MODE": ""}

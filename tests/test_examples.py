@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import made_data
 import pytest
-from promises import ROOT, PromiseSuite
 
 from project import entry, fit
+from tests import made_data
+from tests.promises import ROOT, PromiseSuite
 
 CONFIGS = ROOT / "configs" / "examples"
 EXAMPLES = sorted((ROOT / "tests" / "examples").glob("*.py"))

@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from trained import trained_checkpoint
 
 from project import entry, export
 from project.checkpoints import Loaded, load
@@ -24,6 +23,7 @@ from project.errors import UserError
 from project.export_check import compare, reference_logits
 from project.export_files import InferenceGraph, write_onnx, write_pt2, write_safetensors
 from project.model import MLP, ConvNet, MNISTClassifier
+from tests.trained import trained_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -221,6 +221,14 @@ def test_the_sample_is_learnt_to_98_percent(workplace: Path) -> None:
     assert summary(Path("checkpoints/sample"))["test/accuracy"] >= 0.98
 
 
+def test_of_equally_good_epochs_the_last_is_the_best(workplace: Path) -> None:
+    assert fit.main([*SMALL, "--run_name", "still", "--model.lr", "1e-12", "--max_epochs", "2"]) == 0
+    still = summary(Path("checkpoints/still"))
+    assert still["best_epoch"] == 1
+    assert still["epochs"] == 2
+
+
+@pytest.mark.alone
 def test_help_lists_the_flat_flags_quickly(workplace: Path) -> None:
     """3 s on an idle machine. Anywhere: sooner than a plain import of Lightning ends, see project/imports.py."""
     began = time.monotonic()

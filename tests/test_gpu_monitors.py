@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from monitored import Linear, Points, make_trainer
 from torch import nn
 
 from project.callbacks.memory import MemoryMonitor
@@ -17,6 +16,7 @@ from project.callbacks.memory_breakdown import ACTIVATIONS, GIB
 from project.callbacks.memory_snapshot import MemorySnapshot
 from project.callbacks.optimizer_monitor import OptimizerMonitor
 from project.callbacks.throughput import ThroughputMonitor
+from tests.monitored import Linear, Points, make_trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from promises import ROOT
+
+from tests.promises import ROOT
 
 PAGE = (ROOT / "README.md").read_text().partition("## Make it yours")[2].partition("\n## ")[0]
 

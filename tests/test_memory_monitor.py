@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback
-from monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 from torch import nn
 
 from project.callbacks.host_memory import HostMemory
@@ -26,6 +25,7 @@ from project.callbacks.memory_growth import MIB, MemoryGrowth
 from project.callbacks.memory_snapshot import MemorySnapshot
 from project.callbacks.out_of_memory import flags_to_try, is_out_of_memory
 from project.errors import UserError
+from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*logging interval", "ignore:.*does not have many workers")
 

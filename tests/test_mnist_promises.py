@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from promises import PromiseSuite
+from tests.promises import PromiseSuite
 
 
 class TestMNIST(PromiseSuite):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 from project.callbacks.optimizer_monitor import OptimizerMonitor
+from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

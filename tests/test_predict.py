@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from digit_files import WAYS
 from PIL import Image, ImageDraw, ImageFont
-from trained import trained_checkpoint
 
 from project import entry, predict
 from project.checkpoints import Loaded, load
 from project.digit_images import prepare_digit
 from project.errors import UserError
 from project.image_files import BadImage, find_images, fit_picture, read_image
+from tests.digit_files import WAYS
+from tests.trained import trained_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +219,7 @@ def test_sixteen_bits_and_transparency_are_not_clipped(tmp_path: Path) -> None:
         np.testing.assert_allclose(np.ptp(read_image(tmp_path / "c.png"), axis=1), 1)
 
 
+@pytest.mark.alone
 def test_help_is_there_in_under_three_seconds() -> None:
     command = [sys.executable, "-m", "project.predict", "--help"]
     help_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3).stdout

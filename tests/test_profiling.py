@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 from project.errors import UserError
 from project.profiling import REGIONS, StepProfiler
+from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-import made_data
 import pytest
 import torch
-from promises import ROOT, metric_rows
 
 from project.checkpoints import read
+from tests import made_data
+from tests.promises import ROOT, metric_rows
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TIMEOUT = 200

@@ -8,15 +8,15 @@ import sys
 import time
 from pathlib import Path
 
-import made_data
 import pytest
 import yaml
 from PIL import Image
-from promises import ROOT
 
 from project import entry, sweep
 from project.errors import UserError
 from project.sweeping.space import Parameter, read_space
+from tests import made_data
+from tests.promises import ROOT
 
 optuna = pytest.importorskip("optuna")
 

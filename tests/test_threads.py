@@ -83,6 +83,7 @@ def test_affinity_counts() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.alone
 def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workplace: Path) -> None:
     """At most 2.5 and 3 times as long; with threads that spin it was thirty times."""
     long = [*SMALL, "--max_epochs", "10"]

@@ -13,11 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import commands
 import pytest
 import torch
 from lightning.pytorch import Callback
-from monitored import FakeClock, Linear, Points, Rows, make_trainer, one_thread  # noqa: F401 - used by every test
 from torch.utils.data import DataLoader
 
 from project.callbacks.bottleneck import bottleneck
@@ -29,6 +27,8 @@ from project.callbacks.throughput import ThroughputMonitor
 from project.callbacks.window import Window, rates, samples_in
 from project.model.networks import MLP, ConvNet
 from project.model.recompute import recompute_activations
+from tests import commands
+from tests.monitored import FakeClock, Linear, Points, Rows, make_trainer, one_thread  # noqa: F401 - used by every test
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -306,6 +306,7 @@ class HandTimed(Linear):
             self.samples += len(batch[1])
 
 
+@pytest.mark.alone
 def test_samples_per_second_agree_with_a_hand_timed_loop_around_the_same_run(tmp_path):
     monitor = ThroughputMonitor()
     trainer, _ = make_trainer(tmp_path, monitor, log_every_n_steps=1000)
@@ -335,6 +336,7 @@ class HandTimedLoader:
             yield batch
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("sleep_ms", "num_workers"), [(0, 0), (5, 0), (5, 2)])
 def test_a_slow_dataset_shows_in_data_wait(tmp_path, sleep_ms, num_workers):
     monitor = ThroughputMonitor()

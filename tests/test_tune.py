@@ -268,6 +268,7 @@ def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     assert sorted(os.listdir()) == ["curve.csv", "tune_lr.png"]
 
 
+@pytest.mark.alone
 def test_help_is_there_in_under_three_seconds() -> None:
     command = [sys.executable, "-m", "project.tune", "--help"]
     help_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3).stdout
