@@ -43,7 +43,7 @@ class RunCheckpoint(GracefulStop):
         record: What every checkpoint says of its run (name, configuration, ...): plain values.
         every_seconds: ``last.ckpt`` is saved at least this often, besides every epoch's end and every new best.
         every_steps: The same, counted in optimizer steps; overrides ``every_seconds``.
-        monitor: The metric whose maximum makes ``best.ckpt``.
+        monitor: The metric whose maximum makes ``best.ckpt``; of equal values the latest.
         exclude: Context manager under which saving is done, so that throughput does not count it.
     """
 
@@ -205,7 +205,7 @@ class RunCheckpoint(GracefulStop):
         if trainer.sanity_checking or self.monitor not in trainer.callback_metrics:
             return
         score = float(trainer.callback_metrics[self.monitor])
-        if self.best_score is None or score > self.best_score:
+        if self.best_score is None or score >= self.best_score:  # of equals the one trained longer
             self.best_score, self.best_epoch, self.best_step = score, trainer.current_epoch, trainer.global_step
             self._best_due = True
         self._note_random_state(trainer)
