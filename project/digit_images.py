@@ -22,9 +22,10 @@ FIELD, BOX, CENTRE = 28, 20, 14
 LEAST_CONTRAST = 0.04
 # Fraction of full ink from which a pixel belongs to the digit: above the ringing of JPEG and of enlargements.
 LEAST_INK = 0.15
-# Fraction of full ink at the edge of a digit that is larger than MNIST's: enlarging and lenses blur it to both sides, and
-# with the outer half of the blur the box would be too large. Enlarged test digits come back closer to the originals: 5.9 to
-# 7.0 of 255 away, mean over pixels, in place of 6.3 to 9.3 (1,000 digits in six kinds of file; 0.3 and 0.5 are no better).
+# Fraction of full ink at the edge of a digit that is larger than MNIST's. Enlarging and lenses blur the edge to both
+# sides: around all of the blur the box would be too large. Enlarged test digits come back closer to the originals:
+# pixels are 5.9 to 7.0 of 255 away, not 6.3 to 9.3 (means of 1,000 digits in six kinds of file; 0.3 and 0.5 are no
+# better).
 EDGE_INK = 0.4
 # Dust is a patch with less than this part of the largest patch's ink. The bar of a broken 5 has more.
 LEAST_PATCH = 0.03
