@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.profiler import ProfilerActivity, profile
 
 from project import fit
 from project import test as test_command
+from project.benchmark.__main__ import main as benchmark
 from project.checkpoints import load
-from tests.commands import CONVNET, SMALL, assert_same_run, checkpoint, summary
+from tests.commands import CONVNET, SMALL, assert_same_run, summary
+from tests.monitored import Linear, Points, make_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ON_GPU = [*SMALL, *CONVNET, "--accelerator", "gpu", "--devices", "1"]
@@ -69,11 +73,82 @@ def test_a_checkpoint_predicts_the_same_on_a_cpu(workplace: Path, precision: str
     assert torch.allclose(here, there, atol=1e-3)
 
 
-def test_clipping_and_scaling_do_what_they_should(workplace: Path) -> None:
-    arguments = [*ON_GPU, "--gradient_clip_val", "0.01", "--precision", "16-mixed", "--log_every_n_steps", "1"]
-    assert fit.main([*arguments, "--run_name", "r", "--max_epochs", "1"]) == 0
-    assert checkpoint(Path("checkpoints/r/last.ckpt"))["global_step"] > 0
-    assert summary(Path("checkpoints/r"))["precision"] == "16-mixed"
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_are_clipped_after_they_are_unscaled(tmp_path: Path, precision: str) -> None:
+    class Norms(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters()])))
+
+    norms: list[float] = []
+    options = {"accelerator": "gpu", "precision": precision, "gradient_clip_val": 0.01}
+    trainer, _ = make_trainer(tmp_path, Norms(), **options)
+    trainer.fit(Linear(), Points(256 * 5, 256).loader())
+    assert norms == pytest.approx([0.01] * 5, rel=1e-2)
+
+
+def test_a_step_that_overflows_is_skipped_and_halves_the_scale(tmp_path: Path) -> None:
+    class Overflows(Linear):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            before.append(self.layer.weight.detach().clone())
+            scales.append(self.trainer.precision_plugin.scaler.get_scale())
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 2 else loss
+
+    before: list[torch.Tensor] = []
+    scales: list[float] = []
+    trainer, _ = make_trainer(tmp_path, accelerator="gpu", precision="16-mixed")
+    trainer.fit(Overflows(), Points(256 * 6, 256).loader())
+    moved = [not torch.equal(one, other) for one, other in itertools.pairwise(before)]
+    assert moved == [True, True, False, True, True]
+    assert [scale / scales[0] for scale in scales] == [1, 1, 1, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("setting", "tf32"), [("highest", False), ("high", True)])
+def test_matmul_precision_decides_on_tf32(workplace: Path, setting: str, tf32: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no TF32")
+    assert fit.main([*ON_GPU, "--matmul_precision", setting, "--max_epochs", "1", "--run_name", "r"]) == 0
+    a, b = torch.rand(2, 1024, 1024, dtype=torch.float64, device="cuda") - 0.5
+    error = float((a.float() @ b.float() - a @ b).abs().max() / (a @ b).abs().max())
+    assert (error > 1e-5) == tf32, error  # float32 keeps 24 bits of a factor, TF32 11
+
+
+def test_a_compiled_run_learns_and_its_checkpoint_needs_no_compiler(workplace: Path) -> None:
+    assert fit.main([*ON_GPU, "--model.compile", "true", "--precision", "bf16-mixed", "--run_name", "r"]) == 0
+    assert summary(Path("checkpoints/r"))["test/accuracy"] > 0.5
+    words = ["--ckpt_path", "checkpoints/r/best.ckpt", "--accelerator", "cpu", "--output", "m.json"]
+    assert test_command.main(words) == 0
+    assert json.loads(Path("m.json").read_text())["test/accuracy"] == summary(Path("checkpoints/r"))["test/accuracy"]
+
+
+def test_activation_checkpointing_lowers_the_peak(workplace: Path) -> None:
+    sizes = ["--batch_sizes", "512", "--precisions", "32-true"]
+    assert benchmark(["memory", "--quick", "--n", "1", *sizes, "--accelerator", "gpu", "--output", "m.json"]) == 0
+    table = json.loads(Path("m.json").read_text())["tables"]["memory"]
+    peaks = {row["activation_checkpointing"]: row["peak_mib"] for row in table if row["accumulation"] == 1}
+    assert peaks[True] < peaks[False]
+
+
+def test_batches_are_copied_from_pinned_memory(workplace: Path) -> None:
+    words = [*ON_GPU, "--max_epochs", "1", "--limit_val_batches", "0"]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        assert fit.main([*words, "--run_name", "r"]) == 0
+    copies = [event.name for event in profiler.events() if "Memcpy HtoD" in event.name]
+    steps = 3200 // 64
+    # images and labels of every step; pageable are a few small ones before the first step and in the test
+    assert sum("Pinned" in name for name in copies) >= 2 * steps
+    assert sum("Pageable" in name for name in copies) < steps, copies
+
+
+def test_fsdp_on_one_gpu_trains_resumes_and_tests_on_a_cpu(workplace: Path) -> None:
+    """The sharded path as far as one GPU can show it; each run in a process of its own, for its process group."""
+    arguments = [*ON_GPU, "--strategy", "fsdp", "--precision", "bf16-mixed"]
+    start_and_stop(60, *arguments, "--run_name", "r")
+    words = [sys.executable, "-m", "project.fit", "--run_name", "r", "--ckpt_path", "last"]
+    resumed = subprocess.run(words, capture_output=True, text=True, timeout=180)
+    assert resumed.returncode == 0, resumed.stderr
+    assert summary(Path("checkpoints/r"))["test/accuracy"] > 0.5
+    assert test_command.main(["--ckpt_path", "checkpoints/r/best.ckpt", "--accelerator", "cpu"]) == 0
 
 
 def test_a_step_waits_for_nothing(workplace: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import multiprocessing
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -414,37 +413,6 @@ def test_another_error_keeps_its_message(tmp_path):
     module.on_step = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError, match=r"^division by zero$"):
         trainer.fit(module, Points(80, 8).loader())
-
-
-OOM_MODEL = """
-import torch
-from project.model import MNISTClassifier
-
-class RunsOut(MNISTClassifier):
-    def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return super().training_step(batch, batch_idx)
-"""
-
-
-def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path):
-    (tmp_path / "runs_out.py").write_text(OOM_MODEL)
-    flags = ["--data.source", "sample", "--data.batch_size", "64", "--accelerator", "cpu", "--max_epochs", "1"]
-    command = [sys.executable, "-m", "project.fit", "--model", "runs_out.RunsOut", *flags, "--checkpoint_every", "2"]
-    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
-    env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": search}
-    ended = subprocess.run(
-        [*command, "--run_name", "oom"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 1
-    tail = ended.stderr.strip().splitlines()[-7:]
-    assert tail[0].startswith("Out of memory in training; --data.batch_size is 64")
-    assert "--data.batch_size 32 --accumulate_grad_batches 2" in ended.stderr
-    assert tail[-1].startswith("The last checkpoint is whole")
-    from project.checkpoints import damage
-
-    assert damage(tmp_path / "checkpoints" / "oom" / "last.ckpt") is None
 
 
 # Snapshot

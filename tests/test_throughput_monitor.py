@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +23,6 @@ from project.callbacks.throughput import ThroughputMonitor
 from project.callbacks.window import Window, rates, samples_in
 from project.model.networks import MLP, ConvNet
 from project.model.recompute import recompute_activations
-from tests import commands
 from tests.monitored import FakeClock, Linear, Points, Rows, make_trainer, one_thread  # noqa: F401 - used by every test
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -350,43 +345,6 @@ def test_a_slow_dataset_shows_in_data_wait(tmp_path, sleep_ms, num_workers):
         assert waited >= 98 * sleep_ms / 1000
     by_hand = 100 * waited / (module.ended - module.began)
     assert monitor.summary()["throughput/data_wait_pct"] == pytest.approx(by_hand, abs=5)
-
-
-def test_a_default_run_records_every_metric_that_a_cpu_has(tmp_path):
-    commands.run("fit", *commands.SMALL, "--accelerator", "cpu", "--run_name", "whole", cwd=tmp_path).check_returncode()
-    folder = tmp_path / "checkpoints" / "whole"
-    (history,) = (folder / "wandb").glob("offline-run-*")
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(history)]
-    lines = subprocess.run(inspect, capture_output=True, text=True, check=True).stdout.splitlines()
-    items = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    everywhere = {
-        *("throughput/samples_per_sec", "throughput/device_samples_per_sec", "throughput/batches_per_sec"),
-        *("throughput/step_ms", "throughput/data_wait_pct", "memory/rss_gib", "optimizer/lr", "optimizer/grad_norm"),
-    }
-    groups = ("throughput/", "memory/", "optimizer/")
-    assert {name for row in rows for name, value in row.items() if value and name.startswith(groups)} == everywhere
-    assert everywhere <= {name for item in items for name in item}
-    summary = commands.summary(folder)
-    assert summary["throughput/samples_per_sec"] > 0
-    assert 0 <= summary["throughput/data_wait_pct"] <= 100
-    assert 0.1 < summary["memory/peak_rss_gib"] < 10
-
-
-def test_two_processes_of_fit_log_under_the_same_names(tmp_path):
-    flags = [*commands.SMALL, *commands.CPU2, "--run_name", "pair", "--max_epochs", "1"]
-    commands.run("fit", *flags, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"}).check_returncode()
-    with open(tmp_path / "checkpoints" / "pair" / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["throughput/samples_per_sec"]]
-    assert len(rows) >= 4
-    for row in rows:
-        device, together = (float(row[f"throughput/{name}samples_per_sec"]) for name in ("device_", ""))
-        assert together == pytest.approx(2 * device)
-    # five steps of two batches of 64
-    batches, samples = (float(rows[1][f"throughput/{name}_per_sec"]) for name in ("batches", "samples"))
-    assert samples == pytest.approx(64 * batches)
-    assert float(rows[1]["throughput/step_ms"]) == pytest.approx(2000 / batches)
 
 
 # GPU-only metrics, on fakes

@@ -41,4 +41,5 @@ def without_the_example(path: Path, text: str) -> str:
 
 
 def _imports(text: str, modules: set[Path]) -> bool:
-    return any(re.search(rf"^\s*(from|import) (tests\.)?{path.stem}\b", text, flags=re.MULTILINE) for path in modules)
+    written = (rf"^\s*((from|import) (tests\.)?{path.stem}|from tests import {path.stem})\b" for path in modules)
+    return any(re.search(pattern, text, flags=re.MULTILINE) for pattern in written)
