@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from project.checkpoints import RUN_KEY, read
+from project.checkpoints import load_weights, record
 from project.cli_errors import explain
 from project.data.base import BatchedDataModule
 from project.errors import UserError
@@ -20,7 +20,14 @@ from project.model.classifier import ImageClassifier
 from project.progress import silence_unfounded_advice
 from project.ranks import decided_by_rank_zero
 from project.runs import ROOT, Run, choose
-from project.typed import check_configs, configs_first, names_a_network, our_networks, sets_a_length
+from project.typed import (
+    check_configs,
+    configs_first,
+    names_a_network,
+    our_networks,
+    sets_a_length,
+    typed_or_configured,
+)
 
 DEFAULTS: dict[str, Any] = {
     "trainer.max_epochs": 5,
@@ -158,7 +165,7 @@ class ProjectCLI(LightningCLI):
         return {key: value for key, value in plain.items() if key not in OF_THE_LAUNCH}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Not here: the trainer needs the run's folder, see :func:`project.training.make_trainer`."""
+        """Not here: the trainer needs the run's folder, see :func:`project.trainer.make_trainer`."""
         return None  # type: ignore[return-value]
 
 
@@ -180,20 +187,23 @@ def read_configuration(argv: list[str], prog: str) -> tuple[ProjectCLI, Run, lis
     Returns:
         The command line with module and data module instantiated, the run, and lines that tell the differences.
     """
-    cli = ProjectCLI(argv, prog)
-    root = Path(cli.config.trainer.default_root_dir or ROOT)
-    run = Run.from_plain(
-        decided_by_rank_zero(lambda: choose(root, cli.config.run_name, cli.config.ckpt_path).to_plain())
-    )
+    run_name, ckpt_path = (typed_or_configured(argv, name) for name in ("run_name", "ckpt_path"))
+    root = Path(typed_or_configured(argv, "trainer.default_root_dir") or ROOT)
+    cli = None
+    if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or "--help" in argv or "-h" in argv:
+        cli = ProjectCLI(argv, prog)  # a new run: what is wrong with a flag is said before there is a folder
+    run = Run.from_plain(decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
     if run.checkpoint is None:
-        return cli, run, []
-    saved = (read(run.checkpoint).get(RUN_KEY) or {}).get("config")
-    if saved is None:
-        raise UserError(
-            f"--ckpt_path {run.checkpoint} was not written by this project: there is no configuration in it."
-        )
-    cli = ProjectCLI(argv, prog, base=saved)
-    before, after = flat(saved), flat(cli.resolved())
+        return cli or ProjectCLI(argv, prog), run, []
+    known = record(run.checkpoint)
+    base = copy.deepcopy(known["config"])
+    if sets_a_length(argv):  # the one typed now; the saved max_epochs would come before it
+        base["trainer"]["max_epochs"] = -1
+    cli = ProjectCLI(argv, prog, base=base)
+    load_weights(cli.model, run.checkpoint)  # Lightning does it again; here, what does not fit is said in a line
+    if getattr(cli.datamodule, "source", None) == "auto" and known.get("data_source"):
+        cli.datamodule.data_source = known["data_source"]  # what auto found then, whatever it would find now
+    before, after = flat(known["config"]), flat(cli.resolved())
     changes = [
         f"{key}: {before.get(key)} → {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
@@ -204,17 +214,21 @@ def read_configuration(argv: list[str], prog: str) -> tuple[ProjectCLI, Run, lis
 
 def build_from_config(config: dict[str, Any], overrides: list[str]) -> tuple[LightningModule, BatchedDataModule]:
     """The module (random weights) and data module of a resolved configuration; the network is not compiled."""
-    base = copy.deepcopy(config)
-    init_args = base["model"].get("init_args", {})
-    for flag in ("compile",):
-        if flag in init_args:
-            init_args[flag] = False
+    cli = ProjectCLI(overrides, base=for_loading(config))
+    return cli.model, cli.datamodule
+
+
+def for_loading(config: dict[str, Any]) -> dict[str, Any]:
+    """A resolved configuration as it suits a checkpoint that is only used: not compiled, nothing downloaded."""
+    config = copy.deepcopy(config)
+    init_args = config["model"].get("init_args", {})
+    if "compile" in init_args:
+        init_args["compile"] = False
     # a network's `weights` names the ones it starts from, often a download; the checkpoint brings its own
     network_args = (init_args.get("network") or {}).get("init_args") or {}
     if "weights" in network_args:
         network_args["weights"] = None
-    cli = ProjectCLI(overrides, base=base)
-    return cli.model, cli.datamodule
+    return config
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

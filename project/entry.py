@@ -15,8 +15,9 @@ from collections.abc import Callable
 from project import signals, threads
 from project.errors import UserError
 
-# What the user can mend: no space, no quota, no permission, read-only.
+# What the user can mend: no space, no quota, no permission, read-only; and names that cannot be a file's.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+NAME_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR}
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -53,6 +54,9 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
             say_error(
                 f"{error.filename or 'a file'}: {error.strerror}. Free space or choose a folder you may write to."
             )
+            return 2
+        if error.errno in NAME_ERRORS:
+            say_error(f"{error.filename}: {error.strerror}.")
             return 2
         traceback.print_exc()
         return 1

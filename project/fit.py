@@ -19,8 +19,10 @@ def main(argv: list[str]) -> int:
 
     with quick_imports():
         from project import summary, training
+        from project.callbacks.throughput import ThroughputMonitor
         from project.cli import read_configuration
         from project.ranks import is_rank_zero
+        from project.trainer import find, make_trainer
 
     cli, run, changes = read_configuration(argv, "project.fit")
     speaking = is_rank_zero()
@@ -34,15 +36,13 @@ def main(argv: list[str]) -> int:
     try:
         if speaking:
             run.create()
-        trainer = training.make_trainer(cli, run)
-        if speaking:
-            training.write_config(cli, run.folder)
+        trainer = make_trainer(cli, run)
         facts = training.train(cli, run, trainer)
     except UserError:
         run.discard()
         raise
     if trainer.is_global_zero:
-        advice = training.find(trainer, training.ThroughputMonitor).advice()
+        advice = find(trainer, ThroughputMonitor).advice()
         print(summary.closing_lines(facts, run.folder, training.wandb_folder(run), advice))
     return 0
 

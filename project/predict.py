@@ -50,9 +50,9 @@ def main(argv: list[str]) -> int:
         print(format_table(rows))
     for path, reason in bad:
         print(f"skipped {path}: {reason}", file=sys.stderr)
-    if output:
+    if output and rows:  # with nothing to write, an older file stays
         write_rows(output, rows)
-    if sheet:
+    if sheet and rows:
         from project.contact_sheet import draw_contact_sheet
 
         draw_contact_sheet(sheet, prepared, rows)

@@ -43,7 +43,7 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
     Ranks started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
 
     Raises:
-        UserError: What ``decide`` raised on rank 0, on every rank (silent on the others).
+        UserError: What ``decide`` raised on rank 0, on every rank.
     """
     if is_child():
         return json.loads(os.environ[DECISION_VARIABLE])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from project.checkpoints import damage
+from project.checkpoints import damage, read
 from project.errors import UserError, nearest
 
 ROOT = Path("checkpoints")
@@ -74,7 +74,7 @@ class Run:
 
     def discard(self) -> None:
         """Take a new run's folder away again where the run failed before anything was saved."""
-        if self.checkpoint is None and self._created and not any(self.folder.glob("*.ckpt")):
+        if not self.resumed and self._created and not any(self.folder.glob("*.ckpt")):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def create(self) -> None:
@@ -142,8 +142,7 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
         return Run(run.folder, checkpoint, fork=True)
     if not (folder / "config.yaml").exists():
         return Run(_new(root, run_name).folder, checkpoint, fork=True)
-    finished = checkpoint.name == "last.ckpt" and _is_finished(folder)
-    return Run(folder, checkpoint, finished=finished)
+    return Run(folder, checkpoint, finished=checkpoint.name == "last.ckpt" and _is_finished(checkpoint))
 
 
 def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None) -> Path:
@@ -181,10 +180,15 @@ def _new(root: Path, run_name: str | None) -> Run:
             )
         return Run(folder)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--default_root_dir must be a folder that can be made, got {root}: {error.strerror}."
+        ) from None
     for attempt in range(1, 10_000):
         folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
         try:
-            root.mkdir(parents=True, exist_ok=True)
             folder.mkdir()  # exclusive: of two launches in the same second one gets the next number
             return Run(folder)
         except FileExistsError:
@@ -207,16 +211,17 @@ def _automatic(root: Path, run_name: str | None) -> Run:
         if reason := damage(path):
             notes.append(f"skipped: {reason}")
             continue
-        finished = path.name == "last.ckpt" and _is_finished(folder)
-        return Run(folder, path, finished=finished, notes=notes)
+        return Run(folder, path, finished=path.name == "last.ckpt" and _is_finished(path), notes=notes)
     if folder.exists():
         notes.append(f"run {run_name} has no whole checkpoint: it starts afresh.")
     return Run(folder, notes=notes)
 
 
-def _is_finished(folder: Path) -> bool:
+def _is_finished(last: Path) -> bool:
+    """Whether the run's summary is of the step that last.ckpt holds; a run that was made longer has gone past it."""
     with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads((folder / "summary.json").read_text()).get("finished"))
+        summary = json.loads((last.parent / "summary.json").read_text())
+        return bool(summary.get("finished")) and summary.get("steps") == read(last).get("global_step")
     return False
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.checkpoints import write_atomically
@@ -77,6 +78,12 @@ def start_line(trainer: Trainer, module: LightningModule) -> str:
     if trainer.global_step:
         parts.append(f"going on from step {trainer.global_step:,}")
     return " | ".join(parts)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """The resolved configuration: ``--config`` of it repeats the run."""
+    text = yaml.safe_dump(config, sort_keys=False)
+    write_atomically(f"# {command_line()}\n{text}".encode(), folder / "config.yaml")
 
 
 def git_state() -> dict[str, Any]:

@@ -17,22 +17,22 @@ def main(argv: list[str]) -> int:
     with quick_imports():
         from project import checkpoints, summary, tables
         from project.callbacks.checkpoint import GracefulStop
-        from project.cli import TestCLI
+        from project.cli import TestCLI, for_loading
         from project.ranks import decided_by_rank_zero, is_rank_zero
         from project.runs import ROOT, find_checkpoint
-        from project.training import build_trainer, trainer_flags
-        from project.typed import typed_value
+        from project.trainer import build_trainer, trainer_flags
+        from project.typed import typed_or_configured, typed_value
 
     if output := typed_value(argv, "--output"):
         tables.check_output(output)
-    ckpt_path, run_name = typed_value(argv, "--ckpt_path"), typed_value(argv, "--run_name")
-    root = Path(typed_value(argv, "--default_root_dir") or ROOT)
+    ckpt_path, run_name = (typed_or_configured(argv, name) for name in ("ckpt_path", "run_name"))
+    root = Path(typed_or_configured(argv, "trainer.default_root_dir") or ROOT)
     if "--help" in argv or "-h" in argv:
         TestCLI(argv, "project.test")
     path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(ckpt_path, root, run_name))))
     record = checkpoints.record(path)
     # the training run's Trainer flags are of its machine and its job; what is typed here counts
-    base = {key: value for key, value in record["config"].items() if key != "trainer"}
+    base = {key: value for key, value in for_loading(record["config"]).items() if key != "trainer"}
     cli = TestCLI(argv, "project.test", base=base)
     checkpoints.load_weights(cli.model, path)
     flags = trainer_flags(cli) | {

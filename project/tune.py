@@ -104,7 +104,7 @@ def one_device_flags(cli: ProjectCLI) -> dict[str, Any]:
     """
     from project.errors import UserError
     from project.ranks import launched_world
-    from project.training import trainer_flags
+    from project.trainer import trainer_flags
 
     alone = "tune measures one process on one device; the size it finds is per device."
     if launched_world()[1] > 1:

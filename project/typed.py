@@ -20,6 +20,18 @@ def typed_value(argv: list[str], option: str) -> str | None:
     return values[-1] if values else None
 
 
+def typed_or_configured(argv: list[str], name: str) -> str | None:
+    """An option's value before anything is parsed: typed (one of ``trainer.`` also flat), else of the last config file
+    that has it; None where it is not given, or null.
+    """
+    group, _, key = name.rpartition(".")
+    spellings = [f"--{name}", *([f"--{key}"] if group == "trainer" else [])]
+    values: list[Any] = [content.get(key) for content in config_sections(argv, group)]
+    values += [typed_value(argv, spelling) for spelling in spellings]
+    found = [str(value) for value in values if value is not None]
+    return found[-1] if found and found[-1] != "null" else None
+
+
 def configs_first(argv: list[str]) -> list[str]:
     """``argv`` with every ``--config FILE`` moved to the front, in order: what is typed wins wherever it stands."""
     configs: list[str] = []
@@ -57,11 +69,15 @@ def check_configs(argv: list[str]) -> None:
 
 
 def config_sections(argv: list[str], section: str) -> list[dict[str, Any]]:
-    """The section of every config file that has it. What is wrong with a file, :func:`check_configs` says."""
+    """The section (the whole where it is "") of every config file that has it.
+
+    What is wrong with a file, :func:`check_configs` says.
+    """
     found = []
     for name in config_files(argv):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            found.append(yaml.safe_load(Path(name).read_text())[section])
+            content = yaml.safe_load(Path(name).read_text())
+            found.append(content[section] if section else content)
     return [content for content in found if isinstance(content, dict)]
 
 

@@ -119,7 +119,7 @@ def test_a_launcher_s_world_that_contradicts_the_flags_is_an_error(
 ) -> None:
     from project.cli import ProjectCLI
     from project.errors import UserError
-    from project.training import trainer_flags
+    from project.trainer import trainer_flags
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

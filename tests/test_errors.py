@@ -57,6 +57,12 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--run_name", "latest"], ["--run_name", "latest"]),
         (["--val_check_interval", "100000"], ["val_check_interval", "100000"]),
         (["--limit_train_batches", "0.0001"], ["limit_train_batches", "0.0001"]),
+        (["--val_check_interval", "0"], ["--val_check_interval", "above 0", "--limit_val_batches 0"]),
+        (["--check_val_every_n_epoch", "0"], ["--check_val_every_n_epoch", "at least 1", "got 0"]),
+        (["--num_nodes", "2"], ["--num_nodes 2", "torchrun"]),
+        (["--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu"], ["ddp_spawn", "Use ddp"]),
+        (["--accelerator", "tpu"], ["the Trainer refuses"]),
+        (["--ckpt_path", "x" * 300], ["too long"]),
     ],
 )
 def test_a_wrong_flag_is_told_in_one_line(
@@ -67,14 +73,23 @@ def test_a_wrong_flag_is_told_in_one_line(
     assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
 
 
-def test_fewer_epochs_than_a_stopped_run_has_had_are_told_in_one_line(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["last", "--max_epochs", "1"],
+        ["best", "--max_epochs", "4", "--val_check_interval", "100000"],
+        ["last", "--max_epochs", "4", "--model.network", "ConvNet"],
+        ["last", "--max_epochs", "4", "--model.network.hidden", "[8]"],
+        ["auto", "--max_epochs", "4", "--strategy", "ddp_spawn"],
+    ],
+)
+def test_a_refused_resume_leaves_every_file_of_the_run_as_it_was(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, flags: list[str]
 ) -> None:
-    assert fit.main([*SMALL, "--max_epochs", "2", "--run_name", "r"]) == 0
-    before = (Path("checkpoints/r/last.ckpt")).read_bytes()
-    line = error_of(capsys, "--run_name", "r", "--ckpt_path", "last", "--max_epochs", "1")
-    assert "max_epochs" in line
-    assert Path("checkpoints/r/last.ckpt").read_bytes() == before
+    shutil.copytree(finished, "checkpoints/done", ignore_dangling_symlinks=True)
+    before = contents(Path("checkpoints/done"))
+    error_of(capsys, "--run_name", "done", "--ckpt_path", *flags)
+    assert contents(Path("checkpoints/done")) == before
 
 
 def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(
@@ -110,10 +125,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     os.chdir(folder)
     try:
-        assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "done"]) == 0
+        assert fit.main([*SMALL, "--max_epochs", "3", "--run_name", "done"]) == 0
     finally:
         os.chdir(previous)
     return folder / "checkpoints/done"
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Payload:
@@ -153,10 +173,10 @@ def test_a_run_name_that_is_taken_is_refused_untouched(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
 ) -> None:
     shutil.copytree(finished, "checkpoints/done", ignore_dangling_symlinks=True)
-    before = {path: path.read_bytes() for path in Path("checkpoints/done").rglob("*") if path.is_file()}
+    before = contents(Path("checkpoints/done"))
     line = error_of(capsys, *SMALL, "--run_name", "done")
     assert "--ckpt_path auto" in line
-    assert before == {path: path.read_bytes() for path in Path("checkpoints/done").rglob("*") if path.is_file()}
+    assert contents(Path("checkpoints/done")) == before
 
 
 @pytest.mark.parametrize("damage", ["truncated", "corrupted", "garbage", "half-gz"])
@@ -195,3 +215,4 @@ def test_mnist_that_cannot_be_had_is_an_error_that_says_how_to_go_on(
 def test_a_folder_that_cannot_be_written_is_told(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("")
     assert "--default_root_dir" in error_of(capsys, *SMALL, "--default_root_dir", "file/runs")
+    assert "--default_root_dir" in error_of(capsys, *SMALL, "--default_root_dir", "file")

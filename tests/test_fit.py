@@ -15,7 +15,8 @@ import yaml
 
 from project import fit
 from project.checkpoints import load
-from project.cli import ProjectCLI
+from project.cli import ProjectCLI, for_loading
+from project.data import MNISTDataModule
 from tests.commands import SMALL, checkpoint, command, rows, run, start, summary
 
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json", "report.html"]
@@ -114,6 +115,43 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(workplace: Path, capsy
     assert second["run"]["run_id"] == first["run"]["run_id"]
     steps = [int(row["step"]) for row in rows(Path("checkpoints/a"))]
     assert steps == sorted(steps)
+    assert fit.main([*arguments, "--max_steps", "120"]) == 0  # the saved max_epochs no longer counts
+    assert summary(Path("checkpoints/a"))["steps"] == 120
+
+
+def test_a_run_that_was_made_longer_and_killed_is_not_finished(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--run_name", "a", "--ckpt_path", "auto"]
+    assert fit.main([*SMALL, *arguments, "--max_epochs", "1"]) == 0
+    longer = [*arguments, "--max_epochs", "3"]
+    words = [sys.executable, "-m", "tests.interrupted", "70", "SIGTERM", *longer]
+    assert subprocess.run(words, capture_output=True, timeout=120).returncode == 143
+    capsys.readouterr()
+    assert fit.main(longer) == 0
+    assert "already finished" not in capsys.readouterr().out
+    assert summary(Path("checkpoints/a"))["steps"] == 150
+
+
+def test_a_resumed_run_stays_with_the_digits_that_auto_found(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = list(MNISTDataModule.files)
+    monkeypatch.setattr(MNISTDataModule, "_missing", lambda self: missing)
+    monkeypatch.setattr(MNISTDataModule, "_download", lambda self: 1 / 0)
+    arguments = ["--run_name", "a", "--ckpt_path", "auto"]
+    with pytest.warns(UserWarning, match="was not found"):
+        assert fit.main([*SMALL, "--data.source", "auto", *arguments, "--max_epochs", "1"]) == 0
+    missing.clear()  # from now on the full set is there
+    assert fit.main([*arguments, "--max_epochs", "2"]) == 0
+    assert summary(Path("checkpoints/a"))["data_source"] == "sample"
+
+
+def test_a_checkpoint_that_is_only_used_compiles_and_downloads_nothing() -> None:
+    network = {"class_path": "a.Backbone", "init_args": {"weights": "DEFAULT", "width": 3}}
+    config = {"model": {"init_args": {"compile": True, "network": network}}}
+    init_args = for_loading(config)["model"]["init_args"]
+    assert init_args["compile"] is False
+    assert init_args["network"]["init_args"] == {"weights": None, "width": 3}
+    assert network["init_args"]["weights"] == "DEFAULT"
 
 
 def test_a_typed_flag_beats_file_and_checkpoint_wherever_it_stands(
@@ -198,6 +236,7 @@ def test_the_schedule_of_overfit_batches_is_as_long_as_its_run(workplace: Path, 
         ["--overfit_batches", "0.2", "--log_every_n_steps", "0", "--data.eval_batch_size", "20"],
         ["--tensorboard", "true"],
         ["--logger", "false"],
+        ["--trainer.callbacks", "lightning.pytorch.callbacks.TQDMProgressBar"],
         ["--model.optimizer", "SGD", "--model.optimizer_args.momentum", "0.9", "--model.schedule", "cosine"],
     ],
 )

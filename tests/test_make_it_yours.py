@@ -33,3 +33,8 @@ def test_the_readmes_page_for_newcomers_works_as_written(tmp_path: Path, monkeyp
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "checkpoints" / "mine" / "summary.json").read_text())["test/accuracy"] > 0.6
+    # its own arguments are flags of a resumed run, too, without the config file
+    width = words[words.index("--model.network.width") + 1]
+    again = ["--run_name", "mine", "--ckpt_path", "auto", "--max_epochs", "3", "--model.network.width", width]
+    resumed = subprocess.run([*words[:3], *again], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert resumed.returncode == 0, resumed.stderr

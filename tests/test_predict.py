@@ -157,6 +157,14 @@ def test_bad_files_are_named_and_skipped_and_the_exit_code_says_so(
         assert name in told.out
 
 
+def test_an_older_table_stays_where_no_file_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "text.jpg").write_text("no image at all")
+    (tmp_path / "labels.json").write_text("older")
+    words = [str(tmp_path / "text.jpg"), "--ckpt_path", str(trained_checkpoint())]
+    assert entry.exit_code(predict.main, [*words, "--output", str(tmp_path / "labels.json")]) == 2
+    assert (tmp_path / "labels.json").read_text() == "older"
+
+
 def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
     digits: tuple[np.ndarray, np.ndarray], tmp_path: Path
 ) -> None:

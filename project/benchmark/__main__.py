@@ -19,10 +19,8 @@ def main(argv: list[str]) -> int:
 
     table, options, fit_flags = read_options(argv)
     output, plot = files_to_write(options)
-    settings = Settings(
-        **{k: v for k, v in vars(options).items() if k not in ("output", "plot", "table") and v is not None}
-    )
-    check(settings)
+    typed = {k: v for k, v in vars(options).items() if k not in ("output", "plot") and v is not None}
+    check(Settings(**typed))
     # the libraries' own remarks on every start and end of a profiler; read when torch is imported
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -34,7 +32,7 @@ def main(argv: list[str]) -> int:
     print(one_line(facts), flush=True)
     tables: dict[str, list[dict[str, Any]]] = {}
     for name in [table] if table else TABLES:
-        tables[name] = measure_table(name, fit_flags, settings, whole_pass=table is None)
+        tables[name] = measure_table(name, fit_flags, typed, whole_pass=table is None)
         print(f"\n{name}: {TABLES[name]}\n{format_table(tables[name])}", flush=True)
         save(output, plot, facts, tables)  # after every table: a stopped pass keeps what it has
     return 0

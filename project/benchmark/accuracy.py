@@ -17,6 +17,7 @@ from project.benchmark.timing import median_and_spread
 from project.benchmark.with_lightning import add_callbacks, fresh_model, scratch_folder, silenced
 from project.cli import ProjectCLI
 from project.runs import choose
+from project.trainer import make_trainer
 
 
 class ReachedTarget(Callback):
@@ -65,6 +66,7 @@ def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
     if 2 * len(times) >= len(runs):
         row["to_target_s"] = statistics.median(times)
     row["test_accuracies"] = scores
+    row["all_fit_s"] = [run["fit_seconds"] for run in runs]
     rows = [row]
     if settings.baseline:
         seed_everything(0, verbose=False)
@@ -86,5 +88,5 @@ def one_run(cli: ProjectCLI, seed: int, target: float) -> dict[str, Any]:
     with scratch_folder() as folder, silenced():
         run = choose(folder, None, None)
         run.create()
-        facts = training.train(cli, run, training.make_trainer(cli, run))
+        facts = training.train(cli, run, make_trainer(cli, run))
     return {**facts, "to_target": reached.seconds}

@@ -17,11 +17,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 
-from project import training
+from project import signals, training
 from project.benchmark.by_hand import Epoch
 from project.benchmark.timing import synchronize
 from project.cli import ProjectCLI
 from project.runs import choose
+from project.trainer import build_trainer, make_trainer, trainer_flags
 
 
 class EpochClock(Callback):
@@ -118,6 +119,7 @@ def run_epochs(cli: ProjectCLI, epochs: int, features: Features | None = None) -
             trainer.fit(cli.model, datamodule=cli.datamodule)
         finally:
             training.finish_wandb(trainer, 0)
+            signals.resume_immediate()  # between two runs there is no step to wait for
     return clock.epochs, trainer
 
 
@@ -141,7 +143,7 @@ def full_trainer(cli: ProjectCLI, folder: Path, features: Features) -> Trainer:
     """The trainer of ``fit``, less what is switched off."""
     run = choose(folder, None, None)
     run.create()
-    trainer = training.make_trainer(cli, run)
+    trainer = make_trainer(cli, run)
     kept: list[Any] = [x for x in trainer.callbacks if not isinstance(x, features.without)]  # type: ignore[attr-defined]
     trainer.callbacks = kept  # type: ignore[attr-defined]
     features.inside = {type(x).__name__: HookClock(x) for x in kept if isinstance(x, features.watched)}
@@ -152,9 +154,9 @@ def full_trainer(cli: ProjectCLI, folder: Path, features: Features) -> Trainer:
 
 def bare_trainer(cli: ProjectCLI, folder: Path) -> Trainer:
     """Lightning's Trainer with the same precision and limits, and nothing on."""
-    flags = training.trainer_flags(cli)
+    flags = trainer_flags(cli)
     off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return training.build_trainer({**flags, **off, "default_root_dir": folder})
+    return build_trainer({**flags, **off, "default_root_dir": folder})
 
 
 @contextlib.contextmanager

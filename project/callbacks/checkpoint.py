@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import FSDPStrategy
 
 from project import signals
 from project.callbacks.exact_state import (
@@ -28,6 +27,7 @@ from project.checkpoints import RUN_KEY, damage, write_atomically
 from project.errors import UserError
 from project.loggers import MetricsCSV
 from project.runs import clear_leftovers, point_latest_at
+from project.summary import write_config
 
 
 class RunCheckpoint(GracefulStop):
@@ -105,10 +105,6 @@ class RunCheckpoint(GracefulStop):
     def state_dict(self) -> dict[str, Any]:
         return {"best_score": self.best_score, "best_epoch": self.best_epoch, "best_step": self.best_step}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resume is not None:  # here for runs where nothing is left to train, and only the test comes again
-            self._keep_rows(trainer, self._resume["metric_rows"])
-
     def _keep_rows(self, trainer: Trainer, count: int) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV):
@@ -118,7 +114,9 @@ class RunCheckpoint(GracefulStop):
         signals.training_begins()
         self._last_save = time.monotonic()
         if trainer.is_global_zero:
-            point_latest_at(self.folder)  # not sooner: a run that cannot start is nobody's newest
+            # not sooner: a run that cannot start is nobody's newest, and what it was resumed with not its settings
+            point_latest_at(self.folder)
+            write_config(self.folder, self.record["config"])
             if self._resume is None and trainer.global_step == 0:  # of a run that never saved
                 self._keep_rows(trainer, 0)
                 clear_leftovers(self.folder)
@@ -126,8 +124,7 @@ class RunCheckpoint(GracefulStop):
             self._go_on(trainer, pl_module, self._resume)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-        if isinstance(trainer.strategy, FSDPStrategy):
-            self._keep_rows(trainer, state["metric_rows"])  # its checkpoints are read after on_fit_start
+        self._keep_rows(trainer, state["metric_rows"])
         if note := set_aside_unusable_best(trainer, self.best_score, self.best_path, self.record.get("run_id")):
             self.notes.append(note)
             self.best_score = self.best_epoch = self.best_step = None
@@ -160,8 +157,12 @@ class RunCheckpoint(GracefulStop):
         self._edge(trainer, "epoch", save_last=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resume is None:
+            return
+        # nothing was left to train, and only the test comes again
+        self._keep_rows(trainer, self._resume["metric_rows"])
         # resumed from the best of a run that had trained to its end: a damaged last.ckpt would stay so
-        if self._resume is not None and trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
+        if trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
             write_atomically(self.best_path.read_bytes(), self.last_path)
 
     def on_train_batch_end(

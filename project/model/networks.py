@@ -30,9 +30,8 @@ class MLP(nn.Module):
         layers: list[nn.Module] = [nn.Flatten()]  # (batch, channels · height · width)
         size = channels * height * width
         for next_size in hidden:
-            layers += [nn.Linear(size, next_size), nn.ReLU()]
-            if dropout:
-                layers.append(nn.Dropout(dropout))
+            # a place of its own in any case: weights keep their names when dropout is turned on or off
+            layers += [nn.Linear(size, next_size), nn.ReLU(), nn.Dropout(dropout) if dropout else nn.Identity()]
             size = next_size
         layers.append(nn.Linear(size, num_classes))
         self.blocks = nn.Sequential(*layers)

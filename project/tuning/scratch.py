@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from project.checkpoints import AtomicCheckpointIO
-from project.training import build_trainer
+from project.trainer import build_trainer
 
 
 def scratch_trainer(flags: dict[str, Any], folder: str, callbacks: list[Callback]) -> Trainer:
