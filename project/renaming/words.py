@@ -41,7 +41,7 @@ def rewrite(path: Path, text: str, old: str, new: str) -> str:
 def phrases(text: str, old: str, new: str) -> str:
     """What means the package anywhere, also in a comment or sentence: dotted, as a folder, or imported."""
     name = re.escape(old)
-    text = re.sub(rf"(?<![\w.\-/]){name}(?=\.[A-Za-z_])", new, text)  # NAME.fit, not data.NAME.x
+    text = re.sub(rf"(?<![\w.\-/]){name}(?=\.[A-Za-z_{{])", new, text)  # NAME.fit, NAME.{module}, not data.NAME.x
     text = re.sub(rf"(?<![\w.\-/])((?:\.{{1,2}}/)*){name}(?=/)", rf"\g<1>{new}", text)  # NAME/data, not entity/NAME/run
     return re.sub(rf"(?<!\w)(from|import|-m)(\s+){name}(?![\w\-])", rf"\g<1>\g<2>{new}", text)
 
@@ -102,5 +102,7 @@ def _python_token(tokens: list[tokenize.TokenInfo], index: int, old: str, new: s
             return token.string.replace(old, new) if means_package else token.string
         if token.string.strip("rbfu'\"") == f"{old}.":  # what dotted names begin with
             return token.string.replace(old, new)
-        return phrases(token.string, old, new)
+        # from Python 3.12 on, an f-string's text ends where its braces begin
+        brace = "{" if after == "{" and token.type != tokenize.STRING else ""
+        return phrases(token.string + brace, old, new).removesuffix(brace)
     return phrases(token.string, old, new) if token.type == tokenize.COMMENT else token.string
