@@ -9,7 +9,7 @@ import torch
 
 from project.data import MNISTDataModule
 from project.data.augment import random_deformation
-from project.data.digits.make_digits import stratified
+from project.data.bundled.make_digits import stratified
 from project.data.idx import read_idx, write_idx
 from project.data.loader import SeededFetch, TensorImages, make_loader
 from project.data.mnist import DIGITS

@@ -99,7 +99,7 @@ def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path) -> None
 def test_a_bare_clone_has_no_digits_and_tests_that_pass(clone: Path) -> None:
     told = python(clone, "-m", f"{PACKAGE}.rename", NAME, "--bare")
     assert told.returncode == 0, told.stderr
-    assert not (clone / NAME / "data" / "digits").exists()
+    assert not (clone / NAME / "data" / "bundled").exists()
     assert "<!-- mnist -->" not in (clone / "README.md").read_text()
     assert not (clone / "tests" / "digit_files.py").exists()
     collected = python(clone, "-m", "pytest", "-q", "--collect-only", "tests")

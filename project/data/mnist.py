@@ -18,7 +18,7 @@ from project.data.idx import find_idx, read_idx
 from project.data.loader import TensorImages
 from project.errors import UserError
 
-DIGITS = Path(__file__).parent / "digits"
+DIGITS = Path(__file__).parent / "bundled"
 DOWNLOAD_TIMEOUT_S = 10.0  # per connection and per read
 
 

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 # What a test says that trains on, or compares with, the bundled digits.
-NEEDS_DIGITS = re.compile(r"""["']sample["']|digit_files|trained_checkpoint|data\.digits""")
+NEEDS_DIGITS = re.compile(r"""["']sample["']|digit_files|trained_checkpoint|data\.bundled""")
 MADE_DATA = "made_data"  # a test file that brings its own data stays
 README_SECTION = re.compile(r"^<!-- mnist -->\n.*?^<!-- /mnist -->\n\n?", re.MULTILINE | re.DOTALL)
 
 
 def files_of_the_example(clone: Path, package: str) -> list[Path]:
     """Paths, relative to the clone, that a user without MNIST has no use for."""
-    digits = sorted((clone / package / "data" / "digits").glob("*"))
+    digits = sorted((clone / package / "data" / "bundled").glob("*"))
     found = [path for path in digits if path.is_file()]
     tests = {path: path.read_text() for path in sorted((clone / "tests").glob("*.py"))}
     gone = {path for path, text in tests.items() if NEEDS_DIGITS.search(text) and MADE_DATA not in text}

@@ -1,6 +1,6 @@
 """Make the bundled digits: 10,000 training and 2,000 test images of MNIST, stratified by digit, in their files' order.
 
-    python -m project.data.digits.make_digits MNIST_ROOT
+    python -m project.data.bundled.make_digits MNIST_ROOT
 
 reads the full set from MNIST_ROOT (torchvision's layout) and writes the four ``.gz`` files beside this script. The
 result depends on the full set alone: the same images on every machine.
