@@ -100,7 +100,11 @@ def test_a_bare_clone_has_no_digits_and_tests_that_pass(clone: Path) -> None:
     told = python(clone, "-m", f"{PACKAGE}.rename", NAME, "--bare")
     assert told.returncode == 0, told.stderr
     assert not (clone / NAME / "data" / "bundled").exists()
-    assert "<!-- mnist -->" not in (clone / "README.md").read_text()
+    readme = (clone / "README.md").read_text()
+    assert "<!-- mnist -->" not in readme
+    assert "digits that ship" not in readme
+    first = readme.partition("```bash\n")[2].partition("\n```")[0].split(" && ")[-1]
+    assert python(clone, *first.split()[1:]).returncode == 0, first
     assert not (clone / "tests" / "digit_files.py").exists()
     collected = python(clone, "-m", "pytest", "-q", "--collect-only", "tests")
     assert collected.returncode == 0, collected.stdout

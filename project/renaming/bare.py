@@ -10,6 +10,12 @@ NEEDS_DIGITS = re.compile(r"""["']sample["']|digit_files|trained_checkpoint|data
 MADE_DATA = "made_data"  # a test file that brings its own data stays
 README_SECTION = re.compile(r"^<!-- mnist -->\n.*?^<!-- /mnist -->\n\n?", re.MULTILINE | re.DOTALL)
 
+# The README's first command: without the digits there is nothing to train on yet.
+README_START = (
+    (re.compile(r"trains on digits that ship\s+inside\s+the\s+package \([^)]*\)"), "tells what this machine has"),
+    (re.compile(r"(requirements\.lock && python -m \w+)\.fit\b"), r"\1.devices"),
+)
+
 
 def files_of_the_example(clone: Path, package: str) -> list[Path]:
     """Paths, relative to the clone, that a user without MNIST has no use for."""
@@ -34,7 +40,10 @@ def files_of_the_example(clone: Path, package: str) -> list[Path]:
 def without_the_example(path: Path, text: str) -> str:
     """A kept file's text without what speaks of the bundled digits: the README's results, the digits' licence."""
     if path.name == "README.md":
-        return README_SECTION.sub("", text)
+        text = README_SECTION.sub("", text)
+        for pattern, instead in README_START:
+            text = pattern.sub(instead, text)
+        return text
     if path.name == "pyproject.toml":
         return re.sub(r'^license = "MIT AND CC-BY-SA-3\.0".*$', 'license = "MIT"', text, flags=re.MULTILINE)
     return text
