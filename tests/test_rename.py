@@ -102,7 +102,7 @@ def test_a_bare_clone_has_no_digits_and_tests_that_pass(clone: Path) -> None:
     assert not (clone / NAME / "data" / "bundled").exists()
     readme = (clone / "README.md").read_text()
     assert "<!-- mnist -->" not in readme
-    assert "digits that ship" not in readme
+    assert "trains on digits" not in readme
     first = readme.partition("```bash\n")[2].partition("\n```")[0].split(" && ")[-1]
     assert python(clone, *first.split()[1:]).returncode == 0, first
     assert not (clone / "tests" / "digit_files.py").exists()
