@@ -201,8 +201,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[ProjectCLI, Run, lis
         base["trainer"]["max_epochs"] = -1
     cli = ProjectCLI(argv, prog, base=base)
     load_weights(cli.model, run.checkpoint)  # Lightning does it again; here, what does not fit is said in a line
-    if getattr(cli.datamodule, "source", None) == "auto" and known.get("data_source"):
-        cli.datamodule.data_source = known["data_source"]  # what auto found then, whatever it would find now
+    cli.datamodule.stay_with(known.get("data_source"))
     before, after = flat(known["config"]), flat(cli.resolved())
     changes = [
         f"{key}: {before.get(key)} → {after.get(key)}"

@@ -15,9 +15,14 @@ from collections.abc import Callable
 from project import signals, threads
 from project.errors import UserError
 
-# What the user can mend: no space, no quota, no permission, read-only; and names that cannot be a file's.
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
-NAME_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR}
+# What the user can mend, and how: no space, no quota, no permission, read-only; and names that cannot be a file's.
+ADVICE = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
+        "Free space or choose a folder you may write to.",
+    ),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR), "Name another file."),
+}
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -50,13 +55,8 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         asked = signals.requested()
         return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
     except OSError as error:
-        if error.errno in DISK_ERRORS:
-            say_error(
-                f"{error.filename or 'a file'}: {error.strerror}. Free space or choose a folder you may write to."
-            )
-            return 2
-        if error.errno in NAME_ERRORS:
-            say_error(f"{error.filename}: {error.strerror}.")
+        if error.errno in ADVICE:
+            say_error(f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}")
             return 2
         traceback.print_exc()
         return 1

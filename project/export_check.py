@@ -13,7 +13,6 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.checkpoints import Loaded
-from project.data import MNISTDataModule
 from project.data.base import as_unit_floats
 from project.errors import UserError
 from project.export_files import network_of
@@ -33,8 +32,8 @@ def test_images(loaded: Loaded) -> tuple[Tensor, Tensor, str]:
     """
     datamodule = loaded.datamodule
     seen = loaded.run.get("data_source")
-    if seen == "sample" and isinstance(datamodule, MNISTDataModule) and datamodule.source == "auto":
-        datamodule.source = datamodule.data_source = seen  # `auto` would look for the full set first
+    if seen == "sample":
+        datamodule.stay_with(seen)  # `auto` would look for the full set first
     try:
         datamodule.prepare_data()
         datamodule.setup("test")

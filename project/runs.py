@@ -142,7 +142,7 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
         return Run(run.folder, checkpoint, fork=True)
     if not (folder / "config.yaml").exists():
         return Run(_new(root, run_name).folder, checkpoint, fork=True)
-    return Run(folder, checkpoint, finished=checkpoint.name == "last.ckpt" and _is_finished(checkpoint))
+    return Run(folder, checkpoint, finished=_is_finished(checkpoint))
 
 
 def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None) -> Path:
@@ -211,17 +211,19 @@ def _automatic(root: Path, run_name: str | None) -> Run:
         if reason := damage(path):
             notes.append(f"skipped: {reason}")
             continue
-        return Run(folder, path, finished=path.name == "last.ckpt" and _is_finished(path), notes=notes)
+        return Run(folder, path, finished=_is_finished(path), notes=notes)
     if folder.exists():
         notes.append(f"run {run_name} has no whole checkpoint: it starts afresh.")
     return Run(folder, notes=notes)
 
 
-def _is_finished(last: Path) -> bool:
-    """Whether the run's summary is of the step that last.ckpt holds; a run that was made longer has gone past it."""
+def _is_finished(checkpoint: Path) -> bool:
+    """Whether this is a last.ckpt of the step that the run's summary tells of; a longer run has gone past that."""
+    if checkpoint.name != "last.ckpt":
+        return False
     with contextlib.suppress(OSError, ValueError):
-        summary = json.loads((last.parent / "summary.json").read_text())
-        return bool(summary.get("finished")) and summary.get("steps") == read(last).get("global_step")
+        summary = json.loads((checkpoint.parent / "summary.json").read_text())
+        return bool(summary.get("finished")) and summary.get("steps") == read(checkpoint).get("global_step")
     return False
 
 

@@ -83,10 +83,7 @@ def config_sections(argv: list[str], section: str) -> list[dict[str, Any]]:
 
 def sets_a_length(argv: list[str]) -> bool:
     """Whether ``max_steps`` or ``max_time`` is typed, flat or nested, or stands in a config file, as a real limit."""
-    flags = ("max_steps", "max_time")
-    values: list[Any] = [typed_value(argv, f"--{prefix}{flag}") for prefix in ("", "trainer.") for flag in flags]
-    values += [trainer.get(flag) for trainer in config_sections(argv, "trainer") for flag in flags]
-    return any(value is not None and str(value) not in ("-1", "null") for value in values)
+    return any(typed_or_configured(argv, f"trainer.{flag}") not in (None, "-1") for flag in ("max_steps", "max_time"))
 
 
 def names_a_network(argv: list[str]) -> bool:

@@ -131,6 +131,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints/done"
 
 
+def test_a_refused_run_from_another_s_checkpoint_leaves_no_folder(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
+) -> None:
+    error_of(capsys, "--run_name", "new", "--ckpt_path", str(finished / "last.ckpt"), "--strategy", "ddp_spawn")
+    assert not Path("checkpoints/new").exists()
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     """Every file in a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

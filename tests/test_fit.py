@@ -203,6 +203,9 @@ def test_no_limit_that_is_spelled_out_is_none(workplace: Path) -> None:
     for flags in (["--max_steps", "-1"], ["--trainer.max_steps=-1"], ["--config", "endless.yaml"]):
         assert ProjectCLI(flags).config.trainer.max_epochs == 5
     assert ProjectCLI(["--config=endless.yaml", "--max_time", "00:01:00:00"]).config.trainer.max_epochs == -1
+    Path("short.yaml").write_text("trainer: {max_steps: 9}")
+    assert ProjectCLI(["--config", "short.yaml"]).config.trainer.max_epochs == -1
+    assert ProjectCLI(["--config", "short.yaml", "--max_steps", "-1"]).config.trainer.max_epochs == 5
 
 
 @pytest.mark.parametrize(("batches", "steps"), [("0.5", 15), ("1.0", 30), ("4", 12)])

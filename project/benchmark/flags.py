@@ -53,8 +53,13 @@ def add_options(parser: argparse.ArgumentParser, table: str | None) -> None:
     add("--output", metavar="FILE", help="also write what is printed, with the conditions: .json or .csv")
     add("--plot", metavar="FILE.png", help="chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
-    a_pass = "" if table else "; without a table mostly 3"
-    add("--n", type=int, metavar="N", help=f"measurements behind every median (accuracy: seeds; default: 5{a_pass})")
+    in_whole_pass = "" if table else "; without a table mostly 3"
+    add(
+        "--n",
+        type=int,
+        metavar="N",
+        help=f"measurements behind every median (accuracy: seeds; default: 5{in_whole_pass})",
+    )
     if table == "devices":
         add("--networks", nargs="+", choices=["chosen", "ResNet18"], help="chosen is --model.network")
     if table in ("devices", "memory"):

@@ -26,7 +26,8 @@ def measure_table(
     name: str, fit_flags: list[str], typed: dict[str, Any], whole_pass: bool = False
 ) -> list[dict[str, Any]]:
     """The rows of one table. What was typed, flags of ``fit`` and ``typed`` settings, comes last and wins."""
-    settings = Settings(**{**(IN_WHOLE_PASS.get(name, {}) if whole_pass else {}), **typed})
+    usual = IN_WHOLE_PASS.get(name, {}) if whole_pass else {}
+    settings = Settings(**{**usual, **typed})
     preset = [] if config_files(fit_flags) else PRESETS.get(name, [])  # a file says what is measured
     flags = [*preset, *(QUICK if settings.quick else []), *fit_flags]
     cli = ProjectCLI(flags, "project.benchmark")

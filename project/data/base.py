@@ -128,6 +128,9 @@ class BatchedDataModule(LightningDataModule):
         for name, value in description.items():
             setattr(self, name, tuple(value) if name == "image_shape" else value)
 
+    def stay_with(self, data_source: str | None) -> None:
+        """Use the data that an earlier run of this configuration found, where there is a choice. Here there is none."""
+
     def setup(self, stage: str) -> None:
         """Build the splits that ``stage`` ("fit", "validate", "test", "predict") needs, cut to their ``*_samples``."""
         needed: dict[str, list[Split]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}

@@ -58,17 +58,22 @@ class MNISTDataModule(BatchedDataModule):
 
     def prepare_data(self) -> None:
         """Fetch the full set where it is wanted, missing and can be had (once per machine)."""
-        if self.source != "sample" and self._missing():
+        if self.data_source != "sample" and self._missing():
             try:
                 self._download()
             except Exception as error:
-                if self.source == "mnist" or self.sample_folder is None:
+                if self.data_source == "mnist" or self.sample_folder is None:
                     bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
                     raise UserError(
                         f"--data.source {self.source}: {self._raw()} lacks {', '.join(self._missing())} and "
                         f"the download failed ({error}). Put the files there (plain or .gz) or name another --data.root"
                         f"{bundled}."
                     ) from None
+
+    def stay_with(self, data_source: str | None) -> None:
+        """Where the source is ``auto``: what it found then, whatever it would find now."""
+        if self.source == "auto" and data_source:
+            self.data_source = data_source
 
     def make_split(self, split: Split) -> Dataset[Any]:
         prefix = "t10k" if split == "test" else "train"
