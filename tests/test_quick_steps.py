@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from project.callbacks.quick_steps import NoSections, QuickSteps
@@ -60,11 +64,104 @@ def fit(folder: Path, *callbacks: Callback, module: ImageClassifier | None = Non
     return module
 
 
-@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 5, "gradient_clip_val": 0.1}])
-def test_quick_steps_compute_what_lightnings_steps_compute(tmp_path: Path, flags: dict[str, Any]) -> None:
-    quick = fit(tmp_path, QuickSteps(), **flags).state_dict()
-    plain = fit(tmp_path, **flags).state_dict()
+class WithDetails(ImageClassifier):
+    """Returns more than the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "images": len(batch[1])}
+
+
+class LineSearch(ImageClassifier):
+    """An optimizer that runs the forward and backward pass several times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Outputs(Callback):
+    """Notes what a step returned."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({name: float(value) for name, value in outputs.items()})
+
+
+class WithoutBackward(Callback):
+    """Switches the backward pass off in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward = trainer.current_epoch > 0
+
+
+def with_batch_norm() -> ImageClassifier:
+    layers = torch.nn.Flatten(), torch.nn.Linear(784, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 10)
+    return ImageClassifier(torch.nn.Sequential(*layers))
+
+
+CASES: dict[str, tuple[Callable[[], ImageClassifier], dict[str, Any]]] = {
+    "plain": (lambda: ImageClassifier(MLP(hidden=[16], dropout=0.5)), {}),
+    "clipped": (lambda: ImageClassifier(MLP(hidden=[16])), {"gradient_clip_val": 0.1}),
+    "accumulated": (lambda: ImageClassifier(MLP(hidden=[16])), {"accumulate_grad_batches": 5}),
+    "mixed": (lambda: ImageClassifier(MLP(hidden=[16])), {"precision": "bf16-mixed"}),
+    "dictionary": (lambda: WithDetails(MLP(hidden=[16])), {}),
+    "line search": (lambda: LineSearch(MLP(hidden=[16])), {}),
+    "no backward": (lambda: ImageClassifier(MLP(hidden=[16])), {"callbacks": [WithoutBackward()]}),
+    "averaged": (with_batch_norm, {"callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1)]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quick_steps_compute_what_lightnings_steps_compute(tmp_path: Path, case: str) -> None:
+    make_module, flags = CASES[case]
+    runs = []
+    for extra in ([QuickSteps()], []):
+        outputs, own = Outputs(), copy.deepcopy(flags.get("callbacks", []))
+        seed_everything(1, verbose=False)
+        rest = {name: value for name, value in flags.items() if name != "callbacks"}
+        module = fit(tmp_path, *extra, *own, outputs, module=make_module(), **rest)
+        runs.append((module.state_dict(), module.trainer.fit_loop.state_dict(), outputs.seen))
+    (quick, quick_counts, quick_outputs), (plain, counts, plain_outputs) = runs
     assert all(torch.equal(quick[name], plain[name]) for name in plain)
+    assert quick_counts == counts  # what a checkpoint says of the run's position
+    assert quick_outputs == plain_outputs
+    assert len(plain_outputs) >= 24
+
+
+def test_who_overrides_the_way_to_the_optimizer_is_asked_at_every_step(tmp_path: Path) -> None:
+    class Own(ImageClassifier):
+        called: list[str] = []
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            self.called.append("step")
+            super().optimizer_step(*args, **kwargs)
+
+    class Zeroes(ImageClassifier):
+        called: list[str] = []
+
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            self.called.append("zero")
+            super().optimizer_zero_grad(*args)
+
+    for kind in (Own, Zeroes):
+        fit(tmp_path, QuickSteps(), module=kind(MLP(hidden=[16])))
+        assert len(kind.called) == 24
+
+
+def test_most_steps_take_the_short_way_and_it_is_gone_afterwards(tmp_path: Path, monkeypatch: Any) -> None:
+    lightnings_own: list[int] = []
+    run = _AutomaticOptimization.run
+
+    def counted(self: Any, *args: Any) -> Any:
+        lightnings_own.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(_AutomaticOptimization, "run", counted)
+    module = fit(tmp_path, QuickSteps())
+    assert len(lightnings_own) == 1  # of 24
+    assert "run" not in vars(module.trainer.fit_loop.epoch_loop.automatic_optimization)
 
 
 def test_hooks_that_somebody_wrote_are_called_at_every_step(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from project.callbacks.direct_step import DirectStep, can_step_directly
 from project.callbacks.log_steps import STEP_HOOKS, skip_idle_hooks
 
 
@@ -25,6 +26,7 @@ class QuickSteps(Callback):
     - Hooks that nobody overrides, of callbacks and of the module: each was called, inside a profiler section.
     - The profiler's sections where there is no profiler: 53 generators a step that do nothing.
     - The look at the signature of ``training_step``, by ``inspect``, and at who defines the batch-transfer hooks.
+    - The wrappers around the parts of a step, see :class:`project.callbacks.direct_step.DirectStep`.
     - Without a GPU: torch's optimizers ask at every step whether there is CUDA, and ``PYTORCH_NVML_BASED_CUDA_CHECK``,
       which Lightning sets on import, turns half a microsecond into a search for NVIDIA's library, 40 microseconds.
 
@@ -46,6 +48,8 @@ class QuickSteps(Callback):
                 self._hooks.append(name)
         if type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
             trainer.profiler = NoSections()  # type: ignore[attr-defined]
+            if can_step_directly(trainer, pl_module):  # a profiler wants the sections that it leaves out
+                vars(trainer.fit_loop.epoch_loop.automatic_optimization)["run"] = DirectStep(trainer)
         _look_once_at_training_step(trainer, pl_module)
         selector = trainer._data_connector._datahook_selector  # made anew for every fit and test
         if selector is not None:
@@ -58,6 +62,7 @@ class QuickSteps(Callback):
             vars(pl_module).pop(name, None)
         self._hooks = []
         vars(trainer.fit_loop.epoch_loop).pop("_build_kwargs", None)
+        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("run", None)
 
 
 class NoSections(PassThroughProfiler):
