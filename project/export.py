@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     from project.export_check import compare, test_images
     from project.export_files import InferenceGraph, metadata, write_onnx, write_pt2, write_safetensors
 
-    images, labels, source = test_images(loaded)
+    images, labels, source = test_images(loaded, as_in_training=not any(typed.values()))
     graph = InferenceGraph(loaded)
     facts = metadata(loaded, images, labels, source)
     print(f"{checkpoint}: exporting, then comparing on {len(images):,} {source} images", flush=True)

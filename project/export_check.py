@@ -24,15 +24,19 @@ ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE = 1e-4, 1e-5
 MOST_IMAGES = 10_000
 
 
-def test_images(loaded: Loaded) -> tuple[Tensor, Tensor, str]:
+def test_images(loaded: Loaded, as_in_training: bool) -> tuple[Tensor, Tensor, str]:
     """Images as the loader gives them, (count, channels, height, width), labels (count,), and where they are from.
 
     At most ``MOST_IMAGES``. Where the run's test set cannot be had, random images without labels: an export does not
     need the data it was trained on.
+
+    Args:
+        loaded: The checkpoint.
+        as_in_training: Where the run trained on the bundled digits, take those of them; else look for the data anew.
     """
     datamodule = loaded.datamodule
     seen = loaded.run.get("data_source")
-    if seen == "sample":
+    if seen == "sample" and as_in_training:
         datamodule.stay_with(seen)  # `auto` would look for the full set first
     try:
         datamodule.prepare_data()

@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
     print("\n".join(told))
     print("\nLook at it with git diff; git reset --hard undoes it. To keep it:")
     print(f"  git add --all && git commit -m 'Rename to {args.name}'")
-    print(f"  pip install -e .   # where {PACKAGE} was installed\n  python -m {args.name}.fit")
+    first = "devices" if args.bare else "fit"  # a bare clone has no digits to train on
+    print(f"  pip install -e .   # where {PACKAGE} was installed\n  python -m {args.name}.{first}")
     return 0
 
 

@@ -117,6 +117,9 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         if flags[name] is not None and flags[name] < 1:
             raise UserError(f"--{name} must be at least 1, got {flags[name]}.")
+    for name in ("max_epochs", "max_steps"):
+        if flags[name] == 0:
+            raise UserError(f"--{name} must be at least 1, or -1 for no end, got 0.")
     if flags["val_check_interval"] in (0, "0"):
         raise UserError("--val_check_interval must be above 0, got 0. --limit_val_batches 0 turns validation off.")
 

@@ -22,12 +22,14 @@ WHAT = ("lr", "batch_size")
 
 def main(argv: list[str]) -> int:
     """Tune as ``argv`` says; returns the exit code."""
+    from project.arguments import take_word
     from project.errors import UserError, nearest
     from project.imports import quick_imports
     from project.tables import check_output
 
     parser = make_parser()
-    options, fit_flags = parser.parse_known_args(argv)
+    what, rest = take_word(argv, WHAT)
+    options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
     if options.what not in WHAT:
         raise UserError(f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}")
     check_numbers(options)

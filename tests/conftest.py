@@ -31,15 +31,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(2, os.cpu_count() or 1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder that the processes of this test session share; they inherit the variable that names it."""
+    if not hasattr(config, "workerinput"):
+        shared = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+        os.environ["TESTS_SHARED_FOLDER"] = shared.name
+        config.add_cleanup(shared.cleanup)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside pytest-timeout, which should not count the waiting
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """A test marked ``alone``, because it measures time or a GPU's memory, waits for the others, and they for it."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        return (yield)
     alone = item.get_closest_marker("alone") or item.get_closest_marker("gpu")
-    path = Path(tempfile.gettempdir())
-    with open(path / f"tests-{run}-turn", "w") as turn, open(path / f"tests-{run}-machine", "w") as machine:
+    shared = Path(os.environ["TESTS_SHARED_FOLDER"])
+    with open(shared / "turn", "w") as turn, open(shared / "machine", "w") as machine:
         fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits for the machine is the next to have it
         fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(turn, fcntl.LOCK_UN)

@@ -40,6 +40,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--data.batch_size", "100000000"], ["--data.batch_size", "100000000"]),
         (["--data.train_samples", "0"], ["--data.train_samples", "at least 1"]),
         (["--data.source", "imagenet"], ["--data.source", "imagenet", "sample"]),
+        (["--max_epochs", "0"], ["--max_epochs", "at least 1", "got 0"]),
+        (["--max_steps", "0"], ["--max_steps", "at least 1", "got 0"]),
         (["--accumulate_grad_batches", "0"], ["--accumulate_grad_batches", "at least 1"]),
         (["--model.lr", "-1"], ["--model.lr", "above 0", "-1"]),
         (["--model.lr", "fast"], ["--model.lr", "number", "fast"]),

@@ -6,6 +6,7 @@ import re
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from project import entry, export
+from project import entry, export, export_check
 from project.checkpoints import Loaded, load
 from project.data import MNISTDataModule
 from project.errors import UserError
@@ -184,6 +185,26 @@ def test_without_the_training_data_an_export_is_checked_on_random_images(
     assert "1,000 random images" in capsys.readouterr().out
     metadata = onnx.load(tmp_path / "out" / "model.onnx").metadata_props
     assert not any(prop.key == "test/accuracy" for prop in metadata)
+
+
+@pytest.mark.full_mnist
+@pytest.mark.parametrize(("typed", "source"), [([], "sample test"), (["--data.root"], "mnist test")])
+def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_are_named(
+    typed: list[str], source: str, tmp_path: Path, mnist_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(trained_checkpoint(), ["--data.source", "auto", "--data.root", str(mnist_root)])
+    seen: list[str] = []
+    find_images = export_check.test_images
+
+    def noted(loaded: Loaded, as_in_training: bool) -> Any:
+        seen.append(find_images(loaded, as_in_training)[2])
+        raise UserError("enough")
+
+    monkeypatch.setattr("project.checkpoints.load", lambda *_: loaded)
+    monkeypatch.setattr("project.export_check.test_images", noted)
+    words = [word for name in typed for word in (name, str(mnist_root))]
+    assert entry.exit_code(export.main, ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words]) == 2
+    assert seen == [source]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_a_bare_clone_has_no_digits_and_tests_that_pass(clone: Path) -> None:
     assert "trains on digits" not in readme
     first = readme.partition("```bash\n")[2].partition("\n```")[0].split(" && ")[-1]
     assert python(clone, *first.split()[1:]).returncode == 0, first
+    assert told.stdout.splitlines()[-1].strip() == first  # what to do next, once the clone is installed
     assert not (clone / "tests" / "digit_files.py").exists()
     collected = python(clone, "-m", "pytest", "-q", "--collect-only", "tests")
     assert collected.returncode == 0, collected.stdout

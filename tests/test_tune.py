@@ -258,7 +258,7 @@ def test_a_loss_that_never_falls_is_no_suggestion_but_an_error(losses: list[floa
 def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.exit_code(tune.main, ["lr", *SMALL, "--output", "curve.csv", "--steps", "100"]) == 0
+    assert entry.exit_code(tune.main, [*SMALL, "lr", "--output", "curve.csv", "--steps", "100"]) == 0
     told = capsys.readouterr().out
     suggested = float(told.split("--model.lr ")[1].split()[0])
     assert 2e-4 < suggested < 5e-2

@@ -6,7 +6,6 @@ import functools
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from filelock import FileLock
@@ -17,7 +16,7 @@ EPOCHS = 3
 @functools.cache
 def trained_checkpoint() -> Path:
     """``best.ckpt`` of the default network after a few epochs. Other files of the run lie beside it. Read only."""
-    root = Path(tempfile.gettempdir()) / f"trained-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    root = Path(os.environ["TESTS_SHARED_FOLDER"]) / "runs"
     flags = ["--data.source", "sample", "--max_epochs", str(EPOCHS), "--data.batch_size", "64", "--accelerator", "cpu"]
     command = [sys.executable, "-m", "project.fit", *flags, "--default_root_dir", str(root), "--run_name", "trained"]
     with FileLock(f"{root}.lock"):

@@ -40,25 +40,17 @@ def main(argv: list[str]) -> int:
 
 def read_options(argv: list[str]) -> tuple[str | None, Any, list[str]]:
     """The table's name or None, the benchmark's own options, and the rest, which are flags of ``fit``."""
-    from project.arguments import CommandParser
+    from project.arguments import CommandParser, take_word
     from project.benchmark.flags import TABLES, add_options
     from project.errors import UserError, nearest
 
-    # by hand: argparse would take the value of an option that it does not know, one of fit's, for the table
-    before = ["", *argv]
-    places = [i for i, word in enumerate(argv) if word in TABLES and not takes_value(before[i])]
-    table = argv[places[0]] if places else None
+    table, rest = take_word(argv, TABLES, switches=("--quick", "--baseline"))
     parser = CommandParser(f"project.benchmark{f' {table}' if table else ''}", __doc__)
     add_options(parser, table)
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
-    known, rest = parser.parse_known_args([word for i, word in enumerate(argv) if i not in places[:1]])
-    return table, known, rest
-
-
-def takes_value(word: str) -> bool:
-    """Whether the next word belongs to this one."""
-    return word.startswith("--") and "=" not in word and word not in ("--quick", "--baseline")
+    known, fit_flags = parser.parse_known_args(rest)
+    return table, known, fit_flags
 
 
 def files_to_write(options: Any) -> tuple[Any, Any]:

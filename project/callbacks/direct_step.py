@@ -30,8 +30,8 @@ class DirectStep:
 
     Forward and backward pass, clipping, gradient scaling and the optimizer go through the strategy and the precision
     plugin, as ever, with their hooks. Left out are the closure in three parts, its result with a divided and a copied
-    loss, the wrapped optimizer, and the module's hooks that only lead there: a tenth of a millisecond a step, between
-    two parallel sections of the arithmetic, whose threads fall asleep the later the shorter it is.
+    loss, the wrapped optimizer, and the module's hooks that only lead there: 0.06 ms a step on a CPU core, a twentieth
+    of what the course's classifier takes for 64 images.
 
     The first step of a fit, accumulated steps, and whoever switches the backward pass off take Lightning's own way,
     with its checks and warnings.

@@ -52,7 +52,7 @@ class ImageClassifier(LightningModule):
         optimizer_args: dict[str, Any] = {},  # noqa: B006 - read only
         schedule: Schedule = "linear",
         warmup_fraction: float = 0.2,
-        label_smoothing: float = 0.0,
+        label_smoothing: float = 0.1,
         compile: bool = False,
         channels_last: bool = True,
         activation_checkpointing: bool = False,
