@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NoReturn
 
 from project.cli_errors import explain
@@ -30,7 +30,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(explain(message, [o for o in self._option_string_actions if o.startswith("--")]))
 
 
-def take_word(argv: list[str], words: Iterable[str], switches: tuple[str, ...] = ()) -> tuple[str | None, list[str]]:
+def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...] = ()) -> tuple[str | None, list[str]]:
     """The first of ``words`` on a command line that is not an option's value, or None; and the line without it.
 
     argparse would take the value of an option that it does not know, one of ``fit``'s, for the word.
@@ -40,7 +40,8 @@ def take_word(argv: list[str], words: Iterable[str], switches: tuple[str, ...] =
         words: What is looked for, such as names of tables.
         switches: Options that take no value.
     """
-    for before, (place, word) in zip(["", *argv], enumerate(argv), strict=False):
+    for place, word in enumerate(argv):
+        before = argv[place - 1] if place else ""
         takes_value = before.startswith("--") and "=" not in before and before not in switches
         if word in words and not takes_value:
             return word, argv[:place] + argv[place + 1 :]

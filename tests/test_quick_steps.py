@@ -161,6 +161,9 @@ def test_most_steps_take_the_short_way_and_it_is_gone_afterwards(tmp_path: Path,
     monkeypatch.setattr(_AutomaticOptimization, "run", counted)
     module = fit(tmp_path, QuickSteps())
     assert len(lightnings_own) == 1  # of 24
+    module.trainer.fit_loop.max_epochs = 3
+    module.trainer.fit(module, datamodule=Noise(batch_size=8))
+    assert len(lightnings_own) == 2  # of 24 and 12
     assert "run" not in vars(module.trainer.fit_loop.epoch_loop.automatic_optimization)
 
 

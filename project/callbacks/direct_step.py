@@ -12,13 +12,15 @@ from lightning.pytorch.trainer.call import _call_strategy_hook
 from torch import Tensor
 from torch.optim import Optimizer
 
-# A module that overrides one of them, or a callback or a module that listens before gradients are zeroed, keeps
-# Lightning's own way.
-BYPASSED = ("optimizer_step", "optimizer_zero_grad")
+BYPASSED = ("optimizer_step", "optimizer_zero_grad")  # a module's hooks that DirectStep does not call
 
 
 def can_step_directly(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether nobody would miss what :class:`DirectStep` leaves out."""
+    """Whether nobody would miss what :class:`DirectStep` leaves out.
+
+    That is: the module overrides none of ``BYPASSED``, and neither it nor a callback has ``on_before_zero_grad``, once
+    :class:`project.callbacks.quick_steps.QuickSteps` has taken off the hooks that nobody wrote.
+    """
     overridden = any(getattr(type(module), name) is not getattr(LightningModule, name) for name in BYPASSED)
     listeners = [module, *trainer.callbacks]  # type: ignore[attr-defined]
     listened_to = any(callable(listener.on_before_zero_grad) for listener in listeners)

@@ -48,8 +48,9 @@ class QuickSteps(Callback):
                 self._hooks.append(name)
         if type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
             trainer.profiler = NoSections()  # type: ignore[attr-defined]
-            if can_step_directly(trainer, pl_module):  # a profiler wants the sections that it leaves out
-                vars(trainer.fit_loop.epoch_loop.automatic_optimization)["run"] = DirectStep(trainer)
+        # any other profiler wants the sections that a direct step leaves out
+        if isinstance(trainer.profiler, NoSections) and can_step_directly(trainer, pl_module):  # type: ignore[attr-defined]
+            vars(trainer.fit_loop.epoch_loop.automatic_optimization)["run"] = DirectStep(trainer)
         _look_once_at_training_step(trainer, pl_module)
         selector = trainer._data_connector._datahook_selector  # made anew for every fit and test
         if selector is not None:
