@@ -50,6 +50,7 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
     assert {
         "hand-written floor",
+        "floor with index_select",
         "course loop",
         "all features",
         "without memory monitor",

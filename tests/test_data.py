@@ -143,6 +143,9 @@ def test_a_batch_is_gathered_in_one_call() -> None:
     dataset = TensorImages(torch.arange(10).view(10, 1, 1, 1), torch.arange(10))
     images, labels = dataset[torch.tensor([3, 1])]
     assert images.flatten().tolist() == labels.tolist() == [3, 1]
+    for others in (slice(2, 4), torch.arange(10) > 7, [4, 2], -1):  # as a tensor would be indexed
+        images, labels = dataset[others]
+        assert images.flatten().tolist() == labels.flatten().tolist() == torch.arange(10)[others].flatten().tolist()
     loader = make_loader(
         dataset,
         TrainBatchSampler(10, 5),
@@ -160,11 +163,15 @@ def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
     module = MNISTDataModule(source="sample")
     module.setup("fit")
     images = module.splits["train"].images
+    before = images.clone()
     normalised = module.normalize(images)
+    assert torch.equal(images, before)
     assert normalised.dtype == torch.float32
     assert abs(float(normalised.mean())) < 0.02
     assert abs(float(normalised.std()) - 1) < 0.02
-    assert torch.allclose(module.normalize(images.float() / 255), normalised, atol=1e-6)
+    fractions = images.float() / 255
+    assert torch.allclose(module.normalize(fractions), normalised, atol=1e-6)
+    assert torch.equal(fractions, images.float() / 255)
 
 
 def test_augmentation_without_amount_changes_nothing_and_a_shift_shifts() -> None:

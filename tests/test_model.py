@@ -10,6 +10,7 @@ from torch import nn
 
 from project.errors import UserError
 from project.model import MLP, ConvNet, MNISTClassifier
+from project.model.classifier import MOST_KEPT
 from project.model.optimizers import make_optimizer, rate_factor
 from project.model.recompute import recompute_activations
 
@@ -91,3 +92,18 @@ def test_schedules_climb_to_the_peak_and_survive_a_longer_run(shape: str) -> Non
     assert 0 < factors[0] < 0.1
     assert rate_factor(shape, 0.2, 100, 150) == factors[-1] == (1.0 if shape == "constant" else 0.0)  # type: ignore[arg-type]
     assert rate_factor(shape, 0.2, -1, 7) == 1.0  # type: ignore[arg-type]
+
+
+def test_logits_are_counted_and_let_go_of_between_log_steps_that_are_far_apart() -> None:
+    """An epoch's logits of a network with many classes would fill a GPU."""
+    torch.manual_seed(0)
+    module, network = MNISTClassifier(MLP()), MLP()
+    network.load_state_dict(module.network.state_dict())
+    right = 0
+    for index in range(2 * MOST_KEPT):
+        images, labels = torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
+        right += int((network(images).argmax(dim=1) == labels).sum())
+        module.training_step((images, labels), index)
+    assert sum(logits.untyped_storage().nbytes() for _, logits, _ in module.window) == 0
+    assert module.take_window_loss() > 0
+    assert float(module.train_accuracy.compute()) == right / (4 * 2 * MOST_KEPT)

