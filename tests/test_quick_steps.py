@@ -96,6 +96,17 @@ class WithoutBackward(Callback):
         trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward = trainer.current_epoch > 0
 
 
+class Later(Callback):
+    """Changes a flag of the trainer's in the second epoch."""
+
+    def __init__(self, flag: str, value: float) -> None:
+        self.flag, self.value = flag, value
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch > 0:
+            setattr(trainer, self.flag, self.value)
+
+
 def with_batch_norm() -> ImageClassifier:
     layers = torch.nn.Flatten(), torch.nn.Linear(784, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 10)
     return ImageClassifier(torch.nn.Sequential(*layers))
@@ -109,6 +120,9 @@ CASES: dict[str, tuple[Callable[[], ImageClassifier], dict[str, Any]]] = {
     "dictionary": (lambda: WithDetails(MLP(hidden=[16])), {}),
     "line search": (lambda: LineSearch(MLP(hidden=[16])), {}),
     "no backward": (lambda: ImageClassifier(MLP(hidden=[16])), {"callbacks": [WithoutBackward()]}),
+    "clipped later": (lambda: ImageClassifier(MLP(hidden=[16])), {"callbacks": [Later("gradient_clip_val", 0.1)]}),
+    "validation not due": (lambda: ImageClassifier(MLP(hidden=[16])), {"check_val_every_n_epoch": 3}),
+    "not validated later": (lambda: ImageClassifier(MLP(hidden=[16])), {"callbacks": [Later("limit_val_batches", 0)]}),
     "averaged": (with_batch_norm, {"callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1)]}),
 }
 

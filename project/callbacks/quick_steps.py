@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
 
 from project.callbacks.direct_step import DirectStep, can_step_directly
 from project.callbacks.log_steps import STEP_HOOKS, skip_idle_hooks
+
+CLIPPING = "configure_gradient_clipping"
 
 
 class QuickSteps(Callback):
@@ -25,7 +29,9 @@ class QuickSteps(Callback):
 
     - Hooks that nobody overrides, of callbacks and of the module: each was called, inside a profiler section.
     - The profiler's sections where there is no profiler: 53 generators a step that do nothing.
-    - The look at the signature of ``training_step``, by ``inspect``, and at who defines the batch-transfer hooks.
+    - The look at the signature of ``training_step``, by ``inspect``, at who defines the batch-transfer hooks, and at
+      whether there is a ``validation_step``.
+    - The way to a clipping of gradients where nothing is clipped.
     - The wrappers around the parts of a step, see :class:`project.callbacks.direct_step.DirectStep`.
     - Without a GPU: torch's optimizers ask at every step whether there is CUDA, and ``PYTORCH_NVML_BASED_CUDA_CHECK``,
       which Lightning sets on import, turns half a microsecond into a search for NVIDIA's library, 40 microseconds.
@@ -42,10 +48,12 @@ class QuickSteps(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             skip_idle_hooks(callback)
         for name in STEP_HOOKS[:6]:  # of training; Lightning examines a module's evaluation hooks
-            idle = getattr(type(pl_module), name) is getattr(LightningModule, name)
-            if idle and name not in vars(pl_module):
+            if _is_lightnings(pl_module, name):
                 vars(pl_module)[name] = None
                 self._hooks.append(name)
+        if _is_lightnings(pl_module, CLIPPING):
+            vars(pl_module)[CLIPPING] = partial(_clip_if_asked, pl_module)
+            self._hooks.append(CLIPPING)
         if type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
             trainer.profiler = NoSections()  # type: ignore[attr-defined]
         # any other profiler wants the sections that a direct step leaves out
@@ -58,11 +66,15 @@ class QuickSteps(Callback):
         if not torch.cuda.is_available():
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _look_once_for_validation(trainer, pl_module)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for name in self._hooks:
             vars(pl_module).pop(name, None)
         self._hooks = []
-        vars(trainer.fit_loop.epoch_loop).pop("_build_kwargs", None)
+        for name in ("_build_kwargs", "_should_check_val_epoch"):
+            vars(trainer.fit_loop.epoch_loop).pop(name, None)
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("run", None)
 
 
@@ -73,6 +85,33 @@ class NoSections(PassThroughProfiler):
 
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
         return self._nothing
+
+
+def _is_lightnings(module: LightningModule, hook: str) -> bool:
+    """Whether nobody has written a hook of this name for the module."""
+    return hook not in vars(module) and getattr(type(module), hook) is getattr(LightningModule, hook)
+
+
+def _clip_if_asked(
+    module: LightningModule,
+    optimizer: Optimizer,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+) -> None:
+    if gradient_clip_val or module.trainer.gradient_clip_val:
+        LightningModule.configure_gradient_clipping(module, optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+def _look_once_for_validation(trainer: Trainer, module: LightningModule) -> None:
+    loop = trainer.fit_loop.epoch_loop
+    possible = loop.val_loop._data_source.is_defined() and is_overridden("validation_step", module)
+
+    def should_check_val_epoch() -> bool:
+        every = trainer.check_val_every_n_epoch
+        due = every is None or (trainer.current_epoch + 1) % every == 0
+        return possible and trainer.limit_val_batches > 0 and due
+
+    loop._should_check_val_epoch = should_check_val_epoch  # type: ignore[method-assign]
 
 
 def _look_once_at_training_step(trainer: Trainer, module: LightningModule) -> None:
