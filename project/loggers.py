@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class MetricsCSV(Logger):
         self._count = len(rows)  # in the file
         self._row: dict[str, float] = {}  # the row being gathered
         self._row_in_file = False  # an earlier state of it is the file's last row
+        self._row_start = 0  # where in the file that begins, in bytes
         self._row_changed = False
 
     @property
@@ -74,12 +76,11 @@ class MetricsCSV(Logger):
         if self._row_changed:
             new = sorted(key for key in self._row if key not in self._columns)
             self._columns += new
-            if self._row_in_file or new or not self._count:
+            if new or not self.path.exists():
                 rows: list[dict[str, Any]] = list(self._read())
                 self._rewrite([*(rows[:-1] if self._row_in_file else rows), self._row])
             else:
-                with open(self.path, "a", newline="") as file:
-                    csv.DictWriter(file, self._columns).writerow(self._row)
+                self._write_last_row()
             self._count += not self._row_in_file
             self._row_in_file, self._row_changed = True, False
         return self._count
@@ -102,9 +103,19 @@ class MetricsCSV(Logger):
         with open(self.path, newline="") as file:
             return list(csv.DictReader(file))
 
+    def _write_last_row(self) -> None:
+        """Append the row, or put it over its earlier state: the file may be long, and is not written anew."""
+        with open(self.path, "r+b") as file:
+            self._row_start = file.seek(self._row_start) if self._row_in_file else file.seek(0, os.SEEK_END)
+            file.write(self._as_text([self._row]))
+            file.truncate()
+
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        head = self._as_text([dict(zip(self._columns, self._columns, strict=True)), *rows[:-1]])
+        write_atomically(head + self._as_text(rows[-1:]), self.path)
+        self._row_start = len(head)
+
+    def _as_text(self, rows: list[dict[str, Any]]) -> bytes:
         text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns)
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomically(text.getvalue().encode(), self.path)
+        csv.DictWriter(text, self._columns).writerows(rows)
+        return text.getvalue().encode()

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from project.loggers import MetricsCSV
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    with open(path, newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.csv"
+
+
+def test_what_is_logged_at_one_step_is_one_row_whenever_it_is_written(path: Path) -> None:
+    logger = MetricsCSV(path)
+    logger.log_metrics({"train/loss": 2.5, "train/größe": 1}, 9)
+    logger.save()
+    logger.log_metrics({"val/loss": 0.1, "train/loss": 3}, 19)
+    logger.save()
+    logger.log_metrics({"val/loss": 0.125}, 19)
+    logger.finalize("success")
+    assert read(path) == [
+        {"step": 9, "train/loss": 2.5, "train/größe": 1},
+        {"step": 19, "train/loss": 3, "val/loss": 0.125},
+    ]
+
+
+def test_a_row_that_grows_or_shrinks_is_written_over_and_the_file_not_anew(path: Path) -> None:
+    logger = MetricsCSV(path)
+    for step in range(3):
+        logger.log_metrics({"a": step, "b": step / 3}, step)
+        logger.save()
+    file = path.stat().st_ino
+    for value in (1e-9 / 3, 5):
+        logger.log_metrics({"b": value}, 2)
+        logger.save()
+        assert read(path)[2] == {"step": 2, "a": 2, "b": value}
+        assert path.stat().st_ino == file
+    logger.log_metrics({"a": 7}, 3)
+    logger.save()
+    assert [row["step"] for row in read(path)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_resumed_run_goes_on_behind_the_rows_that_its_checkpoint_knew(path: Path, kept: int) -> None:
+    first = MetricsCSV(path)
+    for step in range(4):
+        first.log_metrics({"a": step}, step)
+        first.save()
+    with open(path, "a") as file:
+        file.write("4,")  # killed in the middle of a row
+    again = MetricsCSV(path)
+    again.keep_rows(kept)
+    if kept:
+        again.log_metrics({"b": 0.5}, kept - 1)  # joins the row that was saved with the checkpoint
+        again.save()
+    again.log_metrics({"a": 9}, 9)
+    again.finalize("success")
+    rows = [{"step": step, "a": step} for step in range(kept)]
+    if kept:
+        rows[-1]["b"] = 0.5
+    assert read(path) == [*rows, {"step": 9, "a": 9}]
+
+
+def test_a_file_that_was_taken_away_is_begun_again(path: Path) -> None:
+    logger = MetricsCSV(path)
+    logger.log_metrics({"a": 1}, 1)
+    logger.save()
+    path.unlink()
+    logger.log_metrics({"a": 2}, 2)
+    logger.save()
+    assert read(path) == [{"step": 2, "a": 2}]
