@@ -71,8 +71,12 @@ class MetricsCSV(Logger):
     def finalize(self, status: str) -> None:
         self.flush_rows()
 
-    def flush_rows(self) -> int:
-        """Write the row being gathered, which may still grow; returns the number of rows in the file."""
+    def flush_rows(self, to_disk: bool = False) -> int:
+        """Write the row being gathered, which may still grow; returns the number of rows in the file.
+
+        Args:
+            to_disk: Wait until the file would survive a power cut, as a checkpoint that counts its rows does.
+        """
         if self._row_changed:
             new = sorted(key for key in self._row if key not in self._columns)
             self._columns += new
@@ -83,6 +87,9 @@ class MetricsCSV(Logger):
                 self._write_last_row()
             self._count += not self._row_in_file
             self._row_in_file, self._row_changed = True, False
+        if to_disk and self._row_in_file and self.path.exists():
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
         return self._count
 
     @rank_zero_only

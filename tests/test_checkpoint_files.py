@@ -13,6 +13,7 @@ import torch
 from project import entry, fit
 from project.checkpoints import AtomicCheckpointIO, damage, serialize, write_atomically
 from project.errors import UserError
+from project.loggers import MetricsCSV
 from project.runs import choose, find_checkpoint
 from tests.commands import SMALL, assert_same_run, checkpoint, command, kill_group, start, summary, wait_for
 
@@ -111,6 +112,21 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_whole(
         assert not list((disk / "r").glob(".*.part"))
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)  # a file may still be open
+
+
+def test_a_checkpoint_waits_until_the_rows_that_it_counts_are_on_the_disk(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[bool] = []
+    flush_rows = MetricsCSV.flush_rows
+
+    def noted(self: MetricsCSV, to_disk: bool = False) -> int:
+        waited.append(to_disk)
+        return flush_rows(self, to_disk)
+
+    monkeypatch.setattr(MetricsCSV, "flush_rows", noted)
+    assert entry.exit_code(fit.main, [*SMALL, "--run_name", "r", "--max_epochs", "1"]) == 0
+    assert any(waited)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,18 @@ def test_a_file_that_was_taken_away_is_begun_again(path: Path) -> None:
     logger.log_metrics({"a": 2}, 2)
     logger.save()
     assert read(path) == [{"step": 2, "a": 2}]
+
+
+def test_rows_that_a_checkpoint_counts_are_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = MetricsCSV(path)
+    logger.log_metrics({"a": 1}, 1)
+    logger.save()
+    on_disk: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: on_disk.append(os.fstat(file).st_size))
+    logger.log_metrics({"a": 2}, 2)
+    logger.save()
+    assert not on_disk, "a log step need not wait for the disk"
+    assert logger.flush_rows(to_disk=True) == 2
+    assert on_disk == [path.stat().st_size]
+    path.unlink()
+    assert logger.flush_rows(to_disk=True) == 2

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,17 @@ def test_who_overrides_the_way_to_the_optimizer_is_asked_at_every_step(tmp_path:
     for kind in (Own, Zeroes):
         fit(tmp_path, QuickSteps(), module=kind(MLP(hidden=[16])))
         assert len(kind.called) == 24
+    called, module = [], ImageClassifier(MLP(hidden=[16]))
+    zero_grad = module.optimizer_zero_grad
+
+    @wraps(zero_grad)
+    def noted(*args: Any) -> None:
+        called.append("zero")
+        zero_grad(*args)
+
+    module.optimizer_zero_grad = noted  # type: ignore[method-assign]
+    fit(tmp_path, QuickSteps(), module=module)
+    assert len(called) == 24
 
 
 def test_most_steps_take_the_short_way_and_it_is_gone_afterwards(tmp_path: Path, monkeypatch: Any) -> None:
@@ -206,6 +218,8 @@ def test_idle_hooks_are_off_while_training_and_back_afterwards(tmp_path: Path) -
 
     module = fit(tmp_path, QuickSteps(), Look())
     assert callable(module.on_before_zero_grad)
+    assert "configure_gradient_clipping" not in vars(module)
+    assert not {"_build_kwargs", "_should_check_val_epoch"} & set(vars(module.trainer.fit_loop.epoch_loop))
 
 
 def test_a_profiler_that_was_asked_for_keeps_its_sections(tmp_path: Path) -> None:

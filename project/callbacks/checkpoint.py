@@ -270,5 +270,5 @@ class RunCheckpoint(GracefulStop):
             "place": self._place,
             "ranks": self._agreement.gather(mine),
             "global_batch_size": getattr(sampler, "global_batch_size", 0),
-            "metric_rows": next((x.flush_rows() for x in trainer.loggers if isinstance(x, MetricsCSV)), 0),
+            "metric_rows": next((x.flush_rows(to_disk=True) for x in trainer.loggers if isinstance(x, MetricsCSV)), 0),
         }

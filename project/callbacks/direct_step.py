@@ -12,6 +12,8 @@ from lightning.pytorch.trainer.call import _call_strategy_hook
 from torch import Tensor
 from torch.optim import Optimizer
 
+from project.callbacks.log_steps import is_default
+
 BYPASSED = ("optimizer_step", "optimizer_zero_grad")  # a module's hooks that DirectStep does not call
 
 
@@ -21,7 +23,7 @@ def can_step_directly(trainer: Trainer, module: LightningModule) -> bool:
     That is: the module overrides none of ``BYPASSED``, and neither it nor a callback has ``on_before_zero_grad``, once
     :class:`project.callbacks.quick_steps.QuickSteps` has taken off the hooks that nobody wrote.
     """
-    overridden = any(getattr(type(module), name) is not getattr(LightningModule, name) for name in BYPASSED)
+    overridden = not all(is_default(module, name) for name in BYPASSED)
     listeners = [module, *trainer.callbacks]  # type: ignore[attr-defined]
     listened_to = any(callable(listener.on_before_zero_grad) for listener in listeners)
     return not (overridden or listened_to or trainer.strategy.handles_gradient_accumulation)
@@ -32,8 +34,8 @@ class DirectStep:
 
     Forward and backward pass, clipping, gradient scaling and the optimizer go through the strategy and the precision
     plugin, as ever, with their hooks. Left out are the closure in three parts, its result with a divided and a copied
-    loss, the wrapped optimizer, and the module's hooks that only lead there: 0.06 ms a step on a CPU core, a twentieth
-    of what the course's classifier takes for 64 images.
+    loss, the wrapped optimizer, and the module's hooks that only lead there: 0.06 ms a step on a CPU core, of the
+    1.9 ms that the course's classifier takes for 64 images.
 
     The first step of a fit, accumulated steps, and whoever switches the backward pass off take Lightning's own way,
     with its checks and warnings.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 # What Lightning calls at every training or evaluation step. Each costs two microseconds a step, overridden or not.
 STEP_HOOKS = (
@@ -54,6 +54,15 @@ def gather_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[list[fl
     return gathered
 
 
+def is_default(listener: Callback | LightningModule, hook: str) -> bool:
+    """Whether nobody has written a hook of this name, for the class or for this one object.
+
+    Lightning's ``is_overridden`` looks through ``functools.wraps``, and so misses a wrapper around the default.
+    """
+    base = Callback if isinstance(listener, Callback) else LightningModule
+    return hook not in vars(listener) and getattr(type(listener), hook) is getattr(base, hook)
+
+
 def skip_idle_hooks(callback: Callback) -> None:
     """Take the per-step hooks that a callback does not override off Lightning's call list.
 
@@ -61,5 +70,5 @@ def skip_idle_hooks(callback: Callback) -> None:
     step for a callback without any code, a hundredth of a small network's step. It passes over None.
     """
     for name in STEP_HOOKS:
-        if getattr(type(callback), name) is getattr(Callback, name) and name not in vars(callback):
+        if is_default(callback, name):
             setattr(callback, name, None)

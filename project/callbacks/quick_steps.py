@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 
 from project.callbacks.direct_step import DirectStep, can_step_directly
-from project.callbacks.log_steps import STEP_HOOKS, skip_idle_hooks
+from project.callbacks.log_steps import STEP_HOOKS, is_default, skip_idle_hooks
 
 CLIPPING = "configure_gradient_clipping"
 
@@ -48,10 +48,10 @@ class QuickSteps(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             skip_idle_hooks(callback)
         for name in STEP_HOOKS[:6]:  # of training; Lightning examines a module's evaluation hooks
-            if _is_lightnings(pl_module, name):
+            if is_default(pl_module, name):
                 vars(pl_module)[name] = None
                 self._hooks.append(name)
-        if _is_lightnings(pl_module, CLIPPING):
+        if is_default(pl_module, CLIPPING):
             vars(pl_module)[CLIPPING] = partial(_clip_if_asked, pl_module)
             self._hooks.append(CLIPPING)
         if type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
@@ -60,14 +60,12 @@ class QuickSteps(Callback):
         if isinstance(trainer.profiler, NoSections) and can_step_directly(trainer, pl_module):  # type: ignore[attr-defined]
             vars(trainer.fit_loop.epoch_loop.automatic_optimization)["run"] = DirectStep(trainer)
         _look_once_at_training_step(trainer, pl_module)
+        _look_once_for_validation(trainer, pl_module)
         selector = trainer._data_connector._datahook_selector  # made anew for every fit and test
         if selector is not None:
             selector.get_instance = cache(selector.get_instance)  # type: ignore[method-assign]
         if not torch.cuda.is_available():
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _look_once_for_validation(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for name in self._hooks:
@@ -85,11 +83,6 @@ class NoSections(PassThroughProfiler):
 
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
         return self._nothing
-
-
-def _is_lightnings(module: LightningModule, hook: str) -> bool:
-    """Whether nobody has written a hook of this name for the module."""
-    return hook not in vars(module) and getattr(type(module), hook) is getattr(LightningModule, hook)
 
 
 def _clip_if_asked(

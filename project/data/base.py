@@ -187,9 +187,9 @@ class BatchedDataModule(LightningDataModule):
         whole = 255.0 if images.dtype == torch.uint8 else 1.0
         # plain numbers: no little tensors, which at every step would be copied to the device and waited for
         if len(self.mean) == 1:
-            return _as_new_floats(images).sub_(whole * self.mean[0]).mul_(1 / (whole * self.std[0]))
+            return _standardized(images, whole * self.mean[0], whole * self.std[0])
         channels = [
-            _as_new_floats(channel).sub_(whole * mean).mul_(1 / (whole * std))
+            _standardized(channel, whole * mean, whole * std)
             for channel, mean, std in zip(images.split(1, dim=1), self.mean, self.std, strict=True)
         ]
         return torch.cat(channels, dim=1)
@@ -257,9 +257,8 @@ class BatchedDataModule(LightningDataModule):
         return self._augment_generator.manual_seed(global_seed() * 1_000_003 + position)
 
 
-def _as_new_floats(images: Tensor) -> Tensor:
-    """A float32 copy, the caller's to change."""
-    return images.to(torch.float32, copy=True)
+def _standardized(images: Tensor, mean: float, std: float) -> Tensor:
+    return images.to(torch.float32, copy=True).sub_(mean).mul_(1 / std)
 
 
 def as_unit_floats(images: Tensor) -> Tensor:

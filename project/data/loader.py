@@ -33,7 +33,7 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, indices: Any) -> tuple[Tensor, Tensor]:
         if isinstance(indices, Tensor) and indices.ndim == 1 and indices.dtype == torch.int64:
-            # copies whole images, an eighth of the time that images[indices] takes for their single bytes
+            # copies image by image; images[indices] goes byte by byte and takes a CPU eight times as long
             return self.images.index_select(0, indices), self.labels.index_select(0, indices)
         return self.images[indices], self.labels[indices]
 

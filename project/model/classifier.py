@@ -141,8 +141,8 @@ class ImageClassifier(LightningModule):
         if uncounted:
             logits, labels = (torch.cat(parts) for parts in zip(*uncounted, strict=True))
             self.train_accuracy.update(logits.argmax(dim=1), labels)
-            none = logits.new_empty(0, *logits.shape[1:]), labels.new_empty(0)  # an empty slice would keep them all
-            self.window = [(loss, *none) for loss, _, _ in self.window]
+            nothing = logits.new_empty(0), labels.new_empty(0)  # an empty slice would keep the memory of the whole
+            self.window = [(loss, *nothing) for loss, _, _ in self.window]
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch)
