@@ -93,7 +93,7 @@ def require_login() -> None:
     Raises:
         UserError: There is none.
     """
-    from project.wandb_connection import has_wandb_key
+    from project.loggers.wandb import has_wandb_key
 
     if not has_wandb_key():
         raise UserError(
@@ -157,6 +157,6 @@ def save(workspace: Any) -> str:
 
 
 if __name__ == "__main__":
-    from project.entry import run
+    from project.engine.command import run
 
     run(main)

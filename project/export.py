@@ -18,7 +18,7 @@ NAMES = ("model.onnx", "model.pt2", "model.safetensors")
 
 def main(argv: list[str]) -> int:
     """Export as ``argv`` says. Returns 1, and leaves no new file, where an export disagrees with the checkpoint."""
-    from project.arguments import CommandParser, add_checkpoint, add_output
+    from project.engine.command import CommandParser, add_checkpoint, add_output
 
     parser = CommandParser("project.export", __doc__)
     add_checkpoint(parser)
@@ -30,15 +30,15 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
 
-    from project.imports import quick_imports
+    from project.engine.command import quick_imports
     from project.tables import check_output, format_table, write_rows
 
     output = check_output(args.output) if args.output else None
 
     with quick_imports():
-        from project.checkpoints import load
+        from project.engine.checkpoint_files import load
+        from project.engine.run_folder import find_checkpoint
         from project.export_files import require_packages
-        from project.runs import find_checkpoint
 
     require_packages()
     checkpoint = find_checkpoint(args.ckpt_path)
@@ -46,8 +46,15 @@ def main(argv: list[str]) -> int:
     typed = {name: getattr(args, name) for name in ("data.root", "data.source")}
     loaded = load(checkpoint, [word for name, value in typed.items() if value for word in (f"--{name}", value)])
 
-    from project.export_check import compare, test_images
-    from project.export_files import InferenceGraph, metadata, write_onnx, write_pt2, write_safetensors
+    from project.export_files import (
+        InferenceGraph,
+        compare,
+        metadata,
+        test_images,
+        write_onnx,
+        write_pt2,
+        write_safetensors,
+    )
 
     images, labels, source = test_images(loaded, as_in_training=not any(typed.values()))
     graph = InferenceGraph(loaded)
@@ -91,6 +98,6 @@ def writable_folder(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    from project.entry import run
+    from project.engine.command import run
 
     run(main)

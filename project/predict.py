@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from project.checkpoints import Loaded
+    from project.engine.checkpoint_files import Loaded
+
 
 BATCH_SIZE = 256
 DIGITS = [str(digit) for digit in range(10)]
@@ -23,8 +24,7 @@ DIGITS = [str(digit) for digit in range(10)]
 
 def main(argv: list[str]) -> int:
     """Predict as ``argv`` says. Returns 2 where a file had to be skipped."""
-    from project.arguments import CommandParser, add_checkpoint, add_output
-    from project.imports import quick_imports
+    from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports
     from project.tables import check_output, format_table, write_rows
 
     parser = CommandParser("project.predict", __doc__)
@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
     paths = find_images(args.images)
 
     with quick_imports():
-        from project.checkpoints import load
-        from project.runs import find_checkpoint
+        from project.engine.checkpoint_files import load
+        from project.engine.run_folder import find_checkpoint
 
     loaded = load(find_checkpoint(args.ckpt_path))
     rows, prepared, bad = predict_files(loaded, paths)
@@ -122,7 +122,7 @@ def choose_preparation(datamodule: Any) -> Callable[[np.ndarray], np.ndarray]:
 
     A data module's own ``prepare_image`` if it has one; MNIST's way for the ten digits at 28x28; else cut and scaled.
     """
-    from project.digit_images import prepare_digit
+    from project.data.digits import prepare_digit
     from project.image_files import fit_picture
 
     if hasattr(datamodule, "prepare_image"):
@@ -134,6 +134,6 @@ def choose_preparation(datamodule: Any) -> Callable[[np.ndarray], np.ndarray]:
 
 
 if __name__ == "__main__":
-    from project.entry import run
+    from project.engine.command import run
 
     run(main)

@@ -22,7 +22,7 @@ CLONE = Path(__file__).parents[1]
 
 def main(argv: list[str]) -> int:
     """Rename as ``argv`` says; returns the exit code."""
-    from project.arguments import CommandParser
+    from project.engine.command import CommandParser
 
     parser = CommandParser(f"{PACKAGE}.rename", __doc__)
     parser.add_argument("name", metavar="NAME", help="the package's new name, such as digits")
@@ -143,6 +143,6 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    from project.entry import run
+    from project.engine.command import run
 
     run(main)

@@ -12,16 +12,17 @@ def main(argv: list[str]) -> int:
     """Test as ``argv`` says; returns the exit code."""
     from pathlib import Path
 
-    from project.imports import quick_imports
+    from project.engine.command import quick_imports
 
     with quick_imports():
-        from project import checkpoints, summary, tables
-        from project.callbacks.checkpoint import GracefulStop
-        from project.cli import TestCLI, for_loading
-        from project.ranks import decided_by_rank_zero, is_rank_zero
-        from project.runs import ROOT, find_checkpoint
-        from project.trainer import build_trainer, trainer_flags
-        from project.typed import typed_or_configured, typed_value
+        from project import tables
+        from project.engine import checkpoint_files as checkpoints
+        from project.engine import summary
+        from project.engine.checkpointing import GracefulStop
+        from project.engine.cli import TestCLI, for_loading, typed_or_configured, typed_value
+        from project.engine.ranks import decided_by_rank_zero, is_rank_zero
+        from project.engine.run_folder import ROOT, find_checkpoint
+        from project.engine.trainer import build_trainer, trainer_flags
 
     if output := typed_value(argv, "--output"):
         tables.check_output(output)
@@ -61,6 +62,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from project.entry import run
+    from project.engine.command import run
 
     run(main)

@@ -22,7 +22,8 @@ class Slow(Callback):
 
 
 def main() -> None:
-    from project import entry, fit
+    from project import fit
+    from project.engine import command as entry
     from project.model.classifier import ImageClassifier
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from project.data.idx import write_idx
+from project.data.mnist import write_idx
 
 
 def spots(count: int, classes: int, shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:

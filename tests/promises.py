@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from project import fit
-from project.checkpoints import load, read
+from project.engine.checkpoint_files import load, read
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ("throughput/", "memory/")  # columns that time and memory fill, which no two runs share

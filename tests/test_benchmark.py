@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 
-from project import signals
 from project.benchmark import steps as progress
 from project.benchmark.__main__ import main, read_options
 from project.benchmark.flags import TABLES
@@ -24,8 +23,9 @@ from project.benchmark.peak_memory import MARK, largest_sum
 from project.benchmark.plain_loop import ExampleNetwork
 from project.benchmark.timing import alternate, median_and_spread
 from project.benchmark.with_lightning import EpochClock, add_callbacks
-from project.cli import ProjectCLI
-from project.entry import exit_code
+from project.engine import signals
+from project.engine.cli import ProjectCLI
+from project.engine.command import exit_code
 from project.errors import UserError
 from project.model import ConvNet
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from project import entry, fit
-from project.checkpoints import AtomicCheckpointIO, damage, serialize, write_atomically
+from project import fit
+from project.engine import command as entry
+from project.engine.checkpoint_files import AtomicCheckpointIO, damage, serialize, write_atomically
+from project.engine.run_folder import choose, find_checkpoint
 from project.errors import UserError
-from project.loggers import MetricsCSV
-from project.runs import choose, find_checkpoint
+from project.loggers.metrics_csv import MetricsCSV
 from tests.commands import SMALL, assert_same_run, checkpoint, command, kill_group, start, summary, wait_for
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from project import dashboard, entry
+from project import dashboard
+from project.engine import command as entry
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 
 pytest.importorskip("wandb_workspaces")

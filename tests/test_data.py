@@ -10,10 +10,8 @@ import torch
 from project.data import MNISTDataModule
 from project.data.augment import random_deformation
 from project.data.bundled.make_digits import stratified
-from project.data.idx import read_idx, write_idx
-from project.data.loader import SeededFetch, TensorImages, make_loader
-from project.data.mnist import DIGITS
-from project.data.sampler import EvalBatchSampler, TrainBatchSampler
+from project.data.mnist import DIGITS, read_idx, write_idx
+from project.data.sampler import EvalBatchSampler, SeededFetch, TensorImages, TrainBatchSampler, make_loader
 from project.errors import UserError
 
 

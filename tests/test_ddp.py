@@ -117,9 +117,9 @@ def test_evaluation_does_not_depend_on_batch_size_or_workers(workplace: Path, tr
 def test_a_launcher_s_world_that_contradicts_the_flags_is_an_error(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from project.cli import ProjectCLI
+    from project.engine.cli import ProjectCLI
+    from project.engine.trainer import trainer_flags
     from project.errors import UserError
-    from project.trainer import trainer_flags
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

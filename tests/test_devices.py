@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from project import devices, entry, hardware
+from project import devices, hardware
+from project.devices import recommend
+from project.engine import command as entry
 from project.errors import UserError
-from project.recommendation import recommend
 
 CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}
 
@@ -206,7 +207,7 @@ def test_wandb_state_is_what_fit_will_do_and_shows_no_key(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from project.wandb_logging import make_wandb_logger
+    from project.loggers.wandb import make_wandb_logger
 
     (tmp_path / "netrc").write_text(netrc)
     (tmp_path / "netrc").chmod(0o600)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from project import entry, fit
+from project import fit
 from project import test as test_command
+from project.engine import command as entry
 from tests.commands import SMALL
 
 

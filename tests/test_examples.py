@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from project import entry, fit
+from project import fit
+from project.engine import command as entry
 from tests import made_data
 from tests.promises import ROOT, PromiseSuite
 

@@ -17,12 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from project import entry, export, export_check
-from project.checkpoints import Loaded, load
+from project import export
+from project import export_files as export_check
 from project.data import MNISTDataModule
+from project.engine import command as entry
+from project.engine.checkpoint_files import Loaded, load
 from project.errors import UserError
-from project.export_check import compare, reference_logits
-from project.export_files import InferenceGraph, write_onnx, write_pt2, write_safetensors
+from project.export_files import InferenceGraph, compare, reference_logits, write_onnx, write_pt2, write_safetensors
 from project.model import MLP, ConvNet, MNISTClassifier
 from tests.trained import trained_checkpoint
 
@@ -200,8 +201,8 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
         seen.append(find_images(loaded, as_in_training)[2])
         raise UserError("enough")
 
-    monkeypatch.setattr("project.checkpoints.load", lambda *_: loaded)
-    monkeypatch.setattr("project.export_check.test_images", noted)
+    monkeypatch.setattr("project.engine.checkpoint_files.load", lambda *_: loaded)
+    monkeypatch.setattr("project.export_files.test_images", noted)
     words = [word for name in typed for word in (name, str(mnist_root))]
     assert entry.exit_code(export.main, ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words]) == 2
     assert seen == [source]

@@ -12,9 +12,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from project.callbacks.memory import MemoryMonitor
-from project.callbacks.memory_breakdown import ACTIVATIONS, GIB
-from project.callbacks.memory_snapshot import MemorySnapshot
-from project.callbacks.optimizer_monitor import OptimizerMonitor
+from project.callbacks.memory_use import ACTIVATIONS, GIB, MemorySnapshot
+from project.callbacks.optimizer import OptimizerMonitor
 from project.callbacks.throughput import ThroughputMonitor
 from tests.monitored import Linear, Points, make_trainer
 

@@ -17,12 +17,17 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from project.callbacks.host_memory import HostMemory
-from project.callbacks.memory import MemoryMonitor
-from project.callbacks.memory_breakdown import ACTIVATIONS, GIB, add_activations, possible_savings, table
-from project.callbacks.memory_growth import MIB, MemoryGrowth
-from project.callbacks.memory_snapshot import MemorySnapshot
-from project.callbacks.out_of_memory import flags_to_try, is_out_of_memory
+from project.callbacks.memory import MIB, HostMemory, MemoryGrowth, MemoryMonitor
+from project.callbacks.memory_use import (
+    ACTIVATIONS,
+    GIB,
+    MemorySnapshot,
+    add_activations,
+    flags_to_try,
+    is_out_of_memory,
+    possible_savings,
+    table,
+)
 from project.errors import UserError
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
@@ -253,7 +258,7 @@ def test_host_memory_counts_workers_and_forgets_those_that_ended():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 def test_the_peak_is_this_process_own_and_not_its_parents():
-    script = "from project.callbacks.host_memory import HostMemory; print(HostMemory().peak_rss())"
+    script = "from project.callbacks.memory import HostMemory; print(HostMemory().peak_rss())"
     block = bytearray(512 * MIB)
     block[::4096] = b"x" * len(block[::4096])
     peak = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout)

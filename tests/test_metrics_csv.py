@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from project.loggers import MetricsCSV
+from project.loggers.metrics_csv import MetricsCSV
 
 
 def read(path: Path) -> list[dict[str, float]]:

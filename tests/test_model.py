@@ -11,8 +11,8 @@ from torch import nn
 from project.errors import UserError
 from project.model import MLP, ConvNet, MNISTClassifier
 from project.model.classifier import MOST_KEPT
+from project.model.networks import recompute_activations
 from project.model.optimizers import make_optimizer, rate_factor
-from project.model.recompute import recompute_activations
 
 
 def test_the_mlp_is_the_course_s() -> None:

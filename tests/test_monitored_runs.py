@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from project.checkpoints import damage
+from project.engine.checkpoint_files import damage
 from tests.commands import CPU2, SMALL, run, summary
 
 

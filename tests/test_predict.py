@@ -12,9 +12,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from project import entry, predict
-from project.checkpoints import Loaded, load
-from project.digit_images import prepare_digit
+from project import predict
+from project.data.digits import prepare_digit
+from project.engine import command as entry
+from project.engine.checkpoint_files import Loaded, load
 from project.errors import UserError
 from project.image_files import BadImage, find_images, fit_picture, read_image
 from tests.digit_files import WAYS

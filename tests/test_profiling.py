@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from project.callbacks.profiler import REGIONS, StepProfiler
 from project.errors import UserError
-from project.profiling import REGIONS, StepProfiler
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -34,7 +34,7 @@ def test_the_two_commands_of_the_set_up_are_there() -> None:
 
 @pytest.mark.parametrize("line", [c for c in COMMANDS if module_and_arguments(c)[0] in ("fit", "test")])
 def test_every_training_command_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from project.cli import ProjectCLI, TestCLI
+    from project.engine.cli import ProjectCLI, TestCLI
 
     monkeypatch.chdir(Path(__file__).parent.parent)
     module, arguments = module_and_arguments(line)

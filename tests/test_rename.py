@@ -132,7 +132,8 @@ def leftovers(clone: Path, name: str) -> list[str]:
 def test_a_name_that_cannot_be_is_refused_and_nothing_touched(
     name: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from project import entry, rename
+    from project import rename
+    from project.engine import command as entry
 
     monkeypatch.setattr(rename, "rename", None)  # whatever happens, this clone stays what it is
     monkeypatch.setattr(rename, "remove_example", None)

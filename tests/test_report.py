@@ -20,8 +20,8 @@ from lightning.pytorch import Trainer
 from project import fit
 from project.callbacks import test_predictions
 from project.callbacks.test_predictions import Mistake, TestPredictions
-from project.checkpoints import load
 from project.data import MNISTDataModule
+from project.engine.checkpoint_files import load
 from project.report import RunRecord, page, write_report
 from project.report.charts import MOST_POINTS, thinned
 from tests.commands import CPU2, SMALL, run, summary

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.checkpoints import read
+from project.engine.checkpoint_files import read
 from tests import made_data
 from tests.promises import ROOT, metric_rows
 

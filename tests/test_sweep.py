@@ -12,9 +12,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from project import entry, sweep
+from project.engine import command as entry
 from project.errors import UserError
-from project.sweeping.space import Parameter, read_space
+from project.sweep import __main__ as sweep
+from project.sweep.trials import Parameter, read_space
 from tests import made_data
 from tests.promises import ROOT
 
@@ -156,7 +157,7 @@ def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path:
 def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-    from project.cli import ProjectCLI
+    from project.engine.cli import ProjectCLI
 
     content = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     space = read_space(ROOT / "configs" / "sweep.yaml")

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import threads
-from project.sweeping.trials import environment_of
+from project.sweep.trials import environment_of
 from tests.commands import CPU2, SMALL, command, run, start, summary
 
 

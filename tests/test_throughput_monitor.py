@@ -14,15 +14,10 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from project.callbacks.bottleneck import bottleneck
-from project.callbacks.gpu_utilization import GpuUtilization
-from project.callbacks.log_steps import STEP_HOOKS, skip_idle_hooks
-from project.callbacks.model_flops import mfu_per_sample_per_sec, training_flops_per_sample
-from project.callbacks.peak_flops import peak_flops
-from project.callbacks.throughput import ThroughputMonitor
-from project.callbacks.window import Window, rates, samples_in
-from project.model.networks import MLP, ConvNet
-from project.model.recompute import recompute_activations
+from project.callbacks.gpu import GpuUtilization, mfu_per_sample_per_sec, peak_flops, training_flops_per_sample
+from project.callbacks.throughput import ThroughputMonitor, Window, bottleneck, rates, samples_in
+from project.engine.log_steps import STEP_HOOKS, skip_idle_hooks
+from project.model.networks import MLP, ConvNet, recompute_activations
 from tests.monitored import FakeClock, Linear, Points, Rows, make_trainer, one_thread  # noqa: F401 - used by every test
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -16,15 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from project import entry, tune
-from project.cli import ProjectCLI
+from project.engine import command as entry
+from project.engine.cli import ProjectCLI
 from project.errors import UserError
 from project.hardware import GIB
-from project.tuning.batch_sizes import advise, sizes_to_sweep
-from project.tuning.largest_batch import find_largest
-from project.tuning.learning_rate import read_curve
-from project.tuning.live_memory import LiveMemory
-from project.tuning.training_steps import Measured, TrainingSteps, is_out_of_memory
+from project.tune import __main__ as tune
+from project.tune.batch_size import advise, find_largest, sizes_to_sweep
+from project.tune.learning_rate import read_curve
+from project.tune.short_training import LiveMemory, Measured, TrainingSteps, is_out_of_memory
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 

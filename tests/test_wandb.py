@@ -17,10 +17,11 @@ import pytest
 import torch
 import yaml
 
-from project import fit, wandb_logging
+from project import fit
+from project.loggers.metrics_csv import wandb as wandb_logging
+from project.loggers.wandb import WandbRunLogger
+from project.loggers.wandb_pictures import log_results, staged_in
 from project.report import RunRecord
-from project.wandb_logging import WandbRunLogger
-from project.wandb_pictures import log_results, staged_in
 from tests.commands import SMALL, checkpoint, command, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 

@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
 
 def read_options(argv: list[str]) -> tuple[str | None, Any, list[str]]:
     """The table's name or None, the benchmark's own options, and the rest, which are flags of ``fit``."""
-    from project.arguments import CommandParser, take_word
     from project.benchmark.flags import TABLES, add_options
+    from project.engine.command import CommandParser, take_word
     from project.errors import UserError, nearest
 
     table, rest = take_word(argv, TABLES, switches=("--quick", "--baseline"))
@@ -93,6 +93,6 @@ def save(output: Any, plot: Any, facts: dict[str, Any], tables: dict[str, list[d
 
 
 if __name__ == "__main__":
-    from project.entry import run
+    from project.engine.command import run
 
     run(main)

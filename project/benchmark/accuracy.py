@@ -8,16 +8,16 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from project import training
 from project.benchmark.flags import Settings
 from project.benchmark.overhead import best_device
 from project.benchmark.plain_loop import time_to_target
 from project.benchmark.steps import Steps
 from project.benchmark.timing import median_and_spread
 from project.benchmark.with_lightning import add_callbacks, fresh_model, scratch_folder, silenced
-from project.cli import ProjectCLI
-from project.runs import choose
-from project.trainer import make_trainer
+from project.engine import training
+from project.engine.cli import ProjectCLI
+from project.engine.run_folder import choose
+from project.engine.trainer import make_trainer
 
 
 class ReachedTarget(Callback):

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from project import summary, threads
+from project import threads
+from project.engine import summary
 
 
 def conditions() -> dict[str, Any]:

@@ -16,8 +16,8 @@ from project.benchmark.steps import Steps
 from project.benchmark.timing import alternate, median_and_spread
 from project.benchmark.with_lightning import run_epochs
 from project.callbacks.memory import MemoryMonitor
-from project.cli import ProjectCLI
-from project.trainer import find
+from project.engine.cli import ProjectCLI
+from project.engine.trainer import find
 
 RESNET = ["--model.network", "project.benchmark.resnet.ResNet18", "--model.lr", "1e-3"]
 SWEEP = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}

@@ -15,10 +15,9 @@ from project.benchmark.overhead import best_device
 from project.benchmark.per_sample import per_sample_loader
 from project.benchmark.steps import Steps
 from project.benchmark.timing import alternate, median_and_spread, synchronize
-from project.cli import ProjectCLI
 from project.data.base import BatchedDataModule
-from project.data.loader import make_loader
-from project.data.sampler import TrainBatchSampler
+from project.data.sampler import TrainBatchSampler, make_loader
+from project.engine.cli import ProjectCLI
 
 BATCHES = 200  # per measurement, at most one epoch
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from project.benchmark.flags import QUICK, Settings
-from project.cli import ProjectCLI
-from project.typed import config_files
+from project.engine.cli import ProjectCLI, config_files
 
 # What a table measures unless flags say otherwise. The MLP at batch 64 is the course's, and the hardest for overhead.
 COURSE = ["--model.network", "MLP", "--model.lr", "0.002", "--model.label_smoothing", "0", "--data.batch_size", "64"]

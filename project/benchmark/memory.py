@@ -12,7 +12,7 @@ from project.benchmark.flags import Settings
 from project.benchmark.peak_memory import PeakMemory
 from project.benchmark.steps import Steps
 from project.benchmark.with_lightning import Features, run_epochs
-from project.cli import ProjectCLI
+from project.engine.cli import ProjectCLI
 
 MIB = 1024**2
 ACCUMULATIONS = (1, 4)

@@ -16,13 +16,12 @@ from project.benchmark.per_sample import per_sample_loader
 from project.benchmark.steps import Steps
 from project.benchmark.timing import alternate, median_and_spread
 from project.benchmark.with_lightning import Features, run_epochs
-from project.callbacks.checkpoint import RunCheckpoint
 from project.callbacks.memory import MemoryMonitor
-from project.callbacks.optimizer_monitor import OptimizerMonitor
-from project.callbacks.quick_steps import QuickSteps
+from project.callbacks.optimizer import OptimizerMonitor
 from project.callbacks.throughput import ThroughputMonitor
-from project.cli import ProjectCLI
-from project.loggers import MetricsCSV
+from project.engine.checkpointing import RunCheckpoint
+from project.engine.cli import ProjectCLI
+from project.loggers.metrics_csv import MetricsCSV
 
 FLOOR, COURSE, ALL = "hand-written floor", "course loop", "all features"
 LOWER_FLOOR = "floor with index_select"
@@ -96,7 +95,6 @@ def make_variants(cli: ProjectCLI, settings: Settings) -> dict[str, Callable[[],
         "without checkpoints": Features(without=(RunCheckpoint,)),
         "without W&B": Features(without=(WandbLogger,)),
         "without metrics.csv": Features(without=(MetricsCSV,)),
-        "without quick steps": Features(without=(QuickSteps,)),
         "without progress bar": Features(without=(ProgressBar,)),
     }
     features = {

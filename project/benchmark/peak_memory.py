@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from project.callbacks.memory_breakdown import GIB, memory_breakdown
+from project.callbacks.memory_use import GIB, memory_breakdown
 
 MARK = "the step that is measured"
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer state": "optimizer"}

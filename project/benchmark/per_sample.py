@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from project.data.base import BatchedDataModule
-from project.data.loader import TensorImages
+from project.data.sampler import TensorImages
 
 
 class PerSampleImages(Dataset[tuple[Tensor, int]]):

@@ -1,7 +1,7 @@
 """Trains a few steps whenever it is asked to, under the thread settings of its environment. See threads.py.
 
 Reads the configuration as JSON from the first line of stdin, then one line per measurement; answers each with
-milliseconds per step. Not through project.entry: that would choose the thread settings that are to be measured.
+milliseconds per step. Not through project.engine.command: that would choose the thread settings that are to be measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(steps: int) -> None:
     import torch
 
     from project.benchmark.by_hand import FloorLoop
-    from project.cli import build_from_config
+    from project.engine.cli import build_from_config
 
     with open(os.devnull, "w") as nowhere:  # stdout is for the answers
         answers, sys.stdout = sys.stdout, nowhere

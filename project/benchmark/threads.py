@@ -15,7 +15,7 @@ from typing import Any
 from project.benchmark.flags import Settings
 from project.benchmark.steps import Steps
 from project.benchmark.timing import alternate, median_and_spread
-from project.cli import ProjectCLI
+from project.engine.cli import ProjectCLI
 from project.threads import SPINS, available_cores
 
 POLICIES = ("PASSIVE", f"spin {SPINS}", "default", "ACTIVE")

@@ -17,12 +17,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 
-from project import signals, training
 from project.benchmark.by_hand import Epoch
 from project.benchmark.timing import synchronize
-from project.cli import ProjectCLI
-from project.runs import choose
-from project.trainer import build_trainer, make_trainer, trainer_flags
+from project.engine import signals, training
+from project.engine.cli import ProjectCLI
+from project.engine.run_folder import choose
+from project.engine.trainer import build_trainer, make_trainer, trainer_flags
 
 
 class EpochClock(Callback):

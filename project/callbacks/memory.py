@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from project.callbacks.allocator import Allocator, allocator_of
-from project.callbacks.host_memory import HostMemory
-from project.callbacks.log_steps import gather_over_ranks, is_log_step, log_metrics, row_step, skip_idle_hooks
-from project.callbacks.memory_breakdown import GIB, add_activations, memory_breakdown, possible_savings
-from project.callbacks.memory_growth import MemoryGrowth
-from project.callbacks.out_of_memory import HEADLINE, explain, is_out_of_memory
+from project.callbacks.memory_use import (
+    GIB,
+    HEADLINE,
+    add_activations,
+    explain,
+    is_out_of_memory,
+    memory_breakdown,
+    possible_savings,
+)
+from project.engine.log_steps import gather_over_ranks, is_log_step_old, log_metrics, row_step, skip_idle_hooks
 
 PEAKS = ("peak_allocated", "peak_reserved")
 # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
@@ -45,14 +54,14 @@ class MemoryMonitor(Callback):
 
     def __init__(
         self,
-        allocator: Callable[[torch.device], Allocator | None] = allocator_of,
+        allocator: Callable[[torch.device], Allocator | None] | None = None,
         host: HostMemory | None = None,
     ) -> None:
         self.leaks: list[str] = []
         """Reports of growth, the newest of each place."""
         self.epoch_peaks: list[dict[str, float]] = []
         """The ``memory/peak_*`` metrics over each whole epoch."""
-        self._make_allocator = allocator
+        self._make_allocator = allocator or allocator_of
         self._host = host or HostMemory()
         self._allocator: Allocator | None = None
         self._window_peaks: dict[str, int] = {}
@@ -101,7 +110,7 @@ class MemoryMonitor(Callback):
         if self._parts_due and not trainer.fit_loop._should_accumulate():
             self._parts_due -= 1
             self._parts = memory_breakdown(trainer)
-        if is_log_step(trainer):
+        if is_log_step_old(trainer):
             self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,3 +183,149 @@ class MemoryMonitor(Callback):
         for highest in (self._epoch, self._run):
             for name, value in {**peaks, "memory/peak_rss_gib": rss_gib}.items():
                 highest[name] = max(highest.get(name, 0.0), value)
+
+
+# What the device's memory allocator says, in bytes.
+
+
+class Allocator(Protocol):
+    """A device's memory as PyTorch hands it out."""
+
+    total: int | None
+    """Bytes the device has for this process, None where unknown."""
+
+    def read(self) -> dict[str, int]:
+        """``allocated`` (in tensors), ``reserved`` (held from the device), and where the allocator keeps them,
+        ``peak_allocated`` and ``peak_reserved`` since the last :meth:`reset_peak`.
+        """
+
+    def reset_peak(self) -> None:
+        """Begin to look for peaks anew."""
+
+
+class CudaAllocator:
+    """PyTorch's caching allocator of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total: int | None = torch.cuda.get_device_properties(device).total_memory
+
+    def read(self) -> dict[str, int]:
+        stats = torch.cuda.memory_stats(self.device)
+        return {
+            "allocated": stats.get("allocated_bytes.all.current", 0),
+            "reserved": stats.get("reserved_bytes.all.current", 0),
+            "peak_allocated": stats.get("allocated_bytes.all.peak", 0),
+            "peak_reserved": stats.get("reserved_bytes.all.peak", 0),
+        }
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class MpsAllocator:
+    """Apple's GPU. It keeps no peaks, so there are none."""
+
+    def __init__(self) -> None:
+        self.total: int | None = torch.mps.recommended_max_memory()
+
+    def read(self) -> dict[str, int]:
+        return {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
+
+    def reset_peak(self) -> None:
+        """Nothing to reset."""
+
+
+def allocator_of(device: torch.device) -> Allocator | None:
+    """The allocator of a device, None for the CPU, which has none to ask."""
+    if device.type == "cuda":
+        return CudaAllocator(device)
+    if device.type == "mps":
+        return MpsAllocator()
+    return None
+
+
+# Host memory of this process and its loader workers, cheap enough to be read at every log step.
+
+
+STATUS = Path("/proc/self/status")
+
+
+class HostMemory:
+    """Resident set sizes (bytes) of this rank. Pages that processes share count once in each of them."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, psutil.Process] = {}
+
+    def process_rss(self) -> int:
+        """Of this process alone."""
+        return self._rss(os.getpid())
+
+    def rss(self) -> int:
+        """Of this process and the workers that its loaders have started."""
+        # Python's own list of children: psutil's walks through all processes of the machine, some milliseconds
+        workers = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        return self.process_rss() + sum(map(self._rss, workers))
+
+    def peak_rss(self) -> int:
+        """The most this process has had since it was started, 0 where the system does not tell.
+
+        Not ``getrusage``: its ``ru_maxrss`` begins with the size of the process that started this one.
+        """
+        try:
+            for line in STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return 0
+
+    def _rss(self, pid: int) -> int:
+        try:
+            if pid not in self._processes:
+                self._processes[pid] = psutil.Process(pid)
+            return int(self._processes[pid].memory_info().rss)
+        except psutil.NoSuchProcess:  # a worker that has just ended
+            self._processes.pop(pid, None)
+            return 0
+
+
+# Memory that grows by much the same amount every epoch: what a leak looks like from outside.
+
+
+MIB = 1024**2
+# Epochs in a row that must have grown. The first epoch's end is the baseline: before it, caches and workers fill up.
+EPOCHS = 4
+
+
+class MemoryGrowth:
+    """Watches one kind of memory at epoch ends.
+
+    Args:
+        place: Named in the report, such as ``host``.
+        least_mib: Growth per epoch below which nothing is reported; allocators and loggers grow a little, too.
+    """
+
+    def __init__(self, place: str, least_mib: float) -> None:
+        self.place = place
+        self.least_mib = least_mib
+        self.mib: list[float] = []
+
+    def note(self, used_bytes: int) -> str | None:
+        """Add an epoch's end. Returns the report, with numbers, while the growth looks like a leak.
+
+        That is: each of the last four epochs added at least ``least_mib``, and the least of them at least a third of
+        the most (a cache that fills up adds less and less).
+        """
+        self.mib.append(used_bytes / MIB)
+        recent = self.mib[-EPOCHS - 1 :]
+        if len(recent) <= EPOCHS:
+            return None
+        added = [after - before for before, after in pairwise(recent)]
+        if min(added) < self.least_mib or min(added) < max(added) / 3:
+            return None
+        return (
+            f"{self.place} memory looks like it leaks: {sum(added) / EPOCHS:.1f} MiB more after each of the last "
+            f"{EPOCHS} epochs ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB). Something keeps tensors alive from step to "
+            "step: keep loss.item() or loss.detach(), never the loss or outputs with their graph."
+        )

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from project.callbacks.log_steps import skip_idle_hooks
+from project.engine.log_steps import skip_idle_hooks
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
-from project.callbacks.bottleneck import bottleneck, facts_for_advice
-from project.callbacks.gpu_utilization import GpuUtilization
-from project.callbacks.log_steps import gather_over_ranks, is_log_step, log_metrics, skip_idle_hooks
-from project.callbacks.model_flops import mfu_per_sample_per_sec
-from project.callbacks.window import Window, rates, samples_in
-from project.callbacks.wrapped_methods import WrappedMethods
+from project import threads
+from project.callbacks.gpu import GpuUtilization, mfu_per_sample_per_sec
+from project.engine.log_steps import gather_over_ranks, is_log_step_old, log_metrics, skip_idle_hooks
 
 # The first optimizer steps compile, choose algorithms and fill caches.
 WARM_UP_STEPS = 2
@@ -135,7 +134,7 @@ class ThroughputMonitor(Callback):
         window.steps += 1
         if self._warm_up:
             self._end_warm_up_step(trainer, pl_module, batch)
-        elif is_log_step(trainer):
+        elif is_log_step_old(trainer):
             self._log(trainer, *self._close())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -225,3 +224,154 @@ class ThroughputMonitor(Callback):
         if self._utilization:
             self._utilization.stop()
             self._utilization = None
+
+
+# A stretch of training that is measured as one: what was counted in it, and the rates that follow.
+
+
+@dataclass
+class Window:
+    """Counts of one rank since ``started``.
+
+    Args:
+        started: The clock's reading (s) at the window's beginning; moved on by what was excluded.
+        batches: Batches trained on.
+        steps: Optimizer steps done; fewer than batches with ``--accumulate_grad_batches``.
+        samples: Samples in those batches; 0 where a batch does not tell.
+        waited: Seconds in which training waited for the next batch.
+    """
+
+    started: float
+    batches: int = 0
+    steps: int = 0
+    samples: int = 0
+    waited: float = 0.0
+
+    def totals(self, now: float) -> list[float]:
+        """Seconds up to ``now``, batches, samples and seconds waited: what is summed over ranks."""
+        return [now - self.started, self.batches, self.samples, self.waited]
+
+
+def rates(totals: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
+    """The ``throughput/*`` metrics of one window.
+
+    Args:
+        totals: :meth:`Window.totals` of every rank.
+        steps: Optimizer steps in the window, the same on every rank.
+    """
+    world_size = len(totals)
+    seconds, batches, samples, waited = (sum(column) for column in zip(*totals, strict=True))
+    if seconds <= 0 or not steps:
+        return {}
+    seconds_per_rank = seconds / world_size
+    metrics = {
+        "throughput/batches_per_sec": batches / seconds_per_rank,
+        "throughput/step_ms": 1000 * seconds_per_rank / steps,
+        "throughput/data_wait_pct": 100 * waited / seconds,
+    }
+    if samples:
+        metrics["throughput/samples_per_sec"] = samples / seconds_per_rank
+        metrics["throughput/device_samples_per_sec"] = samples / seconds
+    return metrics
+
+
+def samples_in(batch: Any) -> int:
+    """Length of the first tensor found in a batch (tensors in tuples, lists or mappings), 0 where there is none."""
+    while not isinstance(batch, Tensor):
+        if isinstance(batch, (tuple, list)) and batch:
+            batch = batch[0]
+        elif isinstance(batch, Mapping) and batch:
+            batch = next(iter(batch.values()))
+        else:
+            return 0
+    return batch.size(0) if batch.ndim else 1
+
+
+# Methods of Lightning's objects wrapped for a while, where Lightning has no hook around what is to be timed.
+
+
+class WrappedMethods:
+    """Wraps methods on single objects, never on their classes, and gives them back."""
+
+    def __init__(self) -> None:
+        self._wrapped: list[tuple[object, str]] = []
+
+    def wrap(self, owner: object, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Put ``wrapper(owner.name)`` in the place of ``owner.name``."""
+        setattr(owner, name, wrapper(getattr(owner, name)))
+        self._wrapped.append((owner, name))
+
+    def release(self) -> None:
+        """Give back every method, the last one wrapped first."""
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            vars(owner).pop(name, None)
+
+
+# What a run waits for, in one sentence with the flag to try.
+
+
+# A loader that takes a fifth of the time is worth a flag.
+LOADER_BOUND_PCT = 20.0
+# Below it the GPU is idle often enough that the CPU, which feeds it, sets the pace.
+GPU_BUSY_PCT = 70.0
+# Lightning's loop and Python take 0.4 to 0.7 ms a batch: a tenth or more of a batch that takes no longer than this.
+TINY_BATCH_MS = 5.0
+
+
+def bottleneck(
+    metrics: Mapping[str, float],
+    *,
+    device: str,
+    precision: str,
+    world_size: int,
+    batch_size: int | None,
+    num_workers: int,
+    compiled: bool,
+) -> str:
+    """Whether a run is bound by its loader, by overhead or by arithmetic.
+
+    Args:
+        metrics: ``throughput/*`` (medians).
+        device: ``cpu``, ``cuda`` or ``mps``.
+        precision: The Trainer's, such as ``32-true``.
+        world_size: Number of devices.
+        batch_size: Samples per batch and device, None where unknown.
+        num_workers: The training loader's.
+        compiled: Whether the network is compiled.
+    """
+    waited = metrics["throughput/data_wait_pct"]
+    batch_ms = 1000 * world_size / metrics["throughput/batches_per_sec"]
+    busy = metrics.get("throughput/gpu_utilization_pct")
+    if waited >= LOADER_BOUND_PCT:
+        return f"loader-bound: {waited:.0f} % of the time is spent waiting for data. Try {_loader_flag(num_workers)}."
+    if (busy < GPU_BUSY_PCT) if busy is not None else (batch_ms < TINY_BATCH_MS):
+        idle = f", the GPU busy {busy:.0f} % of the time" if busy is not None else ""
+        size = f"--data.batch_size {4 * batch_size}" if batch_size else "a larger --data.batch_size"
+        return f"overhead-bound: {batch_ms:.1f} ms a batch{idle}, much of it Python and launches. Try {size}."
+    if device == "cuda" and precision.startswith("32"):
+        flag = "--precision bf16-mixed (16-mixed before Ampere)"
+    elif not compiled:
+        flag = "--model.compile true"
+    else:
+        flag = "more devices (--devices)"
+    return f"compute-bound: {batch_ms:.1f} ms a batch, {waited:.0f} % of it waiting for data. Try {flag}."
+
+
+def _loader_flag(num_workers: int) -> str:
+    cores = threads.available_cores()
+    if num_workers < cores:
+        return f"--data.num_workers {cores}"
+    return "less work per sample in the dataset (augment on the device: --data.rotate_degrees and its kin)"
+
+
+def facts_for_advice(trainer: Trainer) -> dict[str, Any]:
+    """What :func:`bottleneck` needs to know besides the rates."""
+    return {
+        "device": trainer.strategy.root_device.type,
+        "precision": str(trainer.precision),
+        "world_size": trainer.world_size,
+        "batch_size": getattr(trainer.datamodule, "batch_size", None),  # type: ignore[attr-defined]
+        "num_workers": getattr(trainer.train_dataloader, "num_workers", 0),
+        "compiled": any(part._compiled_call_impl is not None for part in trainer.lightning_module.modules()),
+    }

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from project import threads
 from project.data.augment import random_deformation
-from project.data.loader import TensorImages, make_loader
-from project.data.sampler import EvalBatchSampler, TrainBatchSampler
+from project.data.sampler import EvalBatchSampler, TensorImages, TrainBatchSampler, make_loader
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]

@@ -1,21 +1,25 @@
 """MNIST: the full set where it can be had, else the real digits that ship inside the package."""
 
 import contextlib
+import gzip
+import hashlib
 import os
 import shutil
 import socket
+import struct
 import tempfile
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from project.data.base import BatchedDataModule, Split
-from project.data.idx import find_idx, read_idx
-from project.data.loader import TensorImages
+from project.data.sampler import TensorImages
 from project.errors import UserError
 
 DIGITS = Path(__file__).parent / "bundled"
@@ -156,3 +160,60 @@ def _read_pair(folder: Path, prefix: str, digests: dict[str, str | None]) -> tup
     if len(images) != len(labels):
         raise UserError(f"{folder}: {len(images)} {prefix} images but {len(labels)} labels.")
     return images, labels
+
+
+# MNIST's IDX files, plain or ``.gz``: read, and checked before they are believed.
+
+
+IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+
+
+def find_idx(folder: Path, name: str) -> Path | None:
+    """The file ``name`` or ``name.gz`` in ``folder``, the plain one first; None where there is neither."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def read_idx(path: Path, sha256: str | None = None) -> Tensor:
+    """Images (count, 1, rows, columns) or labels (count,) of an IDX file; images uint8, labels int64.
+
+    Args:
+        path: The file, plain or ``.gz``.
+        sha256: Expected digest of the decompressed bytes; not checked when None.
+
+    Raises:
+        UserError: The file cannot be read, is damaged, truncated, too long, or not the expected one.
+    """
+    fix = f"Delete {path} and run again to fetch it anew, or use --data.source sample."
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}. {fix}") from None
+    magic = struct.unpack(">I", data[:4])[0] if len(data) >= 4 else None
+    if magic not in (IMAGES_MAGIC, LABELS_MAGIC):
+        raise UserError(f"{path} is not an IDX file: magic number {magic}, not {IMAGES_MAGIC} or {LABELS_MAGIC}. {fix}")
+    header = 16 if magic == IMAGES_MAGIC else 8
+    if len(data) < header:
+        raise UserError(f"{path} is truncated: {len(data)} bytes. {fix}")
+    shape = struct.unpack(f">{header // 4 - 1}I", data[4:header])
+    expected = header + int(np.prod(shape))
+    if len(data) != expected:
+        raise UserError(f"{path} is damaged: {len(data):,} bytes where its header announces {expected:,}. {fix}")
+    if sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != sha256:
+        raise UserError(f"{path} is damaged: SHA-256 {found[:12]}…, not {sha256[:12]}…. {fix}")
+    # frombuffer is a view of read-only bytes; the copy owns writable memory
+    values = torch.from_numpy(np.frombuffer(data, np.uint8, offset=header).copy())
+    if magic == LABELS_MAGIC:
+        return values.long()
+    return values.view(shape[0], 1, shape[1], shape[2])
+
+
+def write_idx(path: Path, values: Tensor) -> None:
+    """Write uint8 images (count, 1, rows, columns) or labels (count,) as an IDX file, gzipped if named ``.gz``."""
+    array = values.to(torch.uint8).numpy()
+    if array.ndim == 1:
+        header = struct.pack(">II", LABELS_MAGIC, len(array))
+    else:
+        header = struct.pack(">IIII", IMAGES_MAGIC, len(array), *array.shape[2:])
+    data = header + array.tobytes()
+    # mtime=0: the same digits make the same file, whenever they are written
+    path.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)

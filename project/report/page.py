@@ -6,7 +6,7 @@ import base64
 import io
 from pathlib import Path
 
-from project.checkpoints import write_atomically
+from project.engine.checkpoint_files import write_atomically
 from project.report import charts
 from project.report.record import RunRecord
 from project.report.sections import chart_sections, headline, origin

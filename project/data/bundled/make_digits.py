@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from project.data.idx import find_idx, read_idx, write_idx
-from project.data.mnist import MNISTDataModule
+from project.data.mnist import MNISTDataModule, find_idx, read_idx, write_idx
 
 SIZES = {"train": 10_000, "t10k": 2_000}
 

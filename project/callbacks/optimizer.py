@@ -1,0 +1,44 @@
+"""Learning rate, gradient norm and loss scale at log steps."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.optim import Optimizer
+
+from project.engine.log_steps import is_log_step_old, log_metrics, skip_idle_hooks
+
+
+class OptimizerMonitor(Callback):
+    """Logs what the optimizer step of every log step works with.
+
+    Lightning's LearningRateMonitor names rates after the optimizer's class, so that a chart ends when the class
+    changes; it has no gradient norm and no loss scale.
+
+    Logged metrics, at log steps:
+
+    - ``optimizer/lr``: learning rate of the first parameter group
+    - ``optimizer/grad_norm``: 2-norm of all gradients of the step, after unscaling and before clipping; left out where
+      a strategy shards them
+    - ``optimizer/loss_scale``: the gradient scaler's factor, under 16-mixed only
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        skip_idle_hooks(self)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if not is_log_step_old(trainer):
+            return
+        metrics = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            # A fused optimizer divides by the scale itself, later.
+            scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            metrics["optimizer/grad_norm"] = norm / scale if scaled else norm
+        if scaler is not None:
+            metrics["optimizer/loss_scale"] = float(scale)
+        log_metrics(trainer, metrics)

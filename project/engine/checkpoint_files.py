@@ -1,0 +1,206 @@
+"""Checkpoint files: written whole or not at all, read as data or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
+
+from project.data.base import BatchedDataModule
+from project.errors import UserError
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
+RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old or new.
+
+    Lightning's own goes through the system's temporary folder, where a rename across file systems is a copy, does not
+    flush, and swallows a PermissionError (Lightning issue 21800).
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_atomically(serialize(checkpoint), Path(path))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return read(Path(path))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+def serialize(checkpoint: dict[str, Any]) -> memoryview:
+    """The bytes of a checkpoint file.
+
+    Raises:
+        TypeError: Something in it is not plain data and would not load again with ``weights_only=True``.
+    """
+    _require_plain(checkpoint, "checkpoint")
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return buffer.getbuffer()
+
+
+def write_atomically(data: bytes | memoryview, path: Path) -> None:
+    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place.
+
+    Raises:
+        UserError: The folder cannot be written or the disk is full; what was at ``path`` is untouched.
+    """
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must survive a power cut
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise UserError(
+            f"{path} could not be saved: {error.strerror or error}. The run has stopped; what was saved before is "
+            "whole. Free space or make the folder writable, then go on with --ckpt_path auto."
+        ) from error
+
+
+class Unreadable(UserError):
+    """The system does not give a file's contents: no permission, no memory, a lost network drive."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A checkpoint's contents, on the CPU. Nothing in the file is ever executed.
+
+    Raises:
+        Unreadable: The system does not give them.
+        UserError: There is no such file, or it is damaged, holds pickled code, or is no Lightning checkpoint.
+    """
+    if not path.is_file():
+        raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load checks no sums: flipped bits would become weights
+            if (broken := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"checksum of {broken}")
+        # explicitly, since an environment variable can turn torch's safe default off
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError) as error:  # not the file's fault, perhaps: nobody should start afresh for it
+        if isinstance(error, OSError) and error.errno is None:  # zipfile's and torch's word for a file cut short
+            raise _damaged(path, error) from None
+        reason = getattr(error, "strerror", None) or "not enough memory"
+        raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
+    except Exception as error:
+        # torch's own message advises weights_only=False, which is what a malicious file hopes for
+        if "eights only" in str(error) or "eights_only" in str(error):
+            raise UserError(
+                f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in "
+                "it was run. Give a checkpoint written by this project."
+            ) from None
+        raise _damaged(path, error) from None
+    if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
+        raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
+    return checkpoint
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one.")
+
+
+def damage(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None where it is whole.
+
+    Raises:
+        Unreadable: It may be whole; the system does not give it.
+    """
+    try:
+        read(path)
+    except Unreadable:
+        raise
+    except UserError as error:
+        return str(error).removeprefix("--ckpt_path ")
+    return None
+
+
+@dataclass
+class Loaded:
+    """What a checkpoint holds, ready for use on the CPU."""
+
+    module: LightningModule  # weights loaded, in eval mode
+    datamodule: BatchedDataModule  # as in training; not set up, nothing read from disk
+    config: dict[str, Any]  # the run's resolved configuration
+    run: dict[str, Any]  # run_name, data_source, precision, epoch, global_step, val/accuracy, ...
+    path: Path
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Loaded:
+    """The module and data module of a checkpoint, from the checkpoint alone.
+
+    Args:
+        path: The file.
+        overrides: Command-line arguments that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
+
+    Raises:
+        UserError: The file is unusable, was not written by this project, or its weights do not fit its network.
+    """
+    from project.engine.cli import build_from_config
+
+    run = record(path)
+    config = run.pop("config")
+    module, datamodule = build_from_config(config, overrides or [])
+    load_weights(module, path)
+    datamodule.describe(run.pop("data", {}))
+    return Loaded(module.eval(), datamodule, config, run, path)
+
+
+def record(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
+
+    Raises:
+        UserError: The file is unusable or was not written by this project.
+    """
+    run = dict(read(path).get(RUN_KEY) or {})
+    if "config" not in run:
+        raise UserError(
+            f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
+        )
+    return run
+
+
+def load_weights(module: LightningModule, path: Path) -> None:
+    """Give a module a checkpoint's weights.
+
+    Raises:
+        UserError: They do not fit.
+    """
+    try:
+        module.load_state_dict(read(path)["state_dict"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"--ckpt_path {path}: its weights do not fit the network: {reason}") from None
+
+
+def _require_plain(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _require_plain(key, f"a key of {where}")
+            _require_plain(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple, set)):
+        for index, item in enumerate(value):
+            _require_plain(item, f"{where}[{index}]")
+    elif not isinstance(value, PLAIN) or (isinstance(value, int) and type(value).__module__ not in ("builtins",)):
+        raise TypeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which would not load again: "
+            "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)."
+        )

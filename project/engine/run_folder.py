@@ -1,0 +1,235 @@
+"""Run folders, ``checkpoints/<run_name>/``: which run is meant, who may write there, where to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from project.engine.checkpoint_files import damage, read
+from project.errors import UserError, nearest
+
+ROOT = Path("checkpoints")
+LATEST = "latest"
+RUN_ID = "run-id.txt"
+# auto takes the first of these that is whole
+RESUMABLE = ("last.ckpt", "best.ckpt")
+
+
+@dataclass
+class Run:
+    """A run's folder and how the run starts."""
+
+    folder: Path
+    checkpoint: Path | None = None  # where to go on from
+    finished: bool = False  # nothing is left to do
+    fork: bool = False  # a new run that goes on from another run's checkpoint
+    notes: list[str] = field(default_factory=list)  # what the user should know, a line each
+    run_id: str = ""  # stays with the folder, and tells its checkpoints from another run's
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()  # W&B writes from a thread of its own, wherever we are by then
+        if not self.run_id:
+            with contextlib.suppress(OSError):
+                self.run_id = (self.folder / RUN_ID).read_text().strip()
+        self.run_id = self.run_id or uuid.uuid4().hex[:8]
+
+    _lock: Any = None
+    _created: bool = False  # by this process, where nothing was
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this goes on with a run that has been here before."""
+        return self.checkpoint is not None and not self.fork
+
+    def to_plain(self) -> dict[str, Any]:
+        """The decision as JSON can carry it to other ranks."""
+        checkpoint = str(self.checkpoint) if self.checkpoint else None
+        return {
+            "folder": str(self.folder),
+            "checkpoint": checkpoint,
+            "finished": self.finished,
+            "fork": self.fork,
+            "notes": self.notes,
+            "run_id": self.run_id,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Run:
+        """The opposite of :meth:`to_plain`."""
+        checkpoint = Path(plain["checkpoint"]) if plain["checkpoint"] else None
+        return cls(Path(plain["folder"]), checkpoint, plain["finished"], plain["fork"], plain["notes"], plain["run_id"])
+
+    def discard(self) -> None:
+        """Take a new run's folder away again where the run failed before anything was saved."""
+        if not self.resumed and self._created and not any(self.folder.glob("*.ckpt")):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def create(self) -> None:
+        """Make the folder (a new run) or make sure that nobody else is writing there (a resumed one).
+
+        Raises:
+            UserError: The name is taken, the folder cannot be made, or another process holds the run.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            is_new = not any(self.folder.iterdir())
+            handle = open(self.folder / ".lock", "a+")  # noqa: SIM115 - held until the process ends
+        except OSError as error:
+            raise UserError(
+                f"the run's folder {self.folder} cannot be written: {error.strerror}. Change --default_root_dir."
+            ) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"run {self.name} is being written by another process. Wait for it or choose another --run_name."
+            ) from None
+        self._lock, self._created = handle, is_new
+        (self.folder / RUN_ID).write_text(self.run_id + "\n")
+        for stale in self.folder.glob(".*.part"):
+            stale.unlink(missing_ok=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Take away what a run that never saved a checkpoint said of itself: it is of steps that come again."""
+    for name in ("summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def point_latest_at(folder: Path) -> None:
+    """Make ``checkpoints/latest`` a link to this run, in one step."""
+    link = folder.parent / f".{LATEST}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # file systems without symbolic links still train
+        link.symlink_to(folder.name)
+        os.replace(link, folder.parent / LATEST)
+
+
+def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
+    """The run that ``--run_name`` and ``--ckpt_path`` mean. Looks, and writes nothing but a new run's folder.
+
+    Args:
+        root: Folder of all runs.
+        run_name: As typed; a new run is named by the time where it is None.
+        ckpt_path: None (a new run), ``last``, ``best``, ``auto``, or a file.
+
+    Raises:
+        UserError: The name is bad or taken, or the checkpoint is not there or unusable.
+    """
+    if run_name is not None:
+        _check_name(run_name)
+    if ckpt_path is None:
+        return _new(root, run_name)
+    if ckpt_path == "auto":
+        return _automatic(root, run_name)
+    checkpoint = find_checkpoint(ckpt_path, root, run_name)
+    folder = root / run_name if run_name else checkpoint.resolve().parent
+    # a checkpoint in another run's folder, or outside of all: a new run that goes on from there
+    if run_name and checkpoint.resolve().parent != folder.resolve():
+        run = _new(root, run_name)
+        return Run(run.folder, checkpoint, fork=True)
+    if not (folder / "config.yaml").exists():
+        return Run(_new(root, run_name).folder, checkpoint, fork=True)
+    return Run(folder, checkpoint, finished=_is_finished(checkpoint))
+
+
+def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None) -> Path:
+    """The file that ``--ckpt_path`` means: a path, or ``best`` (default) or ``last`` of a run (default: the newest).
+
+    Raises:
+        UserError: There is no such run or file.
+    """
+    kind = ckpt_path or "best"
+    if kind not in ("best", "last"):
+        path = Path(kind)
+        if not path.is_file():
+            hint = " A folder was given: add /best.ckpt or /last.ckpt." if path.is_dir() else ""
+            allowed = "best, last, or a file (fit: also auto)"
+            raise UserError(f"--ckpt_path: there is no checkpoint {kind}.{hint} Allowed: {allowed}.")
+        return path
+    folder = root / (run_name or LATEST)
+    if not folder.is_dir():
+        known = [entry.name for entry in root.glob("*") if entry.is_dir()]
+        if run_name:
+            raise UserError(f"--run_name {run_name}: there is no such run in {root}.{nearest(run_name, known)}")
+        raise UserError(f"--ckpt_path {kind}: there is no run in {root} yet. Train one: python -m project.fit")
+    path = folder.resolve() / f"{kind}.ckpt"
+    if not path.is_file():
+        raise UserError(f"--ckpt_path {kind}: run {folder.resolve().name} has no {path.name} yet.")
+    return root / path.parent.name / path.name
+
+
+def _new(root: Path, run_name: str | None) -> Run:
+    if run_name is not None:
+        folder = root / run_name
+        if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+            raise UserError(
+                f"--run_name {run_name}: {folder} already exists. Choose another name, or go on: --ckpt_path auto."
+            )
+        return Run(folder)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--default_root_dir must be a folder that can be made, got {root}: {error.strerror}."
+        ) from None
+    for attempt in range(1, 10_000):
+        folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
+        try:
+            folder.mkdir()  # exclusive: of two launches in the same second one gets the next number
+            return Run(folder)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(
+                f"the run's folder {folder} cannot be made: {error.strerror}. Choose another with --default_root_dir."
+            ) from None
+    raise UserError(f"{root} is full of runs named {stamp}.")
+
+
+def _automatic(root: Path, run_name: str | None) -> Run:
+    if run_name is None:
+        run = _new(root, None)
+        run.notes.append(f"--ckpt_path auto without --run_name: a new run starts, {run.name}.")
+        return run
+    folder = root / run_name
+    notes = []
+    for path in (folder / name for name in RESUMABLE if (folder / name).exists()):
+        if reason := damage(path):
+            notes.append(f"skipped: {reason}")
+            continue
+        return Run(folder, path, finished=_is_finished(path), notes=notes)
+    if folder.exists():
+        notes.append(f"run {run_name} has no whole checkpoint: it starts afresh.")
+    return Run(folder, notes=notes)
+
+
+def _is_finished(checkpoint: Path) -> bool:
+    """Whether this is a last.ckpt of the step that the run's summary tells of; a longer run has gone past that."""
+    if checkpoint.name != "last.ckpt":
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        summary = json.loads((checkpoint.parent / "summary.json").read_text())
+        return bool(summary.get("finished")) and summary.get("steps") == read(checkpoint).get("global_step")
+    return False
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", name) or name == LATEST:
+        raise UserError(
+            f"--run_name must be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not "
+            f"'{LATEST}', got '{name}'."
+        )

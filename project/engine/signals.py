@@ -1,0 +1,107 @@
+"""SIGTERM, Ctrl-C and SLURM's SIGUSR1: noted at once, acted upon between two steps.
+
+Lightning's own handler broadcasts to the other ranks from inside the signal handler, which can interrupt a collective
+and hang, and ends a terminated run with exit code 0. Here a handler only notes the signal.
+:class:`project.engine.stop.GracefulStop` lets the ranks agree on it after a step, saves, and raises
+:class:`Stopped`, which :mod:`project.engine.command` turns into the exit code. Before training has begun there is nothing
+to save and the process ends right away.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Several ranks start up together and stop together at the first step; if that has not come by then, end anyway.
+START_UP_PATIENCE_S = 8.0
+
+
+class Stopped(BaseException):
+    """The run was asked to stop and has done so. Not an Exception, so that no ``except Exception`` swallows it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+
+class _State:
+    """The process's one record of what it was asked to do (a signal handler has no other place to note it)."""
+
+    requested: int = 0
+    importing: bool = False
+    deferring: bool = False
+    shared: bool = False
+
+
+def install() -> None:
+    """Take over SIGINT and SIGTERM. Does nothing outside the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        _State.importing = True
+        for number in STOP_SIGNALS:
+            signal.signal(number, _note)
+
+
+def imports_are_done() -> None:
+    """From now on a signal is raised as :class:`Stopped`. Before, it ends the process: nothing can be lost yet, and an
+    import that is cut in two could not tell what happened.
+    """
+    _State.importing = False
+
+
+def requested() -> int:
+    """The signal that was received, or 0."""
+    return _State.requested
+
+
+def note(signum: int) -> None:
+    """Record a request to stop, as if ``signum`` had been received."""
+    _State.requested = signum
+
+
+def defer(shared: bool = False) -> None:
+    """From now on a signal waits for the next edge between two steps.
+
+    Args:
+        shared: The job has several ranks. Then also a signal during start-up waits, for at most
+            ``START_UP_PATIENCE_S`` seconds, until the ranks can agree on it.
+    """
+    _State.deferring = True
+    _State.shared = shared
+
+
+def resume_immediate() -> None:
+    """Training is over (or the step that could save is gone): a signal ends the process at once again."""
+    _State.deferring = False
+
+
+def training_begins() -> None:
+    """The ranks have met and step edges follow: start-up's time limit is off."""
+    _State.shared = False
+
+
+def _note(signum: int, _: FrameType | None) -> None:
+    first = not _State.requested
+    _State.requested = signum
+    if _State.importing:
+        os._exit(128 + signum)
+    if not _State.deferring:
+        raise Stopped(signum)
+    if first:
+        name = signal.Signals(signum).name
+        # os.write: print() may not be called again while it is running
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(sys.stderr.fileno(), f"\n{name}: stopping after this step, saving it ...\n".encode())
+        if _State.shared:
+            timer = threading.Timer(START_UP_PATIENCE_S, _give_up, args=(signum,))
+            timer.daemon = True
+            timer.start()
+
+
+def _give_up(signum: int) -> None:
+    if _State.shared:
+        os._exit(128 + signum)

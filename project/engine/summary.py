@@ -1,0 +1,261 @@
+"""What a run says of itself: one line at the start, ``summary.json`` and a few lines at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.engine.checkpoint_files import write_atomically
+
+PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
+# One metric over a run: (optimizer step, value), by step
+Series = list[tuple[int, float]]
+
+
+@dataclass
+class Summary:
+    """The facts of a run, as ``summary.json`` holds them. What is None, or an absent metric, could not be measured."""
+
+    run_name: str
+    finished: bool
+    device: str
+    precision: str  # the effective one
+    world_size: int
+    parameters: int
+    epochs: int  # that are done
+    steps: int  # optimizer steps
+    fit_seconds: float
+    command: str
+    mode: str = "max"
+    monitor: str | None = None  # the metric that best.ckpt follows
+    best_score: float | None = None
+    best_epoch: int | None = None  # from 0
+    data_source: str | None = None
+    train_samples: int | None = None
+    start_seconds: float | None = None  # from process start to the first step
+    git_commit: str | None = None
+    git_dirty: bool | None = None  # whether files of the code differ from the commit, or are unknown to git
+    versions: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # val/* of the best epoch, test/*, throughput/*, memory/*
+
+    def to_plain(self) -> dict[str, Any]:
+        """One flat dictionary, metrics beside the facts; what is None is left out."""
+        facts = {name: value for name, value in vars(self).items() if name not in ("metrics", "best_score")}
+        if self.monitor is not None:
+            facts[self.monitor] = self.best_score
+        return {name: value for name, value in (facts | self.metrics).items() if value is not None}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Summary:
+        """The opposite of :meth:`to_plain`."""
+        names = {entry.name for entry in dataclasses.fields(cls)}
+        metrics = {name: value for name, value in plain.items() if name not in names}
+        facts = {name: value for name, value in plain.items() if name in names}
+        return cls(**facts, best_score=metrics.get(plain.get("monitor", "")), metrics=metrics)
+
+    def write(self, path: Path) -> None:
+        """Write ``summary.json``."""
+        write_atomically((json.dumps(self.to_plain(), indent=2) + "\n").encode(), path)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A test image that was given another label than its own."""
+
+    image: np.ndarray  # uint8 (height, width, channels), as it was before normalisation
+    label: int
+    prediction: int
+    probability: float  # 0-1, of the prediction
+
+
+@dataclass
+class RunRecord:
+    """Everything that the report and W&B show of a run that has ended or was stopped."""
+
+    summary: Summary
+    config: str  # resolved configuration as YAML
+    series: dict[str, Series] = field(default_factory=dict)  # by metric name
+    class_names: list[str] = field(default_factory=list)
+    stopped_by: str | None = None  # name of the signal; None for a run that has finished
+    max_epochs: int | None = None
+    breakdown: dict[str, float] = field(default_factory=dict)  # GiB of memory by use
+    savings: dict[str, float] = field(default_factory=dict)  # share (0-100) that a flag would save
+    remarks: list[str] = field(default_factory=list)  # advice and warnings of the monitors
+    confusion: np.ndarray | None = None  # int64 (classes, classes), row: label; None without a classifier's test
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """One name per class of the confusion matrix; numbers where the data module does not name as many."""
+        classes = 0 if self.confusion is None else len(self.confusion)
+        return self.class_names if len(self.class_names) == classes else [str(index) for index in range(classes)]
+
+    @property
+    def class_accuracy(self) -> list[tuple[str, float, int]]:
+        """(class, share of its test samples that were labelled right (0-1), samples), worst first."""
+        if self.confusion is None:
+            return []
+        totals = self.confusion.sum(axis=1)
+        rows = zip(self.names, np.diag(self.confusion), totals, strict=True)
+        return sorted(((name, int(right) / int(n), int(n)) for name, right, n in rows if n), key=lambda row: row[1])
+
+    @property
+    def confusions(self) -> list[tuple[str, str, int]]:
+        """(label, prediction, samples) of the pairs that were mixed up, most frequent first."""
+        if self.confusion is None:
+            return []
+        wrong = self.confusion - np.diag(np.diag(self.confusion))
+        rows, columns = np.nonzero(wrong)
+        pairs = ((self.names[i], self.names[j], int(wrong[i, j])) for i, j in zip(rows, columns, strict=True))
+        return sorted(pairs, key=lambda pair: -pair[2])
+
+
+def read_series(path: Path) -> dict[str, Series]:
+    """The columns of a ``metrics.csv``; empty where there is none. Values that are not finite are left out."""
+    series: dict[str, Series] = {}
+    if not path.exists():
+        return series
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            step = int(float(row["step"]))
+            for name, text in row.items():
+                if name not in ("step", "epoch") and text and math.isfinite(value := float(text)):
+                    series.setdefault(name, []).append((step, value))
+    return series
+
+
+class RunTimer(Callback):
+    """Seconds from process start to the first step, and seconds of training over all parts of a resumed run."""
+
+    def __init__(self) -> None:
+        self.start_seconds: float | None = None
+        self.fit_seconds = 0.0
+        self._begun: float | None = None
+        self._before = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begun = time.perf_counter()
+        if trainer.is_global_zero:
+            print(start_line(trainer, pl_module), flush=True)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.start_seconds is None:
+            self.start_seconds = time.time() - psutil.Process().create_time()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.fit_seconds = self.seconds_so_far()
+        self._begun = None
+
+    def seconds_so_far(self) -> float:
+        """Seconds of training, this process's and those before it."""
+        if self._begun is None:
+            return self.fit_seconds or self._before
+        return self._before + time.perf_counter() - self._begun
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.seconds_so_far()}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self._before = state_dict["seconds"]
+
+
+def device_name(trainer: Trainer) -> str:
+    """``cpu``, ``mps``, or the CUDA device's name."""
+    device = trainer.strategy.root_device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def samples_of(loader: Any) -> int | None:
+    """Samples behind a loader, None where it does not tell (an ``IterableDataset``, several loaders)."""
+    with contextlib.suppress(TypeError, AttributeError):
+        return len(loader.dataset)
+    return None
+
+
+def start_line(trainer: Trainer, module: LightningModule) -> str:
+    """Device, precision, data, parameters and samples in one line."""
+    ranks = f" × {trainer.world_size}" if trainer.world_size > 1 else ""
+    parts = [f"{device_name(trainer)}{ranks}", f"precision {trainer.precision}"]
+    if (source := getattr(trainer.datamodule, "data_source", None)) is not None:  # type: ignore[attr-defined]
+        parts.append(f"data {source}")
+    parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters")
+    if (samples := samples_of(trainer.train_dataloader)) is not None:
+        parts.append(f"{samples:,} training samples")
+    if trainer.global_step:
+        parts.append(f"going on from step {trainer.global_step:,}")
+    return " | ".join(parts)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """The resolved configuration: ``--config`` of it repeats the run."""
+    text = yaml.safe_dump(config, sort_keys=False)
+    write_atomically(f"# {command_line()}\n{text}".encode(), folder / "config.yaml")
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """The commit of the code that runs, and whether files differ from it or are unknown to git; Nones outside git."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5
+        ).stdout
+        # of the folder above the package, where a user's own modules and configs lie; runs and data are ignored by git
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return commit.strip(), bool(changed.strip())
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that make a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def command_line() -> str:
+    """The command as it could be typed again."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
+    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+
+
+def closing_lines(summary: Summary, folder: Path, wandb_folder: Path | None, advice: str | None) -> str:
+    """What is printed at the end of a run."""
+    shown = shlex.quote(os.path.relpath(folder))
+    tests = [f"{name} {value:.4f}" for name, value in summary.metrics.items() if name.startswith("test")]
+    lines = ["", "   ".join(tests)] if tests else [""]
+    if summary.best_score is not None and summary.best_epoch is not None:
+        of = f" of {summary.epochs}" if summary.epochs else ""
+        lines.append(f"{summary.monitor}  {summary.best_score:.4f}   (best, epoch {summary.best_epoch + 1}{of})")
+    speed = summary.metrics.get("throughput/samples_per_sec")
+    lines.append(f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
+    if advice:
+        lines.append(advice)
+    lines += [f"everything in {shown}/", "next:"]
+    lines.append(f"  python -m project.test --ckpt_path {shown}/best.ckpt")
+    lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")
+    if wandb_folder is not None:
+        lines.append(f"  wandb sync {os.path.relpath(wandb_folder)}   # publish this run's dashboard")
+    return "\n".join(lines)

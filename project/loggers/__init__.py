@@ -1,0 +1,1 @@
+"""Where metrics go: metrics.csv and W&B."""
