@@ -10,122 +10,142 @@ torchrun --nproc_per_node 4 -m project.fit --strategy ddp
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 from project.engine.command import prepare_process, run
-from project.errors import UserError
 
-prepare_process(__name__)  # threads, before torch is imported
+prepare_process(__name__)  # threads and signals, before torch is imported
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
-from project.callbacks.memory import MemoryMonitor
-from project.callbacks.memory_use import MemorySnapshot
-from project.callbacks.optimizer import OptimizerMonitor
+from project.callbacks.memory import MemoryMonitor  # feature: memory
+from project.callbacks.memory_use import MemorySnapshot  # feature: memory
+from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.test_predictions import TestPredictions
-from project.callbacks.throughput import ThroughputMonitor
+from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine import signals
-from project.engine.checkpointing import RunCheckpoint
-from project.engine.cli import Configuration, read_configuration
+from project.engine.checkpointing import Best, RunCheckpoint
+from project.engine.cli import Configuration
 from project.engine.progress import progress_callback
 from project.engine.ranks import is_rank_zero
+from project.engine.restore import init_weights, read_configuration
 from project.engine.run_folder import Run
-from project.engine.stop import release_child_processes
 from project.engine.summary import RunTimer, Summary, closing_lines
-from project.engine.trainer import build_trainer, own_callbacks, own_loggers, trainer_flags
-from project.engine.training import (
-    finish_wandb,
-    publish,
-    publish_stopped,
+from project.engine.trainer import (
+    build_trainer,
+    loggers_of,
+    own_callbacks,
     refusals_as_errors,
-    summarize,
+    requeue_signal,
     test_best,
-    wandb_folder,
+    trainer_flags,
 )
+from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger
+from project.loggers.wandb import WandbStart, make_wandb_logger
+from project.publish import Session, close, publish, publish_stopped, summarize, wandb_folder
 
-
-@dataclass
-class Session:
-    """A run's Trainer and what rides along on it. None is what is switched off."""
-
-    trainer: Trainer
-    checkpoint: RunCheckpoint
-    timer: RunTimer
-    csv: MetricsCSV | None
-    wandb: WandbRunLogger | None
-    throughput: ThroughputMonitor | None
-    memory: MemoryMonitor | None
-    predictions: TestPredictions | None
+MONITORS: dict[str, type[Callback]] = {
+    "throughput": ThroughputMonitor,  # feature: throughput
+    "memory": MemoryMonitor,  # feature: memory
+    "optimizer": OptimizerMonitor,  # feature: optimizer
+}
 
 
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
-    config, run, changes = read_configuration(argv, "project.fit")
-    for line in [*run.notes, *([f"resuming {run.name} with {', '.join(changes)}"] if changes else [])]:
-        if is_rank_zero():
-            print(line, flush=True)
-    if run.finished and not any(line.startswith("trainer.max_") for line in changes):
-        if is_rank_zero():
-            print(f"run {run.name} is already finished: see {os.path.relpath(run.folder)}/summary.json.")
+    config, job, changes = read_configuration(argv, "project.fit")
+    told = [*job.notes, *([f"resuming {job.name} with {', '.join(changes)}"] if changes else [])]
+    if job.finished and not any(line.startswith("trainer.max_") for line in changes):
+        told.append(f"run {job.name} is already finished: see {os.path.relpath(job.folder)}/summary.json.")
+        say(told)
         return 0
+    if config.trainer["fast_dev_run"]:  # a rehearsal: no run is left behind
+        with tempfile.TemporaryDirectory() as folder:
+            return train_in(config, Run(Path(folder) / "fast_dev_run"), told)
+    return train_in(config, job, told, changed=bool(changes))
+
+
+def train_in(config: Configuration, job: Run, told: list[str], changed: bool = False) -> int:
+    """Train in a run's folder; returns the exit code."""
     try:
+        if name := config.options.init_weights:
+            told += init_weights(config.module, name)
+        session = build(config, job, changed=changed)
+        say(told)
         if is_rank_zero():
-            run.create()
-        session = build(config, run)
-        summary = train(config, run, session)
+            job.create()
+        summary = train(config, job, session)
     except UserError:
-        run.discard()
+        job.discard()
         raise
-    if session.trainer.is_global_zero:
-        advice = session.throughput.advice() if session.throughput else None
-        print(closing_lines(summary, run.folder, wandb_folder(run.folder), advice))
+    advice = session.throughput.advice() if session.throughput else None
+    say([closing_lines(summary, job.folder, wandb_folder(job.folder), advice)])
     return 0
 
 
-def build(config: Configuration, run: Run, extra: Sequence[Callback] = (), without: Collection[type] = ()) -> Session:
+def build(
+    config: Configuration,
+    job: Run,
+    extra: Sequence[Callback] = (),
+    without: Collection[type] = (),
+    changed: bool = False,
+) -> Session:
     """The Trainer of a run, with everything that rides along on it.
 
     Args:
         config: What the command line means.
-        run: The run's folder and where it starts.
+        job: The run's folder and where it starts.
         extra: Further callbacks, behind all others.
         without: Classes of callbacks and loggers to leave out.
+        changed: Whether a resumed run's configuration differs from its checkpoint's.
 
     Raises:
         UserError: Lightning refuses a flag, or flags contradict the launcher or the machine.
     """
     flags, options = trainer_flags(config), config.options
-    off = tuple(without)
-    throughput = None if ThroughputMonitor in off else ThroughputMonitor()
-    memory = None if MemoryMonitor in off else MemoryMonitor()
-    predictions = None if TestPredictions in off else TestPredictions()
-    timer, csv = RunTimer(), None if MetricsCSV in off else MetricsCSV(run.folder / "metrics.csv")
-    wandb = make_wandb_logger(run.folder, run.name, run.run_id, config.resolved) if is_rank_zero() else None
-    wandb = None if WandbRunLogger in off else wandb
-    checkpoint = RunCheckpoint.of(config, run, exclude=throughput.pause if throughput else None)
+    off = (*without, *(kind for kind in MONITORS.values() if kind not in chosen_monitors(options.monitors)))
+    best = Best.of(config.module, options.monitor, options.mode)
+    timer, csv = RunTimer(), MetricsCSV(job.folder / "metrics.csv")
+    wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
+    predictions = TestPredictions()
+    throughput, memory = ThroughputMonitor(), MemoryMonitor()
+    checkpoint = RunCheckpoint.of(
+        config, job, best, csv, exclude=throughput.pause, changed=changed, requeue_signal=requeue_signal(config)
+    )
     callbacks: list[Callback | None] = [
         timer,
-        None if RunCheckpoint in off else checkpoint,
-        None if OptimizerMonitor in off else OptimizerMonitor(),
-        throughput,
-        memory,
+        checkpoint,
+        OptimizerMonitor(),  # feature: optimizer
+        throughput,  # feature: throughput
+        memory,  # feature: memory
+        MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
         WandbStart(),
         predictions,
-        MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,
         progress_callback(flags),
         *own_callbacks(flags),
         *extra,
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None and not isinstance(callback, off)]
-    flags["logger"] = own_loggers(flags, options, run.folder, [csv, wandb])
-    trainer = build_trainer(flags | {"default_root_dir": run.folder})
-    return Session(trainer, checkpoint, timer, csv, wandb, throughput, memory, predictions)
+    flags["logger"] = [
+        logger for logger in loggers_of(flags, options, job.folder, [csv, wandb]) if not isinstance(logger, off)
+    ]
+    trainer = build_trainer(flags | {"default_root_dir": job.folder})
+    return Session(
+        trainer,
+        checkpoint,
+        timer,
+        None if isinstance(csv, off) else csv,
+        wandb if wandb in trainer.loggers else None,
+        predictions,
+        None if isinstance(throughput, off) else throughput,  # feature: throughput
+        None if isinstance(memory, off) else memory,  # feature: memory
+    )
 
 
-def train(config: Configuration, run: Run, session: Session) -> Summary:
+def train(config: Configuration, job: Run, session: Session) -> Summary:
     """Train, test the best checkpoint once, write the summary, publish. Returns the summary.
 
     Raises:
@@ -137,26 +157,40 @@ def train(config: Configuration, run: Run, session: Session) -> Summary:
             trainer.fit(
                 config.module,
                 datamodule=config.datamodule,
-                ckpt_path=str(run.checkpoint) if run.checkpoint else None,
+                ckpt_path=str(job.checkpoint) if job.checkpoint else None,
                 weights_only=True,
             )
-        summary = summarize(config, run, session)  # before the test's precision is set
+        summary = summarize(config, job, session)  # before the test's precision is set
         summary.metrics |= test_best(trainer, config, session.checkpoint.best_path)
         if trainer.is_global_zero:
-            summary.write(run.folder / "summary.json")
+            summary.write(job.folder / "summary.json")
         finished = True
         signals.resume_immediate()  # nothing is left that could be lost
-        publish(config, run, session, summary)
+        publish(config, job, session, summary)
         status = 0
         return summary
     except signals.Stopped as stop:
         status = stop.exit_code
         if not finished:
-            publish_stopped(config, run, session, stop)
+            publish_stopped(config, job, session, stop)
         raise
     finally:
-        finish_wandb(session.wandb, status)
-        release_child_processes()
+        close(session, status)
+
+
+def chosen_monitors(text: str) -> list[type[Callback]]:
+    """The classes that ``--monitors`` names."""
+    names = list(MONITORS) if text == "all" else [] if text == "none" else [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in MONITORS:
+            raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {name}.")
+    return [MONITORS[name] for name in names]
+
+
+def say(lines: list[str]) -> None:
+    """Print lines on rank 0."""
+    for line in lines if is_rank_zero() else ():
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

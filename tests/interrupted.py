@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class Slow(Callback):
@@ -21,25 +22,29 @@ class Slow(Callback):
         time.sleep(float(os.environ.get("SLOW_SECONDS", "0")))
 
 
+class Interrupt(Callback):
+    """Sends this process a signal when a step is done, once every other callback has seen the step."""
+
+    def __init__(self, step: int, number: int) -> None:
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.chosen = rank == world_size - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self.step, self.number = step, number
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        done = trainer.global_step if pl_module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
+        if self.chosen and done == self.step:
+            self.chosen = False
+            os.kill(os.getpid(), self.number)
+
+
 def main() -> None:
     from project import fit
-    from project.engine import command as entry
-    from project.model.classifier import ImageClassifier
+    from project.engine import command
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]
     del sys.argv[1:3]
-    on_train_batch_end = ImageClassifier.on_train_batch_end
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    chosen = rank == world_size - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-
-    def and_signal(self: ImageClassifier, *args: Any) -> None:
-        on_train_batch_end(self, *args)
-        if chosen and self.trainer.global_step == step:
-            os.kill(os.getpid(), number)
-
-    ImageClassifier.on_train_batch_end = and_signal  # type: ignore[method-assign]
-    entry.run(fit.main)
+    fit.build = partial(fit.build, extra=[Interrupt(step, number)])  # type: ignore[assignment]
+    command.run(fit.main)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule
 
-from project.data.base import BatchedDataModule
 from project.errors import UserError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
@@ -29,6 +27,7 @@ class AtomicCheckpointIO(CheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # of a ModelCheckpoint that the user added
         write_atomically(serialize(checkpoint), Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -133,49 +132,60 @@ def damage(path: Path) -> str | None:
     return None
 
 
-@dataclass
-class Loaded:
-    """What a checkpoint holds, ready for use on the CPU."""
-
-    module: LightningModule  # weights loaded, in eval mode
-    datamodule: BatchedDataModule  # as in training; not set up, nothing read from disk
-    config: dict[str, Any]  # the run's resolved configuration
-    run: dict[str, Any]  # run_name, data_source, precision, epoch, global_step, val/accuracy, ...
-    path: Path
-
-
-def load(path: Path, overrides: list[str] | None = None) -> Loaded:
-    """The module and data module of a checkpoint, from the checkpoint alone.
-
-    Args:
-        path: The file.
-        overrides: Command-line arguments that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
-
-    Raises:
-        UserError: The file is unusable, was not written by this project, or its weights do not fit its network.
-    """
-    from project.engine.cli import build_from_config
-
-    run = record(path)
-    config = run.pop("config")
-    module, datamodule = build_from_config(config, overrides or [])
-    load_weights(module, path)
-    datamodule.describe(run.pop("data", {}))
-    return Loaded(module.eval(), datamodule, config, run, path)
+# What this project's part of a checkpoint holds: key -> type, for what every use of it needs
+RECORD: dict[str, type] = {
+    "config": dict,
+    "run_name": str,
+    "run_id": str,
+    "data": dict,
+    "metrics": dict,
+    "versions": dict,
+}
+STATE: dict[str, type] = {"place": str, "ranks": list, "samples_per_batch": int, "metric_rows": int}
+RANK: dict[str, type] = {
+    "random": dict,
+    "loaders": list,
+    "metrics": dict,
+    "logged": dict,
+    "module": dict,
+    "device": str,
+}
 
 
 def record(path: Path) -> dict[str, Any]:
     """What a checkpoint says of its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
 
     Raises:
-        UserError: The file is unusable or was not written by this project.
+        UserError: The file is unusable, was not written by this project, or was changed since.
     """
-    run = dict(read(path).get(RUN_KEY) or {})
-    if "config" not in run:
+    run = read(path).get(RUN_KEY)
+    if not isinstance(run, dict) or "config" not in run:
         raise UserError(
             f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
         )
-    return run
+    _check(run, RECORD, path)
+    for section in ("model", "data", "trainer"):
+        if not isinstance(run["config"].get(section) or {}, dict):
+            raise _changed(path, f"config.{section}")
+    if (state := run.get("state")) is not None:
+        if not isinstance(state, dict):
+            raise _changed(path, "state")
+        _check(state, STATE, path)
+        for rank in state.get("ranks", []):
+            if not isinstance(rank, dict):
+                raise _changed(path, "state.ranks")
+            _check(rank, RANK, path)
+    return dict(run)
+
+
+def _check(found: dict[str, Any], kinds: dict[str, type], path: Path) -> None:
+    for key, kind in kinds.items():
+        if key in found and not isinstance(found[key], kind):
+            raise _changed(path, key)
+
+
+def _changed(path: Path, key: str) -> UserError:
+    return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
 
 
 def load_weights(module: LightningModule, path: Path) -> None:
@@ -186,7 +196,7 @@ def load_weights(module: LightningModule, path: Path) -> None:
     """
     try:
         module.load_state_dict(read(path)["state_dict"])
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"--ckpt_path {path}: its weights do not fit the network: {reason}") from None
 

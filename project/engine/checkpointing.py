@@ -2,90 +2,172 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
 from project.engine import signals
-from project.engine.checkpoint_files import RUN_KEY, damage, write_atomically
-from project.engine.cli import Configuration, parse_interval
+from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
+from project.engine.cli import Configuration
+from project.engine.exact_loading import ExactLoading
 from project.engine.exact_resume import (
     Place,
+    RankState,
     apply_typed_hyperparameters,
     clean_place,
-    facts_to_keep,
-    find_place,
-    metric_states,
-    random_state,
-    restore_rank,
-    set_aside_unusable_best,
+    groups_of,
+    settle_place,
     share_running_statistics,
+    start_of,
 )
+from project.engine.lightning_internals import release_child_processes
+from project.engine.log_steps import is_optimizer_step
 from project.engine.run_folder import Run, clear_leftovers, point_latest_at
-from project.engine.stop import SAVE_DUE, GracefulStop, release_child_processes
+from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job, share_last
 from project.engine.summary import versions, write_config
 from project.errors import UserError
-from project.loggers.metrics_csv import MetricsCSV
+
+Mode = Literal["min", "max"]
+# What is followed where neither the command line nor the module says: the first that is logged.
+FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
+
+
+class RowKeeper(Protocol):
+    """A logger whose rows a checkpoint counts, as metrics.csv has them."""
+
+    def flush_rows(self, to_disk: bool = False) -> int: ...
+
+    def keep_rows(self, count: int) -> None: ...
+
+
+@dataclass
+class Best:
+    """The metric that a run follows, and its best value so far.
+
+    Args:
+        monitor: Its name; None until it is known, or where nothing is logged that could be followed.
+        mode: Whether the largest or the smallest value is the best.
+        asked: Who named the metric. What was typed must be logged; a module's choice once there was a validation.
+    """
+
+    monitor: str | None = None
+    mode: Mode = "max"
+    asked: Literal["typed", "module"] | None = None
+    score: float | None = None
+    epoch: int | None = None
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # all that was logged with it
+
+    @classmethod
+    def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
+        """The metric that was named: on the command line, else by the module. Its name may have to tell the mode.
+
+        Raises:
+            UserError: The mode is neither ``min`` nor ``max``.
+        """
+        named = monitor or getattr(module, "monitor", None)
+        chosen: Any = mode or (None if monitor else getattr(module, "mode", None))
+        if chosen not in ("min", "max", None):
+            raise UserError(f"--mode must be min or max, got {chosen}.")
+        guess: Mode = "min" if named and any(word in named for word in ("loss", "error", "mae", "mse")) else "max"
+        asked: Any = "typed" if monitor else "module" if named else None
+        return cls(named, chosen or FOLLOWED.get(named or "", guess), asked)
+
+    def require(self, logged: Iterable[str]) -> None:
+        """Raise a UserError, which lists what is logged, where the metric that was asked for is not."""
+        known = set(logged)
+        if self.asked and self.monitor not in known:
+            names = ", ".join(sorted(known)) or "nothing"
+            raise UserError(f"--monitor must be a metric that is logged, got {self.monitor}. Logged: {names}.")
+
+    def take(self, logged: dict[str, Any], epoch: int, step: int) -> bool:
+        """Note a value; returns whether it is the best so far. Of equal ones the later is: it has trained longer."""
+        if self.monitor is None:
+            self.monitor = next((name for name in FOLLOWED if name in logged), None)
+            self.mode = FOLLOWED.get(self.monitor or "", self.mode)
+        if self.monitor not in logged:
+            return False
+        score = float(logged[self.monitor])
+        if score != score:  # not a number
+            return False
+        better = self.score is None or (score >= self.score if self.mode == "max" else score <= self.score)
+        if better:
+            self.score, self.epoch, self.step = score, epoch, step
+            self.metrics = {name: float(value) for name, value in logged.items()}
+        return better
+
+    def forget(self) -> None:
+        """The best is looked for anew."""
+        self.score = self.epoch = self.step = None
+        self.metrics = {}
 
 
 class RunCheckpoint(GracefulStop):
-    """Saves, resumes and (see the base class) stops a run at the edges between two optimizer steps.
+    """Saves, resumes and (see the base class) stops a run at the boundary between two optimizer steps.
 
     Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and logging steps,
     forgets the best when its folder changes, and numbers its files (Lightning issues 17543, 21800, 11379). Here every
-    checkpoint is taken at an edge: the last step, its validation and its logging are done, the next step has not
-    begun. What comes due during a step waits for its end.
+    checkpoint is taken at a step boundary: the last step, its validation and its logging are done, the next step has
+    not begun. What comes due during a step waits for its end.
 
     Args:
         folder: The run's folder; ``best.ckpt`` and ``last.ckpt`` are written there.
         record: What every checkpoint says of its run (name, configuration, ...): plain values.
+        best: The metric to follow.
+        rows: metrics.csv, whose rows a resumed run goes on with.
         every_seconds: ``last.ckpt`` is saved at least this often, besides every epoch's end and every new best.
         every_steps: The same, counted in optimizer steps; overrides ``every_seconds``.
-        monitor: The metric whose maximum makes ``best.ckpt``; of equal values the latest.
         exclude: Context manager under which saving is done, so that throughput does not count it.
+        changed: Whether a resumed run's configuration differs from its checkpoint's.
+        requeue_signal: See :class:`GracefulStop`.
     """
 
     def __init__(
         self,
         folder: Path,
         record: dict[str, Any],
+        best: Best | None = None,
+        rows: RowKeeper | None = None,
         every_seconds: float = 60.0,
         every_steps: int | None = None,
-        monitor: str = "val/accuracy",
         exclude: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        changed: bool = False,
+        requeue_signal: int | None = None,
     ) -> None:
-        super().__init__(requeue_path=folder / "last.ckpt")
+        super().__init__(ExactLoading(), requeue_signal)
         self.folder = folder
         self.record = record
+        self.best = best or Best()
+        self.rows = rows
         self.every_seconds = every_seconds
         self.every_steps = every_steps
-        self.monitor = monitor
         self.exclude = exclude
-        self.best_score: float | None = None
-        self.best_epoch: int | None = None
-        self.best_step: int | None = None
+        self.changed = changed
         self.notes: list[str] = []
+        self._mine = RankState(self.loading)
         self._place: Place | None = None
         self._best_due = False
-        self._random_state: dict[str, Any] | None = None
+        self._validated = self._followed_in_validation = False  # so far
         self._resume: dict[str, Any] | None = None
-        self._stepped: int | None = None
+        self._fresh_groups: list[list[dict[str, Any]]] = []
         self._last_save = time.monotonic()
 
     @classmethod
-    def of(
-        cls, config: Configuration, run: Run, exclude: Callable[[], AbstractContextManager[Any]] | None = None
-    ) -> RunCheckpoint:
-        """The checkpointing of a run."""
+    def of(cls, config: Configuration, run: Run, best: Best, rows: RowKeeper | None, **kwargs: Any) -> RunCheckpoint:
+        """The checkpointing of a run, as its configuration says; ``kwargs`` are further arguments of the class."""
         seconds, steps = parse_interval(config.options.checkpoint_every)
         record = {"run_name": run.name, "run_id": run.run_id, "config": config.resolved, "versions": versions()}
-        return cls(run.folder, record, seconds, steps, exclude=exclude or nullcontext)
+        return cls(run.folder, record, best, rows, seconds, steps, **kwargs)
 
     @property
     def best_path(self) -> Path:
@@ -99,81 +181,110 @@ class RunCheckpoint(GracefulStop):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(RUN_KEY) or {}
+        if trainer.state.fn != "fit":
+            return
         self._resume = saved.get("state")
-        if self._resume and self._resume["place"] != "validation":
-            self._stepped = checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
-        if saved.get("optimizer") not in (None, pl_module.hparams.get("optimizer")):
-            self.notes.append(
-                f"optimizer {saved['optimizer']} → {pl_module.hparams.get('optimizer')}: its state starts anew."
-            )
+        if self._resume:
+            self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
+        before, now = (_optimizer_named_in(config) for config in (saved.get("config"), self.record.get("config")))
+        if before != now:
+            self.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_score, self.best_epoch, self.best_step = (
-            state_dict["best_score"],
-            state_dict["best_epoch"],
-            state_dict["best_step"],
-        )
+        if self.best.monitor in (None, state_dict["monitor"]):
+            self.best.monitor, self.best.mode = state_dict["monitor"], state_dict["mode"]
+            self.best.score, self.best.epoch = state_dict["best_score"], state_dict["best_epoch"]
+            self.best.step, self.best.metrics = state_dict["best_step"], dict(state_dict["best_metrics"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_score": self.best_score, "best_epoch": self.best_epoch, "best_step": self.best_step}
+        best = self.best
+        return {
+            "monitor": best.monitor,
+            "mode": best.mode,
+            "best_score": best.score,
+            "best_epoch": best.epoch,
+            "best_step": best.step,
+            "best_metrics": best.metrics,
+        }
 
-    def _keep_rows(self, trainer: Trainer, count: int) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsCSV):
-                logger.keep_rows(count)
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fresh_groups = groups_of(trainer.optimizers)  # the checkpoint's come next
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.training_begins()
         self._last_save = time.monotonic()
         if trainer.is_global_zero:
-            # not sooner: a run that cannot start is nobody's newest, and what it was resumed with not its settings
+            # not sooner: a run that cannot start must not become `latest`, nor change what an older one says of itself
             point_latest_at(self.folder)
             write_config(self.folder, self.record["config"])
             if self._resume is None and trainer.global_step == 0:  # of a run that never saved
-                self._keep_rows(trainer, 0)
+                self._keep_rows(0)
                 clear_leftovers(self.folder)
         if self._resume is not None:
             self._go_on(trainer, pl_module, self._resume)
+        for note in [*self.loading.notes, *self.notes] if trainer.is_global_zero else ():
+            print(note, flush=True)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-        self._keep_rows(trainer, state["metric_rows"])
-        if note := set_aside_unusable_best(trainer, self.best_score, self.best_path, self.record.get("run_id")):
+        self._keep_rows(state["metric_rows"])
+        if note := self._set_aside_unusable_best(trainer):
             self.notes.append(note)
-            self.best_score = self.best_epoch = self.best_step = None
-        if note := find_place(trainer, state):
+            self.best.forget()
+        if note := settle_place(trainer, self.loading, state):
             self.notes.append(note)
-        apply_typed_hyperparameters(trainer, pl_module)
-        restore_rank(trainer, pl_module, state["ranks"])
-        for note in self.notes:
-            if trainer.is_global_zero:
-                print(note, flush=True)
+        apply_typed_hyperparameters(trainer, self._fresh_groups, self.changed)
+        if len(state["ranks"]) == trainer.world_size:
+            self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
 
-    # Edges
+    def _keep_rows(self, count: int) -> None:
+        if self.rows is not None:
+            self.rows.keep_rows(count)
+
+    def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
+        """A ``best.ckpt`` that is damaged, gone or of another run is no best: the file is kept under another name."""
+        reason, path = None, self.best_path
+        if self.best.score is not None and trainer.is_global_zero:
+            reason = damage(path)
+            if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.record.get("run_id"):
+                reason = f"{path} belongs to another run"
+            if reason and path.exists():
+                os.replace(path, path.with_suffix(".ckpt.set-aside"))
+                reason += " It was set aside;"
+            elif reason:
+                reason = f"{path} is missing;"
+        reason = trainer.strategy.broadcast(reason)
+        return f"{reason} the best is looked for anew." if reason else None
+
+    # Step boundaries
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._stepped is not None:  # Lightning's restart logic counts one up at some places and not at others
-            trainer.fit_loop.epoch_loop._batches_that_stepped = self._stepped
-            self._stepped = None
         if self._request or self._best_due:
-            self._edge(trainer, "batch")
+            self._boundary(trainer, "batch")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > 0 and self._resume is None:
-            self._edge(trainer, "epoch", save_last=True)
+            self._follow_training(trainer)
+            self._boundary(trainer, "epoch", save_last=True)
         self._resume = None
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mine.epoch_ends()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._request = max(self._request, self._settle())
-        if self.best_score is None:
-            self._best_due = True  # never validated: the last is the best there is
-        self._edge(trainer, "epoch", save_last=True)
+        self._request = max(self._request, self.settle())
+        self._follow_training(trainer)
+        if self.best.score is None:
+            self._best_due = True  # nothing was followed: the last is the best there is
+            if trainer.is_global_zero and self.best.monitor is None and trainer.callback_metrics:
+                print("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
+        self._boundary(trainer, "epoch", save_last=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resume is None:
             return
         # nothing was left to train, and only the test comes again
-        self._keep_rows(trainer, self._resume["metric_rows"])
+        self._keep_rows(self._resume["metric_rows"])
         # resumed from the best of a run that had trained to its end: a damaged last.ckpt would stay so
         if trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
             write_atomically(self.best_path.read_bytes(), self.last_path)
@@ -182,21 +293,21 @@ class RunCheckpoint(GracefulStop):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._resume = None
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        self._mine.add_sums(trainer)
+        if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
             return  # half an accumulated gradient cannot be saved
         request = signals.requested()
         if not request and trainer.is_global_zero and self.every_steps is None:
             request = SAVE_DUE if time.monotonic() - self._last_save >= self.every_seconds else 0
-        assert self._agreement is not None
-        self._request = max(self._request, self._agreement.latest(request))
+        self._request = max(self._request, self.agreement.latest(request))
         if self.every_steps is not None and trainer.global_step % self.every_steps == 0:
             self._request = max(self._request, SAVE_DUE)
         if self._request:
-            self._note_random_state(trainer)
+            self._mine.note(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         share_running_statistics(trainer, pl_module)
-        self._note_random_state(trainer)
+        self._mine.note(trainer)
 
     def on_validation_batch_end(
         self,
@@ -207,37 +318,47 @@ class RunCheckpoint(GracefulStop):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._stop_asked_in_evaluation(trainer):
+        if not trainer.sanity_checking:
+            share_last(trainer, trainer.val_dataloaders, trainer.num_val_batches, batch_idx, dataloader_idx)
+        if self.asked_in_evaluation(trainer, trainer.val_dataloaders):
             if not trainer.sanity_checking:
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
                     if isinstance(callback, WeightAveraging):  # put the trained weights back before they are saved
                         callback.on_validation_epoch_end(trainer, pl_module)
-                self._edge(trainer, "validation", save_last=True)
+                self._boundary(trainer, "validation", save_last=True)
             raise signals.Stopped(self._request)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or self.monitor not in trainer.callback_metrics:
+        if trainer.sanity_checking:
             return
-        score = float(trainer.callback_metrics[self.monitor])
-        if self.best_score is None or score >= self.best_score:  # of equals the one trained longer
-            self.best_score, self.best_epoch, self.best_step = score, trainer.current_epoch, trainer.global_step
+        self._validated = True
+        if self.best.take(trainer.callback_metrics, trainer.current_epoch, trainer.global_step):
             self._best_due = True
-        self._note_random_state(trainer)
+        self._followed_in_validation |= self.best.monitor in trainer.callback_metrics
+        self._mine.note(trainer)
 
-    def _note_random_state(self, trainer: Trainer) -> None:
-        self._random_state = random_state(trainer.strategy.root_device)
+    def _follow_training(self, trainer: Trainer) -> None:
+        """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
+        logged = trainer.callback_metrics
+        if self._followed_in_validation:
+            return  # what is logged now may be of an earlier epoch's validation
+        if self._validated or (self.best.asked == "typed" and trainer.limit_val_batches == 0):
+            self.best.require(logged)
+        if self.best.asked and self.best.take(logged, trainer.current_epoch - 1, trainer.global_step):
+            self._best_due = True
 
-    def _edge(self, trainer: Trainer, place: Place, save_last: bool = False) -> None:
+    def _boundary(self, trainer: Trainer, place: Place, save_last: bool = False) -> None:
         stop = self._request if self._request > SAVE_DUE else 0
         with self.exclude():
             if place == "epoch":  # nothing has drawn a random number since the epoch ended
-                self._note_random_state(trainer)
-            if save_last or self._request or self._best_due:
+                self._mine.note(trainer, place)
+            # loaders that cannot start inside an epoch: what is saved is the last epoch's end, and the best
+            may_save = place == "epoch" or self.loading.anywhere or self._best_due
+            if may_save and (save_last or self._request or self._best_due):
                 self._save(trainer, place)
-            if stop and self._asks_to_requeue(trainer, stop):
-                # Lightning's SLURM plugin: saves to last.ckpt (see setup) and asks for the job to be queued again
-                self._place = place
-                trainer._signal_connector._slurm_sigusr_handler_fn(stop, None)  # type: ignore[arg-type]
+            if stop and stop == self.requeue_signal:
+                if trainer.is_global_zero:
+                    requeue_job()
                 stop = signal.SIGTERM
         self._request = 0
         if stop:
@@ -246,42 +367,72 @@ class RunCheckpoint(GracefulStop):
 
     def _save(self, trainer: Trainer, place: Place) -> None:
         self._place = place
-        failure = None
+        path, failure = self.best_path if self._best_due else self.last_path, None
         try:
-            trainer.save_checkpoint(self.best_path if self._best_due else self.last_path)
+            trainer.save_checkpoint(path)
         except UserError as error:  # on rank 0 alone, which the others wait for
             failure = str(error)
             trainer.strategy.barrier()
         finally:
             self._place = None
-        if self._best_due and trainer.is_global_zero and failure is None:
+        if (
+            self._best_due
+            and trainer.is_global_zero
+            and failure is None
+            and (place == "epoch" or self.loading.anywhere)
+        ):
             # last after best: killed in between, the run repeats what made the best. A copy, not a link: damage
             # to one file must not be damage to both.
             try:
                 write_atomically(self.best_path.read_bytes(), self.last_path)
             except UserError as error:
                 failure = str(error)
-        assert self._agreement is not None
-        if failure := next((reason for reason in self._agreement.gather(failure) if reason), None):
+        if failure := next((reason for reason in self.agreement.gather(failure) if reason), None):
             raise UserError(failure)
         self._best_due = False
         self._last_save = time.monotonic()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[RUN_KEY] = {**self.record, **facts_to_keep(trainer, pl_module)}
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        checkpoint[RUN_KEY] = {
+            **self.record,
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+            "data_source": getattr(data, "data_source", None),
+            "data": getattr(data, "description", dict)(),
+            "precision": trainer.precision,
+            "world_size": trainer.world_size,
+        }
         if self._place is None:
             return  # somebody else's checkpoint, from within a hook: resumable, not exactly
         clean_place(checkpoint["loops"], self._place)
-        assert self._agreement is not None
-        mine = {
-            "random": self._random_state,
-            "metrics": metric_states(pl_module),
-            "device": trainer.strategy.root_device.type,
-        }
-        sampler = getattr(trainer.train_dataloader, "sampler", None)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
-            "ranks": self._agreement.gather(mine),
-            "global_batch_size": getattr(sampler, "global_batch_size", 0),
-            "metric_rows": next((x.flush_rows(to_disk=True) for x in trainer.loggers if isinstance(x, MetricsCSV)), 0),
+            "ranks": self.agreement.gather(self._mine.gather(trainer, pl_module)),
+            "samples_per_batch": self.loading.samples_per_batch,
+            "metric_rows": self.rows.flush_rows(to_disk=True) if self.rows is not None else 0,
         }
+
+
+def _optimizer_named_in(config: Any) -> Any:
+    """The optimizer that a resolved configuration names, None where the module chooses it itself."""
+    model = (config or {}).get("model") or {}
+    return (model.get("init_args") or {}).get("optimizer")
+
+
+def parse_interval(text: str) -> tuple[float, int | None]:
+    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
+
+    Raises:
+        UserError: It is neither, or not above 0.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*(s|steps?|)\s*", text)
+    try:
+        if match and match[2] == "s" and 0 < float(match[1]) < math.inf:
+            return float(match[1]), None
+        if match and match[2] != "s" and int(match[1]) > 0:
+            return 60.0, int(match[1])
+    except ValueError:
+        pass
+    raise UserError(f"--checkpoint_every must be optimizer steps (500) or seconds (60s), above 0, got {text}.")

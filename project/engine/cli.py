@@ -2,142 +2,256 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import importlib
+import inspect
+import re
 import tempfile
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from project.data.base import BatchedDataModule
-from project.engine.checkpoint_files import load_weights, record
+import project.data  # noqa: F401 - known to the parser by their short names
 from project.engine.command import explain
 from project.engine.progress import silence_unfounded_advice
-from project.engine.ranks import decided_by_rank_zero
-from project.engine.run_folder import ROOT, Run, choose
 from project.errors import UserError
 from project.model import networks
-from project.model.classifier import ImageClassifier
 
+FLAT = frozenset(inspect.signature(Trainer).parameters)
 DEFAULTS: dict[str, Any] = {
     "trainer.max_epochs": 5,
-    # our sampler shards, shuffles and resumes; Lightning's replacement would pad evaluation sets
+    # our loaders shard, shuffle and resume; Lightning's replacement would pad evaluation sets
     "trainer.use_distributed_sampler": False,
     "trainer.num_sanity_val_steps": 0,  # tests run the real thing; a user pays for two batches at every start
-    "model": {"class_path": "project.model.MNISTClassifier"},
-    "data": {"class_path": "project.data.MNISTDataModule"},
 }
-OF_THE_LAUNCH = ("ckpt_path", "run_name", "memory_snapshot")  # no setting of the run: config.yaml leaves them out
+DEFAULT_MODEL = "project.model.MNISTClassifier"
 DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
+DEFAULT_DATA = "project.data.MNISTDataModule"
+# No settings of the run: config.yaml leaves them out
+OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
+LARGEST_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Option:
+    """One of our own flags."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+OPTIONS = (
+    Option("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
+    Option("ckpt_path", str | None, None, "Go on from last, best, auto (last whole one, else afresh) or a file."),
+    Option("init_weights", str | None, None, "Start a new run from the weights of another run's checkpoint."),
+    Option("monitor", str | None, None, "The metric that best.ckpt follows (default: the module's own choice)."),
+    Option("mode", str | None, None, "Whether its largest (max) or smallest (min) value is the best."),
+    Option("monitors", str, "all", "Any of throughput,memory,optimizer; all or none."),
+    Option("report", bool, True, "Write report.html at the end."),
+    Option("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
+    Option("matmul_precision", str | None, None, "float32 matrix products: highest, high (TF32) or medium (bfloat16)."),
+    Option("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),
+    Option("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
+    Option("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
+)
+
+
+class CommandLine:
+    """The words of a command line and its ``--config`` files, read once and before anything is parsed.
+
+    Args:
+        argv: The words.
+
+    Raises:
+        UserError: A file cannot be read, or holds no mapping.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        configs: list[str] = []
+        self.words: list[str] = []  # the others
+        words = iter(argv)
+        for word in words:
+            if word in ("--config", "-c"):
+                configs += [value] if (value := next(words, None)) is not None else []
+            elif word.startswith("--config="):
+                configs.append(word.split("=", 1)[1])
+            else:
+                self.words.append(word)
+        self.files = {name: _read_config(name) for name in configs}
+
+    @property
+    def in_order(self) -> list[str]:
+        """The words with the config files first, so that what is typed wins wherever it stands, and full names."""
+        spelled = [word for name in self.files for word in ("--config", name)]
+        for before, word in zip(["", *self.words], self.words, strict=False):
+            flag = re.match(r"--(\w+)(?=$|[=.+])", word)
+            option, _, name = word.rpartition("=")
+            if flag and flag[1] in FLAT:
+                spelled.append(f"--trainer.{word[2:]}")
+            elif (before == "--model.network" or option == "--model.network") and name in networks.__all__:
+                # torchvision, which torchmetrics imports, has an MLP, too
+                spelled.append(f"{option}{'=' if option else ''}{networks.__name__}.{name}")
+            else:
+                spelled.append(word)
+        return spelled
+
+    def typed(self, name: str) -> str | None:
+        """What was typed for an option (one of ``trainer.`` also flat); the last counts, as it does when parsing."""
+        spellings = (f"--{name}", f"--{name.removeprefix('trainer.')}")
+        values = [after for word, after in pairwise(self.words) if word in spellings]
+        values += [word.split("=", 1)[1] for word in self.words if word.startswith(tuple(f"{s}=" for s in spellings))]
+        return values[-1] if values else None
+
+    def value(self, name: str) -> str | None:
+        """An option's value: typed, else of the last config file that has it; None where not given, or null."""
+        found: Any = None
+        for content in self.files.values():
+            part: Any = content
+            for key in name.split("."):
+                part = part.get(key) if isinstance(part, dict) else None
+            found = part if part is not None else found
+        typed = self.typed(name)
+        found = typed if typed is not None else found
+        return None if found is None or str(found) == "null" else str(found)
+
+    def class_of(self, group: str) -> str | None:
+        """The class that is named for ``model`` or ``data``; None where none is."""
+        path = self.value(f"{group}.class_path")
+        short = self.typed(group) or next(
+            (text for content in self.files.values() if isinstance(text := content.get(group), str)), None
+        )
+        return path or short
+
+    @property
+    def names_a_network(self) -> bool:
+        """Whether a network's class is typed, or stands in a config file."""
+        if self.typed("model.network") or self.typed("model.network.class_path"):
+            return True
+        for content in self.files.values():
+            model = content.get("model")
+            model = (model.get("init_args") or model) if isinstance(model, dict) else {}
+            network = model.get("network") if isinstance(model, dict) else None
+            if isinstance(network, str) or (isinstance(network, dict) and "class_path" in network):
+                return True
+        return False
+
+    @property
+    def sets_a_length(self) -> bool:
+        """Whether ``max_steps`` or ``max_time`` is given, as a real limit."""
+        return any(self.value(f"trainer.{flag}") not in (None, "-1") for flag in ("max_steps", "max_time"))
+
+    @property
+    def asks_for_help(self) -> bool:
+        """Whether ``-h`` or ``--help`` is typed."""
+        return "--help" in self.words or "-h" in self.words
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(name).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"--config {name} is not valid YAML{place}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
+    if not isinstance(content.get("trainer") or {}, dict):
+        raise UserError(f"--config {name}: trainer must hold flags and values, got {str(content['trainer'])[:40]}.")
+    return content
 
 
 class OneLineParser(LightningArgumentParser):
-    """Parser whose errors are a :class:`UserError` of one line, and whose Trainer flags work flat as well as nested."""
+    """Parser whose errors are a :class:`UserError` of one line, and whose help shows Trainer flags flat."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain(message, [o for o in self._option_string_actions if o.startswith("--")]))
+        raise UserError(explain(message.replace("trainer.", ""), option_names(self)))
 
-    def flatten(self, group: str) -> None:
-        """Give every option ``--group.name`` the second spelling ``--name``."""
-        for action in list(self._actions):
-            spellings: Any = action.option_strings
-            for option in list(spellings):
-                flat = "--" + option.removeprefix(f"--{group}.")
-                if option.startswith(f"--{group}.") and "." not in flat and flat not in self._option_string_actions:
-                    spellings.append(flat)
-                    self._option_string_actions[flat] = action
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        return re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
 
     def format_usage(self) -> str:
         return f"usage: python -m {self.prog} [--config FILE] [--run_name NAME] [--precision P] [--option VALUE ...]\n"
 
 
+def option_names(parser: LightningArgumentParser) -> list[str]:
+    """Every option that ``--help`` shows."""
+    return re.findall(r"(?m)^\s+(?:-\w, )?(--[\w.]+)", parser.format_help())
+
+
 class ProjectCLI(LightningCLI):
     """LightningCLI without sub-commands: defaults < checkpoint (when resuming) < config files < typed flags.
 
+    Any LightningModule and any LightningDataModule may be named; a class that is named has its own defaults.
+
     Args:
-        argv: Command-line arguments.
+        line: The command line.
         prog: What ``--help`` calls the command.
         base: A configuration that beats the defaults and is beaten by everything typed; for a resumed run its own.
+        further: More options of the command.
     """
 
-    def __init__(self, argv: list[str], prog: str = "project.fit", base: dict[str, Any] | None = None) -> None:
-        self.base = base
-        self.argv = argv
+    def __init__(
+        self, line: CommandLine, prog: str, base: dict[str, Any] | None = None, further: tuple[Option, ...] = ()
+    ) -> None:
+        self.line, self.base, self.further = line, base, further
         silence_unfounded_advice()
         super().__init__(
-            ImageClassifier,
-            BatchedDataModule,
+            LightningModule,
+            None,  # any data module, or none where the module brings its loaders
             save_config_callback=None,  # ours writes one resolved file into the run's folder
             seed_everything_default=42,
             parser_kwargs={"prog": prog, "allow_abbrev": False, "description": __doc__},
             parser_class=OneLineParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            args=argv,
+            args=line.words,
             run=False,
             auto_configure_optimizers=False,
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--run_name",
-            type=str | None,
-            default=None,
-            help="The run's folder in checkpoints/ (default: a time stamp).",
-        )
-        parser.add_argument(
-            "--ckpt_path",
-            type=str | None,
-            default=None,
-            help="Go on from last, best, auto (last whole one, else afresh) or a file.",
-        )
-        parser.add_argument(
-            "--checkpoint_every",
-            type=str,
-            default="60s",
-            help="Save last.ckpt at least every so many optimizer steps (500) or seconds (60s).",
-        )
-        parser.add_argument(
-            "--matmul_precision",
-            type=str | None,
-            default=None,
-            help="float32 matrix products: highest, high (TF32) or medium (bfloat16).",
-        )
-        parser.add_argument(
-            "--memory_snapshot",
-            type=str | None,
-            default=None,
-            help="Record CUDA allocations to FILE, for PyTorch's viewer.",
-        )
-        parser.add_argument(
-            "--tensorboard", type=bool, default=False, help="Also write TensorBoard files into the run's folder."
-        )
+        for option in (*OPTIONS, *self.further):
+            parser.add_argument(f"--{option.name}", type=option.type, default=option.default, help=option.help)
         parser.set_defaults(DEFAULTS)
-        if sets_a_length(self.argv):  # then that is the limit
+        if self.line.sets_a_length:  # then that is the limit
             parser.set_defaults({"trainer.max_epochs": -1})
-        if not names_a_network(self.argv):  # else ConvNet's sizes would stay as arguments of the network that is named
-            parser.set_defaults({"model": {**DEFAULTS["model"], "init_args": {"network": DEFAULT_NETWORK}}})
-        assert isinstance(parser, OneLineParser)
-        parser.flatten("trainer")
+        if self.base is not None:
+            return
+        model, data = self.line.class_of("model"), self.line.class_of("data")
+        if model is None or model.rpartition(".")[2] == DEFAULT_MODEL.rpartition(".")[2]:
+            # not where a network is named: ConvNet's sizes would stay as arguments of that one
+            network = {} if self.line.names_a_network else {"init_args": {"network": DEFAULT_NETWORK}}
+            parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, **network}})
+        if data is None and not (model and _brings_loaders(model)):
+            parser.set_defaults({"data": {"class_path": DEFAULT_DATA}})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = our_networks(configs_first(list(args)))
-            check_configs(arguments)
+        words = self.line.in_order
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             if self.base is not None:
                 path = Path(folder) / "checkpoint.yaml"
                 path.write_text(yaml.safe_dump(self.base))
-                arguments = ["--config", str(path), *arguments]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.config = parser.parse_args(arguments)
+                words = ["--config", str(path), *words]
+            try:
+                self.config = parser.parse_args(words)
+            except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+                raise UserError(explain(str(error), option_names(parser))) from None
         self.config.pop("config", None)
+        seed = self.config.get("seed_everything")
+        if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:
+            raise UserError(f"--seed_everything must be between 0 and {LARGEST_SEED}, got {seed}.")
 
     def instantiate_classes(self) -> None:
         """What a constructor refuses is the user's mistake; jsonargparse wraps it in a recital of types."""
@@ -151,30 +265,19 @@ class ProjectCLI(LightningCLI):
                 link = link.__cause__ or link.__context__
             raise UserError(explain(str(error), [])) from None
 
-    def resolved(self) -> dict[str, Any]:
-        """The whole configuration as plain values, as config.yaml and the checkpoints hold it."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            plain: dict[str, Any] = yaml.safe_load(
-                self.parser.dump(self.config, skip_none=False, skip_link_targets=False)
-            )
-        return {key: value for key, value in plain.items() if key not in OF_THE_LAUNCH}
-
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Not here: the trainer needs the run's folder, see :func:`project.engine.trainer.make_trainer`."""
+        """Not here: the trainer needs the run's folder, see ``fit.build``."""
         return None  # type: ignore[return-value]
 
 
-class TestCLI(ProjectCLI):
-    """The command line of ``test``: model and data of the checkpoint, Trainer flags, ``--output``."""
-
-    __test__ = False  # pytest: this is no test class
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_argument(
-            "--output", type=str | None, default=None, help="Also write the metrics to FILE.json or FILE.csv."
-        )
+def _brings_loaders(class_path: str) -> bool:
+    """Whether a module has a ``train_dataloader`` of its own."""
+    module_name, _, name = class_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), name, None) if module_name else None
+    except Exception:  # the parser says what is wrong with it
+        return False
+    return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
 @dataclass
@@ -182,78 +285,50 @@ class Configuration:
     """What a command line means, with its classes made."""
 
     module: LightningModule
-    datamodule: BatchedDataModule
+    datamodule: LightningDataModule | None
     trainer: dict[str, Any]  # the Trainer's arguments
     options: Any  # namespace of our own flags
     resolved: dict[str, Any]  # everything as plain values, as config.yaml holds it
-    _cli: ProjectCLI
+    _make: Callable[[], LightningModule] = field(repr=False)
+
+    @cached_property
+    def seed(self) -> int:
+        """The run's seed."""
+        chosen = self.options.seed_everything
+        return chosen if isinstance(chosen, int) and not isinstance(chosen, bool) else 42
 
     def fresh_module(self, seed: int | None = None) -> LightningModule:
         """A new module of the same class and arguments, its random weights made by ``seed`` (default: the run's)."""
-        chosen = self.options.seed_everything if seed is None else seed
-        seed_everything(chosen if isinstance(chosen, int) and not isinstance(chosen, bool) else 42, verbose=False)
-        self._cli.instantiate_classes()
-        module: LightningModule = self._cli.model
+        seed_everything(self.seed if seed is None else seed, verbose=False)
+        return self._make()
+
+
+def configure(
+    argv: list[str], prog: str, base: dict[str, Any] | None = None, further: tuple[Option, ...] = ()
+) -> Configuration:
+    """Parse a command line; make the module, the data module and the Trainer's arguments that it names.
+
+    Args:
+        argv: The words.
+        prog: Module name of the command, such as ``project.fit``.
+        base: See :class:`ProjectCLI`.
+        further: More options of the command.
+
+    Raises:
+        UserError: Something typed or configured is wrong.
+    """
+    cli = ProjectCLI(CommandLine(argv), prog, base, further)
+
+    def make() -> LightningModule:
+        cli.instantiate_classes()
+        module: LightningModule = cli.model
         return module
 
-
-def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) -> Configuration:
-    """Parse a command line and make the module, the data module and the Trainer's arguments it names."""
-    return of_cli(ProjectCLI(argv, prog, base))
-
-
-def of_cli(cli: ProjectCLI) -> Configuration:
-    """TEMPORARY."""
-    return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, cli.resolved(), cli)
-
-
-def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, list[str]]:
-    """Parse ``argv``, find the run it means; where that is resumed, put its configuration beneath what is typed.
-
-    Returns:
-        The command line with module and data module instantiated, the run, and lines that tell the differences.
-    """
-    run_name, ckpt_path = (typed_or_configured(argv, name) for name in ("run_name", "ckpt_path"))
-    root = Path(typed_or_configured(argv, "trainer.default_root_dir") or ROOT)
-    cli = None
-    if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or "--help" in argv or "-h" in argv:
-        cli = ProjectCLI(argv, prog)  # a new run: what is wrong with a flag is said before there is a folder
-    run = Run.from_plain(decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
-    if run.checkpoint is None:
-        return of_cli(cli or ProjectCLI(argv, prog)), run, []
-    known = record(run.checkpoint)
-    base = copy.deepcopy(known["config"])
-    if sets_a_length(argv):  # the one typed now; the saved max_epochs would come before it
-        base["trainer"]["max_epochs"] = -1
-    cli = ProjectCLI(argv, prog, base=base)
-    load_weights(cli.model, run.checkpoint)  # Lightning does it again; here, what does not fit is said in a line
-    cli.datamodule.stay_with(known.get("data_source"))
-    before, after = flat(known["config"]), flat(cli.resolved())
-    changes = [
-        f"{key}: {before.get(key)} → {after.get(key)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-    return of_cli(cli), run, changes
-
-
-def build_from_config(config: dict[str, Any], overrides: list[str]) -> tuple[LightningModule, BatchedDataModule]:
-    """The module (random weights) and data module of a resolved configuration; the network is not compiled."""
-    cli = ProjectCLI(overrides, base=for_loading(config))
-    return cli.model, cli.datamodule
-
-
-def for_loading(config: dict[str, Any]) -> dict[str, Any]:
-    """A resolved configuration as it suits a checkpoint that is only used: not compiled, nothing downloaded."""
-    config = copy.deepcopy(config)
-    init_args = config["model"].get("init_args", {})
-    if "compile" in init_args:
-        init_args["compile"] = False
-    # a network's `weights` names the ones it starts from, often a download; the checkpoint brings its own
-    network_args = (init_args.get("network") or {}).get("init_args") or {}
-    if "weights" in network_args:
-        network_args["weights"] = None
-    return config
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
+    plain: dict[str, Any] = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
+    return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -268,119 +343,11 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# What was typed: put in order before the parser sees it, and read where the parser sees only text.
-
-
-def typed_value(argv: list[str], option: str) -> str | None:
-    """What was typed for one option, before anything is parsed; the last one counts, as it does when parsing."""
-    values = [after for word, after in pairwise(argv) if word == option]
-    values += [word.split("=", 1)[1] for word in argv if word.startswith(f"{option}=")]
-    return values[-1] if values else None
-
-
-def typed_or_configured(argv: list[str], name: str) -> str | None:
-    """An option's value before anything is parsed: typed (one of ``trainer.`` also flat), else of the last config file
-    that has it; None where it is not given, or null.
-    """
-    group, _, key = name.rpartition(".")
-    spellings = [f"--{name}", *([f"--{key}"] if group == "trainer" else [])]
-    values: list[Any] = [content.get(key) for content in config_sections(argv, group)]
-    values += [typed_value(argv, spelling) for spelling in spellings]
-    found = [str(value) for value in values if value is not None]
-    return found[-1] if found and found[-1] != "null" else None
-
-
-def configs_first(argv: list[str]) -> list[str]:
-    """``argv`` with every ``--config FILE`` moved to the front, in order: what is typed wins wherever it stands."""
-    configs: list[str] = []
-    others: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in ("--config", "-c"):
-            configs += [word, *([value] if (value := next(words, None)) is not None else [])]
-        elif word.startswith("--config="):
-            configs.append(word)
-        else:
-            others.append(word)
-    return configs + others
-
-
-def config_files(argv: list[str]) -> list[str]:
-    """The FILE of every ``--config FILE``, in order."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    return [value for flag, value in pairwise(words) if flag in ("--config", "-c")]
-
-
-def check_configs(argv: list[str]) -> None:
-    """Raise a UserError that names the file where a ``--config`` is missing, no YAML, or not a mapping."""
-    for name in config_files(argv):
-        try:
-            content = yaml.safe_load(Path(name).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--config {name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-            raise UserError(f"--config {name} is not valid YAML{place}.") from None
-        if not isinstance(content, dict):
-            raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
-
-
-def config_sections(argv: list[str], section: str) -> list[dict[str, Any]]:
-    """The section (the whole where it is "") of every config file that has it.
-
-    What is wrong with a file, :func:`check_configs` says.
-    """
-    found = []
-    for name in config_files(argv):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            content = yaml.safe_load(Path(name).read_text())
-            found.append(content[section] if section else content)
-    return [content for content in found if isinstance(content, dict)]
-
-
-def sets_a_length(argv: list[str]) -> bool:
-    """Whether ``max_steps`` or ``max_time`` is typed, flat or nested, or stands in a config file, as a real limit."""
-    return any(typed_or_configured(argv, f"trainer.{flag}") not in (None, "-1") for flag in ("max_steps", "max_time"))
-
-
-def names_a_network(argv: list[str]) -> bool:
-    """Whether a network's class is typed, or stands in a config file."""
-    if typed_value(argv, "--model.network") is not None:
-        return True
-    for model in config_sections(argv, "model"):
-        network = (model.get("init_args") or model).get("network")
-        if isinstance(network, str) or (isinstance(network, dict) and "class_path" in network):
-            return True
-    return False
-
-
-def our_networks(argv: list[str]) -> list[str]:
-    """``argv`` with ``--model.network MLP`` spelled out: torchvision, which torchmetrics imports, has an MLP, too."""
-    flag = "--model.network"
-    spelled = []
-    for before, word in zip(["", *argv], argv, strict=False):
-        option, _, name = word.rpartition("=")
-        if (before == flag or option == flag) and name in networks.__all__:
-            word = f"{option}{'=' if option else ''}{networks.__name__}.{name}"
-        spelled.append(word)
-    return spelled
-
-
-def parse_interval(text: str) -> tuple[float, int | None]:
-    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
-
-    Raises:
-        UserError: It is neither, or not above 0.
-    """
-    number = text.strip().removesuffix("steps").removesuffix("step").strip()
-    try:
-        if text.strip().endswith("s") and not text.strip().endswith(("steps", "step")):
-            seconds = float(text.strip()[:-1])
-            if seconds > 0:
-                return seconds, None
-        elif int(number) > 0:
-            return 60.0, int(number)
-    except ValueError:
-        pass
-    raise UserError(f"--checkpoint_every must be optimizer steps (500) or seconds (60s), above 0, got {text}.")
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """A line per setting that differs, such as ``model.lr: 0.01 -> 0.003``."""
+    old, new = flat(before), flat(after)
+    return [
+        f"{key}: {old.get(key)} → {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]

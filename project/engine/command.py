@@ -32,11 +32,11 @@ ADVICE = {
 
 
 def prepare_process(name: str) -> None:
-    """Set up the process of a command; stands above the command's imports, because torch reads its threads' settings once.
+    """Set up the process of a command; stands above the command's imports, for torch reads its threads' settings once.
 
     Importing torch and Lightning creates 650,000 objects that live as long as the process. The garbage collector would
-    walk them again and again while they come: 4.3 s against 2.8 s for ``import torch, lightning.pytorch`` (2 cores, warm
-    caches, median of 3). It rests until :func:`run`.
+    walk them again and again while they come: 4.3 s against 2.8 s for ``import torch, lightning.pytorch`` (2 cores,
+    warm caches, median of 3). It rests until :func:`run`.
 
     Args:
         name: The command's ``__name__``; nothing is done where it is imported by another module.

@@ -1,32 +1,39 @@
-"""What an exact resume needs and Lightning's checkpoint lacks: generators, metric sums, a clean place in the loops."""
+"""What an exact resume needs and Lightning's checkpoint lacks: generators, unfinished sums, a place in the loops."""
 
 from __future__ import annotations
 
-import os
 import random
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
-from torchmetrics import Metric
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from project.engine.checkpoint_files import RUN_KEY, damage, read
-from project.model.classifier import ImageClassifier
+from project.engine.exact_loading import ExactLoading, Start
+from project.engine.lightning_internals import (
+    add_training_sums,
+    averaged_models,
+    metric_states,
+    restore_metric_states,
+    training_sums,
+)
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
+# What an optimizer's parameter group says of its kernel, and not of what it computes.
+KERNELS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of Python's, NumPy's, torch's CPU and the device's generator, as plain values and tensors."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, words, python_gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        # Python's is 625 words; as a tensor they take microseconds to save instead of milliseconds
-        "python": _python_state(),
+        # 625 words; as a tensor they take microseconds to save instead of milliseconds
+        "python": [version, torch.tensor(words, dtype=torch.int64), python_gauss],
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
     }
     if device.type == "cuda":
@@ -49,29 +56,89 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.mps.set_rng_state(state["mps"])
 
 
-def metric_states(module: LightningModule) -> dict[str, Any]:
-    """This rank's unfinished sums of every torchmetrics metric of a module, and of its window of losses."""
-    states: dict[str, Any] = {}
-    if isinstance(module, ImageClassifier) and module.window:
-        module.count_window()  # first: it adds to a metric
-        states["window"] = torch.stack([loss for loss, _, _ in module.window]).cpu()
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric):
-            values = {key: _on_cpu(getattr(metric, key)) for key in metric._defaults}
-            states[name] = {"values": values, "updates": metric._update_count}
-    return states
+class RankState:
+    """This rank's part of a checkpoint: generators, unfinished sums, the states of its loaders.
+
+    Args:
+        loading: The run's loaders.
+    """
+
+    def __init__(self, loading: ExactLoading) -> None:
+        self.loading = loading
+        self._random: dict[str, Any] | None = None
+        self._loaders: list[Any] = []
+        self._sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
+
+    def note(self, trainer: Trainer, place: Place = "batch") -> None:
+        """Remember generators and loaders as they are now: before the next batch is fetched."""
+        self._random = random_state(trainer.strategy.root_device)
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._loaders = self.loading.states(None if place == "epoch" else done)
+
+    def gather(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """The state that was noted, and the sums as they are: plain values and tensors on the CPU."""
+        own = getattr(module, "metric_state", None)
+        return {
+            "random": self._random,
+            "loaders": self._loaders,
+            "metrics": metric_states(module),
+            "logged": training_sums(trainer),
+            "module": own() if callable(own) else {},
+            "device": trainer.strategy.root_device.type,
+        }
+
+    def restore(self, trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
+        """Give generators and sums back, at the start of training."""
+        restore_metric_states(module, state["metrics"])
+        if state["module"]:
+            module.load_metric_state(state["module"])  # type: ignore[operator]
+        self._sums = state["logged"]
+        if state["device"] == trainer.strategy.root_device.type:
+            restore_random_state(state["random"], trainer.strategy.root_device)
+
+    def add_sums(self, trainer: Trainer) -> None:
+        """Add the sums of the time before to what has been logged since. Call it after every batch."""
+        if self._sums:
+            add_training_sums(trainer, self._sums)
+
+    def epoch_ends(self) -> None:
+        """Sums that were not logged again belong to no later epoch."""
+        self._sums = {}
 
 
-def restore_metric_states(module: LightningModule, states: dict[str, Any]) -> None:
-    """Continue the sums that :func:`metric_states` found."""
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric) and name in states:
-            for key, value in states[name]["values"].items():
-                setattr(metric, key, _on_device(value, metric.device))
-            metric._update_count = states[name]["updates"]
-    if "window" in states and isinstance(module, ImageClassifier):
-        nothing = torch.empty(0, device=module.device)
-        module.window = [(loss, nothing, nothing) for loss in states["window"].to(module.device)]
+def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> Start:
+    """Where the training loaders of a resumed run begin.
+
+    Args:
+        checkpoint: Lightning's, with its loops.
+        state: What this project added for the resume.
+        rank: This process's rank.
+    """
+    fit = checkpoint["loops"]["fit_loop"]
+    ranks = state["ranks"]
+    loaders = ranks[rank]["loaders"] if rank < len(ranks) else []
+    done = fit["epoch_loop.batch_progress"]["current"]["completed"] if state["place"] != "epoch" else 0
+    return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders)
+
+
+def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any]) -> str | None:
+    """Make Lightning's count of batches agree with the loader's, at the start of a resumed training.
+
+    Returns:
+        What to tell the user where the run cannot go on exactly.
+    """
+    before = len(state["ranks"]), state["samples_per_batch"]
+    now = trainer.world_size, loading.samples_per_batch
+    if not all(before) or not all(now) or before == now:
+        return None
+    if state["place"] != "epoch" and loading.training:
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        done = loading.training[0].batches.start_batch  # type: ignore[union-attr]
+        batches.ready = batches.started = batches.processed = batches.completed = done
+    return (
+        f"resumed with {now[0]} device(s) and global batch {now[1]} instead of {before[0]} and {before[1]}: it goes on "
+        "from the right sample, not exactly."
+    )
 
 
 def clean_place(loops: dict[str, Any], place: Place) -> None:
@@ -85,6 +152,7 @@ def clean_place(loops: dict[str, Any], place: Place) -> None:
         place: Where the checkpoint is taken.
     """
     fit = loops["fit_loop"]
+    fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
     batches = fit["epoch_loop.batch_progress"]
     for counters in (batches["total"], batches["current"]):
         _set_all(counters, counters["completed"])
@@ -109,137 +177,60 @@ def _set_all(counters: dict[str, int], value: int) -> None:
         counters[key] = value
 
 
-def _python_state() -> list[Any]:
-    version, words, gauss = random.getstate()
-    return [version, torch.tensor(words, dtype=torch.int64), gauss]
-
-
-def _on_cpu(value: Any) -> Any:
-    return [_on_cpu(item) for item in value] if isinstance(value, list) else value.detach().cpu().clone()
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    return [_on_device(item, device) for item in value] if isinstance(value, list) else value.to(device)
-
-
-def share_running_statistics(trainer: Trainer, pl_module: LightningModule) -> None:
+def share_running_statistics(trainer: Trainer, module: LightningModule) -> None:
     """Give all ranks rank 0's buffers before a validation.
 
     DDP does so before a forward pass, but not after one whose gradients only accumulate, nor for averaged weights: each
     rank would be validated with its own running statistics, and a resumed run with rank 0's.
     """
     if trainer.world_size > 1:
-        averaged = [c._average_model for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
-        for module in (pl_module, *(model for model in averaged if model is not None)):
-            for buffer in module.buffers():
+        for part in (module, *averaged_models(trainer)):
+            for buffer in part.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
 
-def facts_to_keep(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """What a checkpoint says of the training that it was taken from: plain values."""
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items() if "/" in key},
-        "data_source": getattr(datamodule, "data_source", None),
-        "data": getattr(datamodule, "description", dict)(),
-        "precision": trainer.precision,
-        "world_size": trainer.world_size,
-        "optimizer": pl_module.hparams.get("optimizer"),
-    }
+def groups_of(optimizers: list[Optimizer]) -> list[list[dict[str, Any]]]:
+    """The hyperparameters of every parameter group, as ``configure_optimizers`` has just made them."""
+    return [
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
 
 
-# Where a resumed run goes on: its place among the samples, its best checkpoint, and the values typed anew.
-
-
-def find_place(trainer: Trainer, state: dict[str, Any]) -> str | None:
-    """Start the sampler where the checkpoint left off, in samples: also for another batch size or rank count.
+def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any]]], changed: bool) -> None:
+    """The checkpoint's optimizer state brings its rate and weight decay along; what was typed anew wins.
 
     Args:
-        trainer: At the start of training, restored from the checkpoint.
-        state: The checkpoint's ``run.state``.
-
-    Returns:
-        What to tell the user where the run cannot go on exactly.
+        trainer: Restored from the checkpoint.
+        fresh: :func:`groups_of` before it was.
+        changed: Whether the configuration differs from the checkpoint's. If not, only the kernels are chosen anew: a
+            checkpoint of 16-mixed, which is not fused, may go on in another precision, which is.
     """
-    sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
-    if not hasattr(sampler, "resume_at"):
-        return None
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    world_size, global_batch_size = len(state["ranks"]), state["global_batch_size"]
-    done = sampler.resume_at(trainer.current_epoch, batches.completed * global_batch_size)
-    note = None
-    if (world_size, global_batch_size) != (trainer.world_size, sampler.global_batch_size):
-        note = (
-            f"resumed with {trainer.world_size} device(s) and global batch {sampler.global_batch_size} instead of "
-            f"{world_size} and {global_batch_size}: it goes on from the right sample, not exactly."
-        )
-        batches.ready = batches.started = batches.processed = batches.completed = done
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    iter(fetcher)  # the iterator made before knew nothing of this
-    return note
-
-
-def restore_rank(trainer: Trainer, pl_module: LightningModule, ranks: list[dict[str, Any]]) -> None:
-    """Give this rank its generators and unfinished metric sums back, where the job has as many ranks as it had."""
-    if len(ranks) != trainer.world_size:
-        return
-    mine, device = ranks[trainer.global_rank], trainer.strategy.root_device
-    restore_metric_states(pl_module, mine["metrics"])
-    if mine["device"] == device.type:
-        restore_random_state(mine["random"], device)
-
-
-def apply_typed_hyperparameters(trainer: Trainer, pl_module: LightningModule) -> None:
-    """The checkpoint's optimizer state brings its rate and weight decay along; this run's configuration wins."""
-    for optimizer, scheduler in zip(trainer.optimizers, trainer.lr_scheduler_configs, strict=False):
-        fresh = pl_module.configure_optimizers()
-        fresh = fresh["optimizer"] if isinstance(fresh, dict) else fresh
-        if not isinstance(fresh, torch.optim.Optimizer) or type(fresh) is not type(optimizer):
+    schedulers = {id(config.scheduler.optimizer): config.scheduler for config in trainer.lr_scheduler_configs}
+    for optimizer, groups in zip(trainer.optimizers, fresh, strict=False):
+        if len(groups) != len(optimizer.param_groups):
             continue
-        schedule = scheduler.scheduler
-        if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
-            continue
-        for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
-            group.update({key: value for key, value in wanted.items() if key not in ("params", "lr")})
+        scheduler = schedulers.get(id(optimizer))
+        for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+            rate = wanted.get("initial_lr", wanted["lr"]) / (group.get("initial_lr", group["lr"]) or 1.0)
+            keys = [key for key in wanted if key != "lr"] if changed else [key for key in KERNELS if key in wanted]
+            group.update({key: wanted[key] for key in keys})
+            if changed and rate != 1.0:
+                group["lr"] *= rate
             _put_step_counts(optimizer, group)
-        schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-        schedule.last_epoch = trainer.global_step
-        for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-            group["lr"] = base * factor(trainer.global_step)
+        if changed and scheduler is not None and hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+            if isinstance(scheduler, LambdaLR):  # a function of the step: its length may be another one now
+                for group, base, factor in zip(
+                    optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+                ):
+                    group["lr"] = base * factor(scheduler.last_epoch)
 
 
-def _put_step_counts(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Where this kind of optimizer wants its step counts: fused kernels on the device, the others on the host.
-
-    A checkpoint of 16-mixed, which is not fused, may go on in another precision, which is; and the other way round.
-    """
+def _put_step_counts(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Where this kind of optimizer wants its step counts: fused kernels on the device, the others on the host."""
     for parameter in group["params"]:
         step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
         if isinstance(step, torch.Tensor):
             on_device = group.get("fused") or group.get("capturable")
             optimizer.state[parameter]["step"] = step.to(parameter.device if on_device else "cpu")
-
-
-def set_aside_unusable_best(trainer: Trainer, score: float | None, path: Path, run_id: Any) -> str | None:
-    """A ``best.ckpt`` that is damaged, gone or of another run is no best: the file is kept under another name.
-
-    Args:
-        trainer: All ranks call this; rank 0 looks.
-        score: The best score so far; None where there is none.
-        path: Where ``best.ckpt`` should be.
-        run_id: The run it should be of.
-
-    Returns:
-        What to tell the user, on every rank; None where ``best.ckpt`` is as it should be.
-    """
-    reason = None
-    if score is not None and trainer.is_global_zero:
-        reason = damage(path)
-        if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != run_id:
-            reason = f"{path} belongs to another run"
-        if reason and path.exists():
-            os.replace(path, path.with_suffix(".ckpt.set-aside"))
-    reason = trainer.strategy.broadcast(reason)
-    return f"{reason} It was set aside; the best is looked for anew." if reason else None

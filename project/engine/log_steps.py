@@ -21,9 +21,9 @@ def is_optimizer_step(trainer: Trainer, batch_idx: int) -> bool:
 def is_log_step(trainer: Trainer, batch_idx: int) -> bool:
     """Whether Lightning logs at this batch: every ``--log_every_n_steps``-th optimizer step. The same on all ranks.
 
-    For use in the hooks of a training batch after the optimizer step (``on_train_batch_end``). Lightning's own rule also
-    logs once ``should_stop`` is set, which ranks may learn at different times; what is logged here may wait for the other
-    ranks, so it must not depend on that.
+    For use in the hooks of a training batch after the optimizer step (``on_train_batch_end``). Lightning's own rule
+    also logs once ``should_stop`` is set, which ranks may learn at different times; what is logged here may wait for
+    the other ranks, so it must not depend on that.
     """
     if not is_optimizer_step(trainer, batch_idx):
         return False

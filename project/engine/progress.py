@@ -53,7 +53,7 @@ class QuietBar(TQDMProgressBar):
 
 
 def progress_callback(flags: dict[str, Any]) -> Callback | None:
-    """The bar on a terminal, else lines. None where ``--enable_progress_bar false`` or a bar of the user's own was given.
+    """The bar on a terminal, else lines. None with ``--enable_progress_bar false`` or a bar of the user's own.
 
     Sets ``enable_progress_bar`` in the flags.
     """
@@ -82,5 +82,7 @@ def silence_unfounded_advice() -> None:
     """Lightning's notes and the warnings above do not reach the user; every other warning does."""
     for name in ("lightning.pytorch", "lightning.fabric"):  # set to INFO by its import; our lines say what matters
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
     for message in UNFOUNDED:
         warnings.filterwarnings("ignore", message)

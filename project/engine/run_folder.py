@@ -92,7 +92,7 @@ class Run:
                 f"the run's folder {self.folder} cannot be written: {error.strerror}. Change --default_root_dir."
             ) from None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: loader workers would inherit it
         except OSError:
             raise UserError(
                 f"run {self.name} is being written by another process. Wait for it or choose another --run_name."

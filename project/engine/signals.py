@@ -3,8 +3,8 @@
 Lightning's own handler broadcasts to the other ranks from inside the signal handler, which can interrupt a collective
 and hang, and ends a terminated run with exit code 0. Here a handler only notes the signal.
 :class:`project.engine.stop.GracefulStop` lets the ranks agree on it after a step, saves, and raises
-:class:`Stopped`, which :mod:`project.engine.command` turns into the exit code. Before training has begun there is nothing
-to save and the process ends right away.
+:class:`Stopped`, which :mod:`project.engine.command` turns into the exit code. Before training has begun there is
+nothing to save and the process ends right away.
 """
 
 from __future__ import annotations

@@ -1,85 +1,31 @@
-"""Ends a run when it is asked to, on all ranks at the same step."""
+"""Ends a run when it is asked to, on all ranks at the same step.
+
+What happens, in order:
+
+1. A signal reaches any rank at any moment. Its handler (:mod:`project.engine.signals`) only notes it.
+2. At the end of the step, :class:`Agreement` tells every rank the largest request of any rank.
+3. Before the next step, at a step boundary, :class:`project.engine.checkpointing.RunCheckpoint` saves ``last.ckpt``.
+4. Every rank raises :class:`project.engine.signals.Stopped`; ``fit`` writes the report of what was reached and
+   :mod:`project.engine.command` ends the process with exit code 143 or 130.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
-from pathlib import Path
+import subprocess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.engine import signals
+from project.engine.exact_loading import ExactLoader, ExactLoading
+from project.engine.lightning_internals import leave_signals_alone, share_evaluation_sums
 
 SAVE_DUE = 1  # what the ranks may agree on besides a signal's number: a request below them all
-
-
-class GracefulStop(Callback):
-    """SIGTERM, Ctrl-C and SLURM's signal, received by any rank at any moment, end all ranks at the same batch.
-
-    Replaces Lightning's handling, which broadcasts inside the signal handler and can hang, hears rank 0 only, saves
-    nothing and exits with 0 (Lightning issues 20806, 21406, 20542).
-
-    Args:
-        requeue_path: The checkpoint that Lightning's SLURM plugin writes before it asks for the job to be queued again.
-    """
-
-    def __init__(self, requeue_path: Path | None = None) -> None:
-        self.requeue_path = requeue_path
-        self._agreement: Agreement | None = None
-        self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._agreement is None:
-            self._agreement = Agreement(trainer.world_size)
-        signals.defer(shared=trainer.world_size > 1)
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        environment = trainer._accelerator_connector.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
-            signal.signal(environment.requeue_signal, lambda number, _: signals.note(number))
-            trainer._checkpoint_connector.hpc_save_path = lambda folderpath: str(self.requeue_path)  # type: ignore[method-assign]
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self._stop_asked_in_evaluation(trainer):
-            raise signals.Stopped(self._request)
-
-    def _stop_asked_in_evaluation(self, trainer: Trainer) -> bool:
-        """Whether the ranks agreed to stop; they count the same batches only with our evaluation sampler."""
-        assert self._agreement is not None
-        loaders = trainer.val_dataloaders if not trainer.testing else trainer.test_dataloaders
-        if trainer.world_size == 1 or hasattr(getattr(loaders, "sampler", None), "num_batches"):
-            self._request = max(self._request, self._agreement.latest(signals.requested()))
-        return self._request > SAVE_DUE
-
-    def _settle(self) -> int:
-        assert self._agreement is not None
-        return self._agreement.settle(signals.requested())
-
-    def _asks_to_requeue(self, trainer: Trainer, signum: int) -> bool:
-        environment = trainer._accelerator_connector.cluster_environment
-        return isinstance(environment, SLURMEnvironment) and signum == environment.requeue_signal
-
-
-def release_child_processes() -> None:
-    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero."""
-    for thread in threading.enumerate():
-        if thread.name == "child-process-observer":
-            thread._child_processes = []  # type: ignore[attr-defined]
-
-
-# How ranks agree between two steps that something is due: one small all-reduce a step that nobody waits for.
 
 
 class Agreement:
@@ -126,3 +72,78 @@ class Agreement:
         self._pending = None
         work.wait()
         return int(value)
+
+
+class GracefulStop(Callback):
+    """SIGTERM, Ctrl-C and SLURM's signal, received by any rank at any moment, end all ranks at the same batch.
+
+    Replaces Lightning's handling, which broadcasts inside the signal handler and can hang, hears rank 0 only, saves
+    nothing and exits with 0 (Lightning issues 20806, 21406, 20542). Also puts exact loaders in their place, for every
+    command that trains or evaluates, and makes what a module logs in an evaluation that of all ranks.
+
+    Args:
+        loading: The run's loaders.
+        requeue_signal: SLURM's signal before the time limit, after which the job is queued again; None outside SLURM.
+    """
+
+    def __init__(self, loading: ExactLoading | None = None, requeue_signal: int | None = None) -> None:
+        self.loading = loading or ExactLoading()
+        self.requeue_signal = requeue_signal
+        self.agreement: Agreement
+        self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not hasattr(self, "agreement"):
+            self.agreement = Agreement(trainer.world_size)
+        signals.defer(shared=trainer.world_size > 1)
+        leave_signals_alone(trainer)
+        if self.requeue_signal is not None:
+            signal.signal(self.requeue_signal, lambda number, _: signals.note(number))
+        self.loading.install(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.training_begins()
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        share_last(trainer, trainer.test_dataloaders, trainer.num_test_batches, batch_idx, dataloader_idx)
+        if self.asked_in_evaluation(trainer, trainer.test_dataloaders):
+            raise signals.Stopped(self._request)
+
+    def asked_in_evaluation(self, trainer: Trainer, loaders: Any) -> bool:
+        """Whether the ranks agreed to stop; they count the same batches only with our evaluation loaders."""
+        if trainer.world_size == 1 or isinstance(loaders, ExactLoader):
+            self._request = max(self._request, self.agreement.latest(signals.requested()))
+        return self._request > SAVE_DUE
+
+    def settle(self) -> int:
+        """What the ranks agree on now; every rank must call it."""
+        return self.agreement.settle(signals.requested())
+
+
+def share_last(trainer: Trainer, loaders: Any, batches: list[int | float], batch_idx: int, loader_idx: int) -> None:
+    """At the last batch of an evaluation loader, make what was logged of it that of all ranks.
+
+    Not at the epoch's end: Lightning has computed the values by then.
+    """
+    loader = loaders[loader_idx] if isinstance(loaders, (list, tuple)) else loaders
+    if trainer.world_size > 1 and isinstance(loader, ExactLoader) and batch_idx + 1 == batches[loader_idx]:
+        share_evaluation_sums(trainer, loader_idx if isinstance(loaders, (list, tuple)) and len(loaders) > 1 else None)
+
+
+def requeue_job() -> None:
+    """Ask SLURM to queue this job again, under its own id. Lightning's plugin would save in its own way first."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        rank_zero_warn(f"the job could not be queued again ({error}). Submit it once more: it goes on where it was.")

@@ -1,29 +1,43 @@
-"""The Lightning Trainer of a run: flags as typed, this project's callbacks, loggers and checkpoint files."""
+"""The Lightning Trainer of a run: its flags, made to agree with the launcher and this machine, and its final test."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from project import threads
 from project.engine.checkpoint_files import AtomicCheckpointIO
 from project.engine.cli import Configuration
+from project.engine.lightning_internals import check
 from project.engine.ranks import launched_world
+from project.engine.summary import RunTimer
 from project.errors import UserError
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+MOST = 2**31 - 1  # of a count; more is a typing error and overflows somewhere
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:
-    """The Trainer's arguments as typed, made to agree with torchrun or SLURM and with this machine."""
+    """The Trainer's arguments as typed, made to agree with torchrun or SLURM and with this machine.
+
+    Raises:
+        UserError: Flags contradict the launcher or the machine.
+    """
+    check()
     flags: dict[str, Any] = dict(config.trainer)
     _, world_size, local_size = launched_world()
     if world_size > 1:
@@ -36,8 +50,10 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
                 "that the launcher started. Leave both away to take what it started."
             )
     refuse_what_cannot_run(flags, world_size)
-    plugins = flags["plugins"] or []
-    flags["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+    plugins = as_list(flags["plugins"])
+    ours = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []  # queued again by us
+    given = [plugin for plugin in plugins if not isinstance(plugin, SLURMEnvironment)]
+    flags["plugins"] = [*given, *ours, AtomicCheckpointIO()]
     flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the start line says what matters
     precision = config.options.matmul_precision
     if precision is not None:
@@ -46,6 +62,15 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions, which the setting above leaves alone
     return flags
+
+
+def requeue_signal(config: Configuration) -> int | None:
+    """The signal at which SLURM wants the job to be saved and queued again; None outside SLURM, or where refused."""
+    if not SLURMEnvironment.detect():
+        return None
+    given = [plugin for plugin in as_list(config.trainer["plugins"]) if isinstance(plugin, SLURMEnvironment)]
+    environment = given[0] if given else SLURMEnvironment()
+    return int(environment.requeue_signal or signal.SIGUSR1) if environment.auto_requeue else None
 
 
 def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
@@ -62,11 +87,23 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
             f"--num_nodes {flags['num_nodes']} needs a launcher that starts the other machines: torchrun or SLURM, see "
             "the README."
         )
-    if isinstance(flags["strategy"], str) and re.search("spawn|fork|notebook", flags["strategy"]):
+    strategy = flags["strategy"]
+    if isinstance(strategy, str) and re.search("spawn|fork|notebook", strategy):
         raise UserError(
-            f"--strategy {flags['strategy']} starts its ranks inside functions, where what a run has reached is lost. "
-            "Use ddp."
+            f"--strategy {strategy} starts its ranks inside functions, where what a run has reached is lost. Use ddp."
         )
+    by_norm = flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value"
+    if isinstance(strategy, str) and strategy.startswith("fsdp") and by_norm:  # Lightning takes no norm over shards
+        raise UserError("--gradient_clip_val clips by norm, which fsdp cannot. Add --gradient_clip_algorithm value.")
+    refuse_counts(flags)
+
+
+def refuse_counts(flags: dict[str, Any]) -> None:
+    """Raise a UserError for counts that count nothing, or too much."""
+    for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "max_epochs", "max_steps", "log_every_n_steps"):
+        value = flags[name]
+        if isinstance(value, int) and value > MOST:
+            raise UserError(f"--{name} must be at most {MOST}, got {value}.")
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         if flags[name] is not None and flags[name] < 1:
             raise UserError(f"--{name} must be at least 1, got {flags[name]}.")
@@ -79,9 +116,9 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
 
 def build_trainer(flags: dict[str, Any]) -> Trainer:
     """``Trainer(**flags)``, its refusals as a :class:`UserError`; its ranks on this machine share the cores."""
+    callbacks = as_list(flags["callbacks"])
+    flags = flags | {"enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks)}
     try:
-        callbacks = flags["callbacks"] or []
-        flags["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
         trainer = Trainer(**flags)
     except (MisconfigurationException, ValueError, RuntimeError, TypeError, ImportError) as error:
         raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
@@ -92,25 +129,89 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
     return trainer
 
 
+def as_list(value: Any) -> list[Any]:
+    """What a flag holds that takes one, several or none: a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
 def own_callbacks(flags: dict[str, Any]) -> list[Callback]:
-    """The callbacks that the user chose; taken out of the flags."""
-    chosen: Any = flags.pop("callbacks", None) or []
-    return [chosen] if isinstance(chosen, Callback) else list(chosen)  # --trainer.callbacks CLASS gives one
+    """The callbacks that the user chose; ``--trainer.callbacks CLASS`` gives one."""
+    return as_list(flags["callbacks"])
 
 
-def own_loggers(flags: dict[str, Any], options: Any, folder: Path, ours: list[Logger | None]) -> list[Logger]:
-    """metrics.csv always; W&B unless ``--logger`` names others; TensorBoard on its flag."""
-    csv, wandb = ours
-    loggers = [csv] if csv is not None else []
-    chosen = flags.pop("logger", None)
-    if isinstance(chosen, Logger):
-        loggers.append(chosen)
-    elif isinstance(chosen, (list, tuple)):
-        loggers += chosen
-    elif chosen is not False and wandb is not None:
-        loggers.append(wandb)
+def loggers_of(flags: dict[str, Any], options: Any, folder: Path, ours: list[Logger | None]) -> list[Logger]:
+    """Ours, unless ``--logger false`` leaves only metrics.csv; the user's own; TensorBoard on its flag."""
+    chosen = flags["logger"]
+    loggers = [logger for logger in (ours[:1] if chosen is False else ours) if logger is not None]
+    loggers += [logger for logger in as_list(chosen) if isinstance(logger, Logger)]
     if options.tensorboard:
-        from lightning.pytorch.loggers import TensorBoardLogger
+        from lightning.pytorch.loggers import TensorBoardLogger  # imports TensorBoard, an optional package
 
         loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
     return loggers
+
+
+@contextmanager
+def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
+    """What Lightning itself refuses before the first step is a mistake in the flags: a :class:`UserError`."""
+    try:
+        yield
+    except (MisconfigurationException, ValueError, OverflowError) as error:
+        raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        if timer.start_seconds is not None or not raised_in.startswith("lightning."):
+            raise
+        raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
+
+
+def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
+    """Metrics of best.ckpt on the test set: the one time a run looks at it.
+
+    Args:
+        trainer: Has trained.
+        config: The module and its data.
+        best_path: The checkpoint; None tests the weights as they are.
+    """
+    if best_path is not None and not best_path.exists():
+        raise UserError(
+            "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."
+        )
+    if not _has_test(config):
+        return {}
+    # In float32: the figure is then what the checkpoint predicts on any device, also on a CPU.
+    if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
+        trainer.strategy.precision_plugin = Precision()
+        config.module.float()
+    with float32_products():
+        found = trainer.test(
+            config.module,
+            datamodule=config.datamodule,
+            ckpt_path=str(best_path) if best_path else None,
+            weights_only=True,
+            verbose=False,
+        )
+    return {name: float(value) for metrics in found for name, value in metrics.items()}
+
+
+test_best.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
+
+
+def _has_test(config: Configuration) -> bool:
+    """Whether the module has a test step, and somebody has data for it."""
+    has_step = type(config.module).test_step is not LightningModule.test_step
+    brought = type(config.module).test_dataloader is not LightningModule.test_dataloader
+    data = config.datamodule
+    given = data is not None and type(data).test_dataloader is not LightningDataModule.test_dataloader
+    return has_step and (brought or given)
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """No TF32, which GPUs use for convolutions by default and for matrix products with ``--matmul_precision high``."""
+    matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolutions

@@ -1,4 +1,4 @@
-"""The end of a run: its summary, the test of its best checkpoint, what it publishes."""
+"""What a run leaves for people when it ends: its summary, ``report.html``, and the same pictures and tables in W&B."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import contextlib
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project.callbacks.memory import MemoryMonitor  # feature: memory
+from project.callbacks.test_predictions import TestPredictions
+from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine import signals
+from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
+from project.engine.lightning_internals import release_child_processes
 from project.engine.run_folder import Run
-from project.engine.stop import release_child_processes
 from project.engine.summary import (
     RunRecord,
     RunTimer,
@@ -33,36 +34,39 @@ from project.engine.summary import (
     samples_of,
     versions,
 )
-from project.errors import UserError
+from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import STOP_PATIENCE, WandbRunLogger
 
 # Seconds for the report, and for W&B's pictures, of a run that was asked to stop, which has ten for everything
 REPORT_PATIENCE, PICTURES_PATIENCE = 4.0, 1.0
 
 
-@contextmanager
-def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
-    """What Lightning itself refuses before the first step is a mistake in the flags: a :class:`UserError`."""
-    try:
-        yield
-    except (MisconfigurationException, ValueError) as error:
-        raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        if timer.start_seconds is not None or not raised_in.startswith("lightning."):
-            raise
-        raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
+@dataclass
+class Session:
+    """A run's Trainer and what rides along on it. None is what is switched off."""
+
+    trainer: Trainer
+    checkpoint: RunCheckpoint
+    timer: RunTimer
+    csv: MetricsCSV | None
+    wandb: WandbRunLogger | None
+    predictions: TestPredictions | None
+    throughput: ThroughputMonitor | None = None  # feature: throughput
+    memory: MemoryMonitor | None = None  # feature: memory
 
 
-def summarize(config: Configuration, run: Run, session: Any, finished: bool = True) -> Summary:
+def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> Summary:
     """What is known of a run when its training has ended."""
-    trainer, checkpoint, timer = session.trainer, session.checkpoint, session.timer
+    trainer, best, timer = session.trainer, session.checkpoint.best, session.timer
     commit, dirty = git_state()
-    metrics = {**(session.throughput.summary() if session.throughput else {})}
-    metrics |= session.memory.summary() if session.memory else {}
+    metrics = dict(best.metrics)
+    metrics |= session.throughput.summary() if session.throughput else {}  # feature: throughput
+    metrics |= session.memory.summary() if session.memory else {}  # feature: memory
     return Summary(
         run_name=run.name,
         finished=finished,
         device=device_name(trainer),
-        precision=trainer.precision,
+        precision=str(trainer.precision),
         world_size=trainer.world_size,
         data_source=getattr(config.datamodule, "data_source", None),
         train_samples=samples_of(trainer.train_dataloader),
@@ -71,9 +75,10 @@ def summarize(config: Configuration, run: Run, session: Any, finished: bool = Tr
         steps=trainer.global_step,
         fit_seconds=timer.seconds_so_far(),
         start_seconds=timer.start_seconds,
-        monitor=checkpoint.monitor,
-        best_epoch=checkpoint.best_epoch,
-        best_score=checkpoint.best_score,
+        monitor=best.monitor if best.score is not None else None,
+        mode=best.mode,
+        best_epoch=best.epoch,
+        best_score=best.score,
         git_commit=commit,
         git_dirty=dirty,
         versions=versions(),
@@ -82,65 +87,42 @@ def summarize(config: Configuration, run: Run, session: Any, finished: bool = Tr
     )
 
 
-def test_best(trainer: Trainer, config: Configuration, best_path: Path) -> dict[str, float]:
-    """Metrics of best.ckpt on the test set: the one time a run looks at it."""
-    if not best_path.exists():
-        raise UserError(
-            "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."
-        )
-    # In float32: the figure is then what the checkpoint predicts on any device, also on a CPU.
-    if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
-        trainer.strategy.precision_plugin = Precision()
-        config.module.float()
-    with float32_products():
-        (metrics,) = trainer.test(
-            config.module, datamodule=config.datamodule, ckpt_path=str(best_path), weights_only=True, verbose=False
-        )
-    return {name: float(value) for name, value in metrics.items()}
+def publish(config: Configuration, run: Run, session: Session, summary: Summary, stopped_by: str | None = None) -> None:
+    """Write the report and complete the W&B run, on rank 0. A failure here is a warning: the run itself is safe.
 
-
-@contextmanager
-def float32_products() -> Iterator[None]:
-    """No TF32, which GPUs use for convolutions by default and for matrix products with ``--matmul_precision high``."""
-    matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = convolutions
-
-
-def publish(config: Configuration, run: Run, session: Any, summary: Summary, stopped_by: str | None = None) -> None:
-    """Write the report and complete the W&B run, on rank 0. A failure here is a warning: the run itself is safe."""
+    Args:
+        config: Of the run.
+        run: Its folder.
+        session: Its Trainer and callbacks.
+        summary: What is known of it.
+        stopped_by: Name of the signal that ended it early.
+    """
     if not session.trainer.is_global_zero:
         return
-    try:
-        from project.report import write_report
+    record = gather(config, session, summary, stopped_by)
+    # feature: report
+    if config.options.report:
+        try:
+            from project.report import write_report  # matplotlib takes half a second to import
 
-        with time_limit(REPORT_PATIENCE if stopped_by else None):
-            record = gather(config, session, summary, stopped_by)
-            write_report(run.folder / "report.html", record)
-    except Exception as error:
-        rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is not affected.")
-        return
-    wandb: WandbRunLogger | None = session.wandb
-    if wandb is None or (stopped_by and not wandb.is_up):
+            with time_limit(REPORT_PATIENCE if stopped_by else None):
+                write_report(run.folder / "report.html", record)
+        except Exception as error:
+            rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
+    # end feature: report
+    if session.wandb is None or (stopped_by and not session.wandb.is_up):
         return
     try:
         from project.loggers.wandb_pictures import log_results
 
         with time_limit(PICTURES_PATIENCE if stopped_by else None):
-            log_results(wandb, record, run.folder)
+            log_results(session.wandb, record, run.folder)
     except Exception as error:
-        rank_zero_warn(f"W&B got no pictures ({type(error).__name__}: {error}). The run is not affected.")
+        rank_zero_warn(f"W&B got no pictures ({type(error).__name__}: {error}). The run is safe.")
 
 
-def gather(config: Configuration, session: Any, summary: Summary, stopped_by: str | None = None) -> RunRecord:
+def gather(config: Configuration, session: Session, summary: Summary, stopped_by: str | None = None) -> RunRecord:
     """What the report and W&B show of a run, from its callbacks and ``metrics.csv``."""
-    import yaml
-
     record = RunRecord(
         summary,
         config=yaml.safe_dump(config.resolved, sort_keys=False),
@@ -153,15 +135,19 @@ def gather(config: Configuration, session: Any, summary: Summary, stopped_by: st
         record.series = read_series(session.csv.path)
     if session.predictions is not None:
         record.confusion, record.mistakes = session.predictions.confusion, session.predictions.mistakes
+    # feature: throughput
     if session.throughput is not None and (advice := session.throughput.advice()):
         record.remarks.append(advice)
+    # end feature: throughput
+    # feature: memory
     if session.memory is not None:
         record.breakdown, record.savings = session.memory.breakdown, session.memory.savings
         record.remarks += session.memory.leaks
+    # end feature: memory
     return record
 
 
-def publish_stopped(config: Configuration, run: Run, session: Any, stop: signals.Stopped) -> None:
+def publish_stopped(config: Configuration, run: Run, session: Session, stop: signals.Stopped) -> None:
     """The report of what a stopped run has reached, within the time it has; a second signal skips it."""
     release_child_processes()  # ranks that have nothing to report end now, as they should
     if session.trainer.is_global_zero and session.timer.start_seconds is not None:
@@ -190,10 +176,11 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def finish_wandb(logger: WandbRunLogger | None, exit_code: int) -> None:
+def close(session: Session, exit_code: int) -> None:
     """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
-    if logger is not None:
-        logger.finish(exit_code, patience=STOP_PATIENCE if exit_code else None)
+    if session.wandb is not None:
+        session.wandb.finish(exit_code, patience=STOP_PATIENCE if exit_code else None)
+    release_child_processes()
 
 
 def wandb_folder(folder: Path) -> Path | None:

@@ -1,0 +1,184 @@
+"""The one place that touches private names of Lightning, torch and torchmetrics: a function each, and why it is needed.
+
+:func:`check` looks every name up once when a run starts. A name that another version no longer has then ends in one
+line, and not in a signal that is swallowed or a sum that is lost in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from project.errors import UserError
+
+KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
+# module: names below it that the functions here use. Attributes that only instances have stand with their class's file.
+NAMES = {
+    "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
+    "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
+    "lightning.pytorch.trainer.connectors.logger_connector.result": [
+        "_ResultCollection.valid_items",
+        "_ResultMetric.update",
+        "_Metadata.is_mean_reduction",
+    ],
+    "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
+    "torchmetrics": ["Metric.update_count"],
+}
+
+
+def check() -> None:
+    """Look up every private name that this file uses.
+
+    Raises:
+        UserError: One is missing in the installed version.
+    """
+    try:
+        for module, names in NAMES.items():
+            found = importlib.import_module(module)
+            for name in names:
+                reduce(getattr, name.split("."), found)
+    except (ImportError, AttributeError) as error:
+        version = importlib.metadata.version("lightning")
+        raise UserError(
+            f"lightning {version} lacks a name that stopping and exact resume need ({error}). Known to work: "
+            f"{KNOWN_VERSIONS}. Run pip install 'lightning>=2.6.6,<2.7'."
+        ) from None
+
+
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keep Lightning from taking over SIGTERM, and its ranks from asking each other about it at every step.
+
+    Buys: a stop at the same step on all ranks, without a broadcast inside a signal handler (it hung 1 time in 8), and
+    no wait for the device at every step. Public way missing: the Trainer has no switch for its handlers (Lightning
+    issues 20806, 21406, 21487).
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def release_child_processes() -> None:
+    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero.
+
+    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's thread
+    takes no orders.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            thread._child_processes = []  # type: ignore[attr-defined]
+
+
+def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
+    """The averaged weights that ``WeightAveraging`` callbacks hold.
+
+    Buys: the same running statistics on every rank. Public way missing: the callback shows its model to nobody.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            yield callback._average_model
+
+
+def metric_states(module: LightningModule) -> dict[str, Any]:
+    """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU."""
+    states = {}
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric):
+            states[name] = {"values": _on_cpu(metric.metric_state), "updates": metric.update_count}
+    return states
+
+
+def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
+    """Go on with the sums that :func:`metric_states` found.
+
+    Public way missing: a metric's count of updates can be read and not set, and without it ``compute`` warns.
+    """
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and name in states:
+            for key, value in states[name]["values"].items():
+                setattr(metric, key, _on_device(value, metric.device))
+            metric._update_count = states[name]["updates"]
+
+
+def training_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far.
+
+    Buys: the logged mean of an epoch that was interrupted is that of the undisturbed one. Public way missing:
+    Lightning's checkpoints do not hold it (issue 17543).
+    """
+    sums = {}
+    for key, logged in trainer.fit_loop.epoch_loop._results.items():
+        if logged.is_tensor and logged.meta.on_epoch and not logged.has_reset:
+            sums[key] = {"value": logged.value.detach().cpu()}
+            if logged.meta.is_mean_reduction:
+                sums[key]["samples"] = logged.cumulated_batch_size.cpu()
+    return sums
+
+
+def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Tensor]]) -> None:
+    """Add sums of :func:`training_sums` to what has been logged since; what has been added is taken out of ``sums``.
+
+    Lightning makes an entry when its value is logged for the first time, so this is called after the next batches.
+    """
+    for key, logged in trainer.fit_loop.epoch_loop._results.items():
+        if key in sums and not logged.has_reset:
+            saved = {name: tensor.to(logged.value.device) for name, tensor in sums.pop(key).items()}
+            if logged.meta.is_max_reduction or logged.meta.is_min_reduction:
+                logged.value = logged.meta.reduce_fx(logged.value, saved["value"])
+            else:
+                logged.value = logged.value + saved["value"]
+            if "samples" in saved:
+                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"]
+
+
+def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
+    """Make what ``self.log`` has summed up in evaluation steps that of all ranks, weighted by samples.
+
+    Buys: evaluation metrics do not depend on the number of devices, also those of a module that knows nothing of
+    ranks. Public way missing: ``sync_dist=True`` divides the ranks' counts of samples as whole numbers, so that ranks
+    of 17 and 16 samples count 16 each, and only the module's author could set it.
+    """
+    loop = trainer.validate_loop if trainer.validating else trainer.test_loop
+    if trainer.state.fn == "fit":
+        loop = trainer.fit_loop.epoch_loop.val_loop
+    entries = {
+        key: logged
+        for key, logged in loop._results.items()
+        if logged.is_tensor
+        and not logged.has_reset
+        and not logged.meta.sync.should
+        and logged.meta.fx.startswith(("validation_step", "test_step"))
+        and logged.meta.dataloader_idx == loader_idx
+    }
+    mine = {
+        key: (float(logged.value), int(getattr(logged, "cumulated_batch_size", 0))) for key, logged in entries.items()
+    }
+    ranks: list[dict[str, tuple[float, int]]] = [{} for _ in range(trainer.world_size)]
+    torch.distributed.all_gather_object(ranks, mine)
+    for key, logged in entries.items():
+        values = [rank[key] for rank in ranks if key in rank]
+        if logged.meta.is_max_reduction or logged.meta.is_min_reduction:
+            total = (max if logged.meta.is_max_reduction else min)(value for value, _ in values)
+        else:
+            total = sum(value for value, _ in values)
+        logged.value = torch.tensor(total, dtype=torch.float64).to(logged.value)
+        if logged.meta.is_mean_reduction:
+            logged.cumulated_batch_size = torch.tensor(sum(count for _, count in values), device=logged.value.device)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if isinstance(value, list) else value.detach().cpu().clone()
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    return [_on_device(item, device) for item in value] if isinstance(value, list) else value.to(device)

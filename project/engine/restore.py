@@ -1,0 +1,172 @@
+"""What a command line and a checkpoint mean together: a run to start or to go on with, a module ready for use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from project.engine.checkpoint_files import load_weights, read, record
+from project.engine.cli import CommandLine, Configuration, Option, configure, differences
+from project.engine.ranks import decided_by_rank_zero
+from project.engine.run_folder import ROOT, Run, choose, find_checkpoint
+from project.errors import UserError
+
+PACKAGE = __name__.split(".")[0]
+# Packages whose classes a checkpoint's configuration may name; besides them the user's own files.
+TRUSTED = (PACKAGE, "torch", "torchvision", "torchmetrics", "lightning")
+# Arguments of a module that may hold an import path
+PATHS = ("class_path", "optimizer", "schedule", "loss")
+
+
+def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, list[str]]:
+    """Parse ``argv``, find the run it means; where that is resumed, put its configuration beneath what is typed.
+
+    Returns:
+        The configuration, the run, and a line for each setting that differs from the resumed run's.
+    """
+    line = CommandLine(argv)
+    run_name, ckpt_path = line.value("run_name"), line.value("ckpt_path")
+    root = Path(line.value("trainer.default_root_dir") or ROOT)
+    config = None
+    if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or line.asks_for_help:
+        config = configure(argv, prog)  # a new run: what is wrong with a flag is said before there is a folder
+    run = Run.from_plain(decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
+    if run.checkpoint is None:
+        return config or configure(argv, prog), run, []
+    if line.value("init_weights") is not None:
+        raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
+    known = record(run.checkpoint)
+    base = copy.deepcopy(known["config"])
+    refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
+    if line.sets_a_length:  # the one typed now; the saved max_epochs would come before it
+        base.setdefault("trainer", {})["max_epochs"] = -1
+    config = configure(argv, prog, base)
+    load_weights(config.module, run.checkpoint)  # Lightning does it again; here, what does not fit is said in a line
+    stay_with(config.datamodule, known.get("data_source"))
+    return config, run, differences(known["config"], config.resolved)
+
+
+def stay_with(datamodule: Any, source: str | None) -> None:
+    """Let a data module that has a choice use what the earlier run found."""
+    if hasattr(datamodule, "stay_with"):
+        datamodule.stay_with(source)
+
+
+@dataclass
+class Loaded:
+    """What a checkpoint holds, ready for use on the CPU."""
+
+    module: LightningModule  # weights loaded, in eval mode
+    datamodule: LightningDataModule | None  # as in training; not set up, nothing read from disk
+    config: Configuration
+    run: dict[str, Any]  # run_name, data_source, precision, epoch, global_step, metrics, ...
+    path: Path
+
+
+def load(
+    path: Path, argv: list[str] | None = None, prog: str = "project.test", further: tuple[Option, ...] = ()
+) -> Loaded:
+    """The module and data module of a checkpoint, from the checkpoint alone.
+
+    Args:
+        path: The file.
+        argv: Command-line arguments that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
+        prog: Module name of the command.
+        further: More options of the command.
+
+    Raises:
+        UserError: The file is unusable, was not written by this project, its weights do not fit its network, or its
+            configuration names a class that is not the user's own.
+    """
+    run = record(path)
+    base = _for_use(run.pop("config"))
+    refuse_foreign_classes(base, CommandLine(argv or []).value("allow_imports"), path)
+    config = configure(argv or [], prog, base, further)
+    load_weights(config.module, path)
+    data: Any = config.datamodule
+    if hasattr(data, "describe"):
+        data.describe(run.pop("data", {}))
+    return Loaded(config.module.eval(), config.datamodule, config, run, path)
+
+
+def _for_use(config: dict[str, Any]) -> dict[str, Any]:
+    """A resolved configuration as it suits a checkpoint that is only used: not compiled, nothing downloaded.
+
+    The training run's Trainer flags are left out: they are of its machine and its job.
+    """
+    config = copy.deepcopy({key: value for key, value in config.items() if key != "trainer"})
+    init_args = (config.get("model") or {}).get("init_args") or {}
+    if "compile" in init_args:
+        init_args["compile"] = False
+    # a network's `weights` names the ones it starts from, often a download; the checkpoint brings its own
+    network = init_args.get("network")
+    network_args = (network.get("init_args") or {}) if isinstance(network, dict) else {}
+    if "weights" in network_args:
+        network_args["weights"] = None
+    return config
+
+
+def init_weights(module: LightningModule, name: str) -> list[str]:
+    """Give a new run's module the weights of another run's checkpoint, by matching names and shapes.
+
+    Returns:
+        Lines that say what was taken and what was not.
+
+    Raises:
+        UserError: There is no such checkpoint, or nothing of it fits.
+    """
+    path = find_checkpoint(name)
+    given, own = read(path)["state_dict"], module.state_dict()
+    fitting = {key: value for key, value in given.items() if key in own and own[key].shape == value.shape}
+    if not fitting:
+        raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
+    module.load_state_dict(fitting, strict=False)
+    lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
+    left = sorted(own.keys() - fitting.keys())
+    if left:
+        lines.append(
+            f"--init_weights: these keep their random start: {', '.join(left[:8])}{' ...' if left[8:] else ''}"
+        )
+    return lines
+
+
+def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
+    """Raise a UserError, before anything is imported, where a checkpoint's configuration names somebody else's class.
+
+    Args:
+        config: The configuration that the checkpoint holds.
+        allowed: ``--allow_imports``: further packages, with commas between them.
+        path: The checkpoint.
+    """
+    trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
+    for named in _named_classes(config):
+        root = named.split(".")[0]
+        if "." in named and root not in trusted and not _is_users_own(root):
+            raise UserError(
+                f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
+                f"Nothing was imported. If you trust the file: --allow_imports {root}"
+            )
+
+
+def _named_classes(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _named_classes(item, str(name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _named_classes(item, key)
+    elif isinstance(value, str) and (key in PATHS or key.startswith(("callbacks", "logger", "plugins"))):
+        yield value
+
+
+def _is_users_own(root: str) -> bool:
+    """Whether a module of this name lies in the folder the user works in, or beside this package in a clone."""
+    folders = [Path.cwd()]
+    clone = Path(__file__).parents[2]
+    folders += [clone] if "site-packages" not in clone.parts else []
+    return any((folder / root).is_dir() or (folder / f"{root}.py").is_file() for folder in folders)
