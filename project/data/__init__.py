@@ -1,7 +1,6 @@
-"""Data modules: where images come from, how batches are made, and how they reach the device."""
+"""Yours: where samples come from, how they become batches, and how these reach the device."""
 
-from project.data.base import BatchedDataModule, Split
+from project.data.base import BatchedDataModule, Split, SplitDataModule, TensorImages, TensorRows
 from project.data.mnist import MNISTDataModule
-from project.data.sampler import TensorImages
 
-__all__ = ["BatchedDataModule", "MNISTDataModule", "Split", "TensorImages"]
+__all__ = ["BatchedDataModule", "MNISTDataModule", "Split", "SplitDataModule", "TensorImages", "TensorRows"]

@@ -1,25 +1,18 @@
-"""Random affine and elastic augmentation of a whole batch, on its device, in one ``grid_sample``."""
-
-from __future__ import annotations
+"""Augmentation of a training batch on its device: affine and elastic in one ``grid_sample``, and torchvision's."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision.transforms import v2
 
 LATTICE = 7  # points per axis of the coarse random field that bends an image: about the width of a stroke apart
 
 
 def random_deformation(
-    images: Tensor,
-    generator: torch.Generator,
-    *,
-    degrees: float,
-    scale: float,
-    shear: float,
-    shift: float,
-    elastic: float,
+    images: Tensor, *, degrees: float, scale: float, shear: float, shift: float, elastic: float
 ) -> Tensor:
     """Rotate, scale, shear, shift and bend every image by its own random amount; what comes in from outside is 0.
 
@@ -27,8 +20,7 @@ def random_deformation(
     networks", 2003), with a coarse random field, interpolated, in place of a fine one that is smoothed.
 
     Args:
-        images: float (batch, channels, height, width), the background 0 (so: before normalisation).
-        generator: Source of the random numbers, on the images' device.
+        images: float (batch, channels, height, width), the background 0.
         degrees: Rotation is uniform in ±``degrees``.
         scale: Each axis is scaled by a factor uniform in 1 ± ``scale``.
         shear: Shear angle is uniform in ±``shear`` degrees.
@@ -39,7 +31,7 @@ def random_deformation(
         float (batch, channels, height, width).
     """
     count, _, height, width = images.shape
-    draw = torch.rand(count, 6, device=images.device, generator=generator) * 2 - 1
+    draw = torch.rand(count, 6, device=images.device) * 2 - 1
     angle = draw[:, 0] * math.radians(degrees)
     tilt = torch.tan(draw[:, 1] * math.radians(shear))
     grow_x, grow_y = 1 + draw[:, 2] * scale, 1 + draw[:, 3] * scale
@@ -53,8 +45,30 @@ def random_deformation(
     )  # (batch, 2, 3)
     grid = F.affine_grid(theta, [count, 1, height, width], align_corners=False)  # (batch, height, width, 2)
     if elastic:
-        moves = torch.randn(count, 2, LATTICE, LATTICE, device=images.device, generator=generator)
+        moves = torch.randn(count, 2, LATTICE, LATTICE, device=images.device)
         moves[:, 0] *= 2 * elastic / width  # the grid spans 2
         moves[:, 1] *= 2 * elastic / height
         grid = grid + F.interpolate(moves, (height, width), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
     return F.grid_sample(images, grid, align_corners=False)
+
+
+def transformed(images: Tensor, targets: Tensor, transforms: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
+    """Apply torchvision's transforms to each image for itself, MixUp and CutMix to the batch with its labels.
+
+    Args:
+        images: (batch, channels, height, width), uint8 or float in 0-1.
+        targets: (batch, ...).
+        transforms: In their order. Called on a batch, a random one would do the same to all of its images.
+    """
+    for transform in transforms:
+        images = as_unit_floats(images)
+        if isinstance(transform, (v2.MixUp, v2.CutMix)):
+            images, targets = transform(images, targets)
+        else:
+            images = torch.stack([transform(image) for image in images])
+    return images, targets
+
+
+def as_unit_floats(images: Tensor) -> Tensor:
+    """uint8 images as float32 in 0-1; floats as they are."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images

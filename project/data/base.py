@@ -1,50 +1,107 @@
-"""What every data module of this template inherits: order, evaluation, loaders, normalisation on the device."""
+"""Data modules to inherit from: :class:`SplitDataModule` for any task, :class:`BatchedDataModule` for images.
 
-import os
+Their loaders are plain ones, which any Trainer takes. Under ``project.fit`` the engine puts its own sampler into them:
+order by seed and epoch, exact resume, every sample once on any number of devices.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from project import threads
-from project.data.augment import random_deformation
-from project.data.sampler import EvalBatchSampler, TensorImages, TrainBatchSampler, make_loader
+from project.data.augment import as_unit_floats, random_deformation, transformed
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]
 SPLIT_SEED = 0  # of the validation split: the same samples whatever --seed_everything is
 
 
-class BatchedDataModule(LightningDataModule):
-    """Base class: write :meth:`make_split`, set the four class attributes, and inherit the rest.
+# Datasets in memory, which are asked for whole batches.
 
-    The loader yields ``(images, labels)``: images uint8 or float in 0-1, (batch, channels, height, width), labels
-    int64 (batch,). On the device, images become float32, in training augmented, and normalised.
+
+class TensorRows(Dataset[tuple[Tensor, ...]]):
+    """Tensors of equal length in memory, such as features and targets; a sample is a row of each.
+
+    Args:
+        tensors: Each (count, ...).
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        if not tensors or len({len(tensor) for tensor in tensors}) > 1:
+            raise UserError(f"{type(self).__name__} must get tensors of equal length, got {[len(x) for x in tensors]}.")
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """The batch of these samples (int64, (batch,)), in one call for each tensor."""
+        # copies row by row; tensor[indices] goes byte by byte and takes a CPU eight times as long
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+
+    def part(self, indices: Tensor) -> "TensorRows":
+        """A data set of these samples (int64, (count,))."""
+        smaller = copy.copy(self)
+        smaller.tensors = self.gather(indices)
+        return smaller
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        return self.gather(torch.tensor(indices, dtype=torch.int64))  # a DataLoader's own way to ask for a whole batch
+
+
+class TensorImages(TensorRows):
+    """Images and their targets in memory.
+
+    Args:
+        images: uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel.
+        labels: (count, ...). Whole numbers of any kind become int64; floats stay what they are.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        images = images if images.ndim == 4 else images.unsqueeze(1)
+        super().__init__(images, labels if labels.is_floating_point() else labels.long())
+
+    @property
+    def images(self) -> Tensor:
+        """(count, channels, height, width)."""
+        return self.tensors[0]
+
+    @property
+    def labels(self) -> Tensor:
+        """(count, ...)."""
+        return self.tensors[1]
+
+
+# Data modules.
+
+
+class SplitDataModule(LightningDataModule):
+    """Base class for any task: write :meth:`make_split`, and inherit splits, loaders and transfer.
+
+    A sample, and so a batch, may be a tensor, a tuple or a dictionary.
 
     Args:
         batch_size: Training samples per batch and device.
         eval_batch_size: Validation and test samples per batch and device; changes speed and memory, never a metric.
         num_workers: Loader processes per device. Default: none for data in memory (gathering a batch takes less than
-            asking a worker for it), else this process's share of the CPU cores.
+            asking a worker for it), else as many as this process has threads.
         pin_memory: Page-locked batches, for copies that overlap with computing. Default: with a CUDA device only.
         prefetch_factor: Batches each worker prepares ahead.
         train_samples: Keep the first N training samples (default: all).
         val_samples: Keep the first N validation samples (default: all).
         test_samples: Keep the first N test samples (default: all).
-        rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no augmentation.
-        scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
-        shear_degrees: Augmentation: random shear within ± this angle.
-        shift_pixels: Augmentation: random shift per axis within ± this many pixels.
-        elastic_pixels: Augmentation: random bending, by this standard deviation per point of a coarse lattice.
     """
 
-    mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
-    std: list[float] = [0.5]
-    image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
-    class_names: list[str] = [str(digit) for digit in range(10)]
     data_source: str = "files"  # recorded in the run's summary
 
     def __init__(
@@ -57,11 +114,6 @@ class BatchedDataModule(LightningDataModule):
         train_samples: int | None = None,
         val_samples: int | None = None,
         test_samples: int | None = None,
-        rotate_degrees: float = 0.0,
-        scale_fraction: float = 0.0,
-        shear_degrees: float = 0.0,
-        shift_pixels: float = 0.0,
-        elastic_pixels: float = 0.0,
     ) -> None:
         super().__init__()
         self.batch_size = _at_least("batch_size", batch_size, 1)
@@ -73,31 +125,17 @@ class BatchedDataModule(LightningDataModule):
         for split, limit in self.limits.items():
             if limit is not None:
                 _at_least(f"{split}_samples", limit, 1)
-        self.augmentation = {
-            "degrees": rotate_degrees,
-            "scale": scale_fraction,
-            "shear": shear_degrees,
-            "shift": shift_pixels,
-            "elastic": elastic_pixels,
-        }
-        # A rank with no sample of a tiny evaluation set is as it should be, see EvalBatchSampler.
+        # A rank may have no sample of a tiny evaluation set.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.splits: dict[str, Dataset[Any]] = {}
-        self._augment_generator: torch.Generator | None = None
-
-    # What a newcomer writes
 
     def make_split(self, split: Split) -> Dataset[Any]:
-        """The dataset of a split: :class:`TensorImages`, or any map-style dataset of (image, label) samples.
+        """The dataset of a split: :class:`TensorRows`, or any map-style dataset. Yours to write.
 
-        An image is a uint8 tensor (channels, height, width), a float one in 0-1, or a Pillow image of any size and
-        mode, which is fitted to ``image_shape``. Called once per split in every process, after ``prepare_data`` (which
-        runs once per machine). Validation must be cut from the training data in the same way every time:
-        :meth:`hold_out` does.
+        Called once per split in every process, after ``prepare_data`` (which runs once per machine). Validation must be
+        cut from the training data in the same way every time: :meth:`hold_out` does.
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
-
-    # What a newcomer inherits
 
     def hold_out(self, dataset: Dataset[Any], split: Split, share: float = 0.1) -> Dataset[Any]:
         """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share`` is validation.
@@ -108,10 +146,132 @@ class BatchedDataModule(LightningDataModule):
         order = torch.randperm(count, generator=torch.Generator().manual_seed(SPLIT_SEED))
         held_out = max(1, round(count * share))
         # sorted: reading files or memory in order is several times faster, and training shuffles anyway
-        chosen = (order[:-held_out] if split == "train" else order[-held_out:]).sort().values
-        if isinstance(dataset, TensorImages):
-            return TensorImages(*dataset[chosen])
-        return Subset(dataset, chosen.tolist())
+        return _part(dataset, (order[:-held_out] if split == "train" else order[-held_out:]).sort().values)
+
+    def setup(self, stage: str) -> None:
+        """Build the splits that ``stage`` ("fit", "validate", "test", "predict") needs, cut to their ``*_samples``."""
+        needed: dict[str, list[Split]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}
+        for split in needed.get(stage, []):
+            if split not in self.splits:
+                dataset, limit = self.make_split(split), self.limits[split]
+                if limit is not None and limit < len(dataset):  # type: ignore[arg-type]
+                    dataset = _part(dataset, torch.arange(limit))
+                self.check_split(split, dataset)
+                self.splits[split] = dataset
+        if stage == "test":
+            self.splits.pop("train", None)  # the test set comes after training: one of them in memory at a time
+
+    def check_split(self, split: Split, dataset: Dataset[Any]) -> None:
+        """What is wrong with a user's data said in the user's words, before it is an error in the loss."""
+        if not len(dataset):  # type: ignore[arg-type]
+            raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        # a set smaller than a batch is one batch, and not dropped
+        return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader("val", self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader("test", self.eval_batch_size)
+
+    def num_samples(self, split: Split) -> int:
+        """Samples in a split that has been set up."""
+        return len(self.splits[split])  # type: ignore[arg-type]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Lightning's general walk through nested collections costs more than the copy of a small batch."""
+        if isinstance(batch, (tuple, list)) and all(isinstance(part, Tensor) for part in batch):
+            # to CUDA without waiting; MPS would train on batches that have not arrived (pytorch #189690)
+            return tuple(part.to(device, non_blocking=device.type == "cuda") for part in batch)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def collate_function(self) -> Callable[[Any], Any]:
+        """What makes a batch of a list of samples. No method: worker processes are sent it."""
+        return collate
+
+    def _loader(self, split: Split, batch_size: int, **order: Any) -> DataLoader[Any]:
+        dataset, workers, pin = self.splits[split], self.num_workers, self.pin_memory
+        if workers is None:
+            workers = 0 if hasattr(dataset, "gather") else torch.get_num_threads()
+        if pin is None:
+            pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            num_workers=workers,
+            pin_memory=pin,
+            persistent_workers=workers > 0,
+            prefetch_factor=self.prefetch_factor if workers > 0 else None,
+            collate_fn=self.collate_function(),
+            **order,
+        )
+
+
+class BatchedDataModule(SplitDataModule):
+    """Base class for images: write :meth:`make_split`, set the class attributes, and inherit the rest.
+
+    Batches are ``(images, targets)``, images uint8 or float in 0-1, (batch, channels, height, width), augmented or not;
+    the module standardizes them by ``mean`` and ``std``. A dataset's image is a tensor, or a Pillow image of any size
+    and mode, which is fitted to ``image_shape``.
+
+    Args:
+        rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no augmentation.
+        scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
+        shear_degrees: Augmentation: random shear within ± this angle.
+        shift_pixels: Augmentation: random shift per axis within ± this many pixels.
+        elastic_pixels: Augmentation: random bending, by this standard deviation per point of a coarse lattice.
+        transforms: Augmentation: transforms of ``torchvision.transforms.v2``, applied in order to each training image
+            (float in 0-1) on its device; ``MixUp`` and ``CutMix`` to the batch with its labels.
+        kwargs: Those of :class:`SplitDataModule`.
+    """
+
+    mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
+    std: list[float] = [0.5]
+    image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
+    class_names: list[str] = [str(digit) for digit in range(10)]  # none where the targets are no classes
+
+    def __init__(
+        self,
+        rotate_degrees: float = 0.0,
+        scale_fraction: float = 0.0,
+        shear_degrees: float = 0.0,
+        shift_pixels: float = 0.0,
+        elastic_pixels: float = 0.0,
+        transforms: list[nn.Module] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.augmentation = {
+            "degrees": rotate_degrees,
+            "scale": scale_fraction,
+            "shear": shear_degrees,
+            "shift": shift_pixels,
+            "elastic": elastic_pixels,
+        }
+        self.transforms = transforms or []
+
+    def augment(self, images: Tensor) -> Tensor:
+        """Change training images (batch, channels, height, width) on their device, within 0-1 (or uint8). Override it.
+
+        Draw from torch's own generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
+        """
+        if any(self.augmentation.values()):
+            return random_deformation(as_unit_floats(images), **self.augmentation)
+        return images
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Augment a training batch that has reached its device."""
+        images, targets = batch
+        if tuple(images.shape[1:]) != tuple(self.image_shape):
+            raise UserError(
+                f"{type(self).__name__}.image_shape must be the images' (channels, height, width), "
+                f"{tuple(images.shape[1:])}, got {tuple(self.image_shape)}."
+            )
+        if self.trainer is not None and self.trainer.training:
+            images, targets = transformed(self.augment(images), targets, self.transforms)
+        return images, targets
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint must know of the data to be used without them; plain values."""
@@ -127,158 +287,55 @@ class BatchedDataModule(LightningDataModule):
         for name, value in description.items():
             setattr(self, name, tuple(value) if name == "image_shape" else value)
 
-    def stay_with(self, data_source: str | None) -> None:
-        """Use the data that an earlier run of this configuration found, where there is a choice. Here there is none."""
-
-    def setup(self, stage: str) -> None:
-        """Build the splits that ``stage`` ("fit", "validate", "test", "predict") needs, cut to their ``*_samples``."""
-        needed: dict[str, list[Split]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}
-        for split in needed.get(stage, []):
-            if split not in self.splits:
-                self.splits[split] = _first(self.make_split(split), self.limits[split])
-                self._check_split(split)
-        if stage == "test":
-            self.splits.pop("train", None)  # the test set comes after training: one of them in memory at a time
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        rank, world_size = self._rank()
-        dataset = self.splits["train"]
-        if len(dataset) < world_size:  # type: ignore[arg-type]
+    def check_split(self, split: Split, dataset: Dataset[Any]) -> None:
+        super().check_split(split, dataset)
+        labels = dataset.labels if isinstance(dataset, TensorImages) else None
+        if labels is None or labels.is_floating_point() or labels.ndim != 1 or not self.class_names:
+            return
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= len(self.class_names):
             raise UserError(
-                f"--data.train_samples must be at least the number of devices ({world_size}), got {len(dataset)}."  # type: ignore[arg-type]
-            )
-        if self.trainer is not None and getattr(self.trainer, "overfit_batches", False):  # the first, in order
-            return self._loader(dataset, EvalBatchSampler(self.num_samples("train"), self.batch_size, rank, world_size))
-        sampler = TrainBatchSampler(len(dataset), self.batch_size, rank, world_size, global_seed())  # type: ignore[arg-type]
-        return self._loader(dataset, sampler)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._eval_loader("val")
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return self._eval_loader("test")
-
-    def num_samples(self, split: Split) -> int:
-        """Samples in a split that has been set up."""
-        return len(self.splits[split])  # type: ignore[arg-type]
-
-    def train_batches_per_epoch(self) -> int:
-        """Training batches per rank and epoch, known without building a loader (schedules need it early)."""
-        _, world_size = self._rank()
-        return len(TrainBatchSampler(self.num_samples("train"), self.batch_size, 0, world_size))
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Augment (training only) and normalise a batch that has reached its device."""
-        images, labels = batch
-        if tuple(images.shape[1:]) != tuple(self.image_shape):
-            raise UserError(
-                f"{type(self).__name__}.image_shape must be the images' (channels, height, width), "
-                f"{tuple(images.shape[1:])}, got {tuple(self.image_shape)}."
-            )
-        if self.trainer is not None and self.trainer.training and any(self.augmentation.values()):
-            images = random_deformation(
-                as_unit_floats(images), self._batch_generator(images.device), **self.augmentation
-            )
-        return self._as_weights(self.normalize(images)), labels
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """uint8 in 0-255 or float in 0-1, (batch, channels, height, width) → float32 with ``mean`` 0 and ``std`` 1."""
-        whole = 255.0 if images.dtype == torch.uint8 else 1.0
-        # plain numbers: no little tensors, which at every step would be copied to the device and waited for
-        if len(self.mean) == 1:
-            return _standardized(images, whole * self.mean[0], whole * self.std[0])
-        channels = [
-            _standardized(channel, whole * mean, whole * std)
-            for channel, mean, std in zip(images.split(1, dim=1), self.mean, self.std, strict=True)
-        ]
-        return torch.cat(channels, dim=1)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Copy without waiting; Lightning's general walk through nested collections costs more than the copy."""
-        if isinstance(batch, (tuple, list)) and all(isinstance(part, Tensor) for part in batch):
-            return tuple(part.to(device, non_blocking=True) for part in batch)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-    # Inside
-
-    def _as_weights(self, images: Tensor) -> Tensor:
-        """In the weights' type under ``--precision bf16-true`` and the like; autocast does it by itself."""
-        plugin = self.trainer.precision_plugin if self.trainer is not None else None
-        if isinstance(plugin, (HalfPrecision, DoublePrecision)):
-            return plugin.convert_input(images)  # Lightning's own call came when they were still bytes
-        return images
-
-    def _rank(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
-    def _check_split(self, split: Split) -> None:
-        """What is wrong with a user's data said in the user's words, before it is an index error in the loss."""
-        dataset, name = self.splits[split], type(self).__name__
-        if not len(dataset):  # type: ignore[arg-type]
-            raise UserError(f"{name}.make_split('{split}') must hold at least one sample, got none.")
-        if isinstance(dataset, TensorImages) and int(dataset.labels.max()) >= len(self.class_names):
-            raise UserError(
-                f"{name}.class_names must name every class: the {split} labels go up to {int(dataset.labels.max())}, "
+                f"{type(self).__name__}.class_names must name every class: the {split} labels go from {low} to {high}, "
                 f"got {len(self.class_names)} names."
             )
 
-    def _eval_loader(self, split: Split) -> DataLoader[Any]:
-        rank, world_size = self._rank()
-        return self._loader(
-            self.splits[split], EvalBatchSampler(self.num_samples(split), self.eval_batch_size, rank, world_size)
-        )
-
-    def _loader(self, dataset: Dataset[Any], sampler: Any) -> DataLoader[Any]:
-        workers = self.num_workers
-        if workers is None:
-            local_ranks = self.trainer.num_devices if self.trainer is not None else 1
-            workers = 0 if isinstance(dataset, TensorImages) else max(1, threads.available_cores() // local_ranks)
-        pin = self.pin_memory
-        if pin is None:
-            pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return make_loader(
-            dataset,
-            sampler,
-            num_workers=workers,
-            pin_memory=pin,
-            prefetch_factor=self.prefetch_factor,
-            seed=global_seed(),
-            image_shape=self.image_shape,
-        )
-
-    def _batch_generator(self, device: torch.device) -> torch.Generator:
-        """Generator of this batch's augmentation: a function of (seed, rank, batches so far), so a resume repeats."""
-        if self._augment_generator is None or self._augment_generator.device != device:
-            self._augment_generator = torch.Generator(device)
-        assert self.trainer is not None
-        rank, world_size = self._rank()
-        position = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed * world_size + rank
-        return self._augment_generator.manual_seed(global_seed() * 1_000_003 + position)
+    def collate_function(self) -> Callable[[Any], Any]:
+        return partial(collate_images, image_shape=self.image_shape)
 
 
-def _standardized(images: Tensor, mean: float, std: float) -> Tensor:
-    return images.to(torch.float32, copy=True).sub_(mean).mul_(1 / std)
+def collate(samples: Any) -> Any:
+    """A batch of a list of samples; what a dataset of this file has gathered is one already."""
+    return samples if isinstance(samples, tuple) else default_collate(samples)
 
 
-def as_unit_floats(images: Tensor) -> Tensor:
-    """uint8 images as float32 in 0-1; floats as they are."""
-    return images.float().div_(255) if images.dtype == torch.uint8 else images
+def collate_images(samples: Any, image_shape: tuple[int, int, int]) -> Any:
+    """A batch of (image, target) samples; Pillow images become uint8 tensors of ``image_shape``.
+
+    Returns:
+        Images (batch, channels, height, width), and targets (batch, ...), int64 or floating.
+    """
+    if isinstance(samples, tuple):
+        return samples
+    if not samples:  # a rank of an evaluation with more ranks than samples
+        return torch.empty(0, *image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+    images, targets = default_collate([(_as_tensor(image, image_shape), target) for image, target in samples])
+    return images, targets.float() if targets.is_floating_point() else targets.long()
 
 
-def global_seed() -> int:
-    """The seed of the run, as Lightning's ``seed_everything`` recorded it; 0 without one."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
+    """uint8 (channels, height, width) of a Pillow image: its largest middle part of that shape. Tensors as they are."""
+    if not isinstance(image, Image.Image):
+        return image
+    channels, height, width = image_shape
+    fitted = ImageOps.fit(image.convert("L" if channels == 1 else "RGB"), (width, height))
+    return torch.from_numpy(np.array(fitted)).view(height, width, channels).permute(2, 0, 1)
+
+
+def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
+    return dataset.part(indices) if isinstance(dataset, TensorRows) else Subset(dataset, indices.tolist())
 
 
 def _at_least(name: str, value: int, least: int) -> int:
     if value < least:
         raise UserError(f"--data.{name} must be at least {least}, got {value}.")
     return value
-
-
-def _first(dataset: Dataset[Any], limit: int | None) -> Dataset[Any]:
-    if limit is None or limit >= len(dataset):  # type: ignore[arg-type]
-        return dataset
-    if isinstance(dataset, TensorImages):
-        return TensorImages(dataset.images[:limit].clone(), dataset.labels[:limit].clone())
-    return Subset(dataset, range(limit))

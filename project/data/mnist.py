@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from project.data.base import BatchedDataModule, Split
-from project.data.sampler import TensorImages
+from project.data.base import BatchedDataModule, Split, TensorImages
 from project.errors import UserError
 
 DIGITS = Path(__file__).parent / "bundled"
+DEFAULT_ROOT = "data"
 DOWNLOAD_TIMEOUT_S = 10.0  # per connection and per read
 
 
@@ -33,9 +33,11 @@ class MNISTDataModule(BatchedDataModule):
     real training and test sets (9,000 training, 1,000 validation, 2,000 test).
 
     Args:
-        root: Folder in torchvision's layout: ``root/MNIST/raw/...``, plain or ``.gz``.
+        root: Folder in torchvision's layout: ``root/MNIST/raw/...``, plain or ``.gz``. ``root/MNIST`` and
+            ``root/MNIST/raw`` are understood, too.
         source: ``mnist``: the files in ``root``, else a download into it, else an error. ``sample``: the bundled
-            digits. ``auto``: ``mnist`` where it can be had, else ``sample`` with a warning.
+            digits. ``auto``: ``mnist`` where it can be had, else ``sample`` with a warning (an error where ``root``
+            is another than the default).
         kwargs: Those of :class:`BatchedDataModule`.
     """
 
@@ -52,7 +54,9 @@ class MNISTDataModule(BatchedDataModule):
     torchvision_dataset = "MNIST"  # the class in torchvision.datasets that can fetch the files
     sample_folder: Path | None = DIGITS if DIGITS.is_dir() else None  # a bare clone has none
 
-    def __init__(self, root: str = "data", source: Literal["auto", "mnist", "sample"] = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self, root: str = DEFAULT_ROOT, source: Literal["auto", "mnist", "sample"] = "auto", **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.root = root
         self.source = source
@@ -66,13 +70,19 @@ class MNISTDataModule(BatchedDataModule):
             try:
                 self._download()
             except Exception as error:
-                if self.data_source == "mnist" or self.sample_folder is None:
-                    bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
-                    raise UserError(
-                        f"--data.source {self.source}: {self._raw()} lacks {', '.join(self._missing())} and "
-                        f"the download failed ({error}). Put the files there (plain or .gz) or name another --data.root"
-                        f"{bundled}."
-                    ) from None
+                if not self._may_fall_back():
+                    raise self._lacking(f" and the download failed ({error})") from None
+
+    def _may_fall_back(self) -> bool:
+        """To the bundled digits: not from a folder that was named, which is mistyped rather than wanting."""
+        return self.data_source == "auto" and self.sample_folder is not None and self.root == DEFAULT_ROOT
+
+    def _lacking(self, reason: str = "") -> UserError:
+        bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
+        return UserError(
+            f"--data.root {self.root}: {self._raw()} lacks {', '.join(self._missing())}{reason}. Put the files there "
+            f"(plain or .gz) or name another --data.root{bundled}."
+        )
 
     def stay_with(self, data_source: str | None) -> None:
         """Where the source is ``auto``: what it found then, whatever it would find now."""
@@ -99,7 +109,13 @@ class MNISTDataModule(BatchedDataModule):
             raise UserError(f"--data.batch_size must be at most the 60,000 images of the set, got {self.batch_size}.")
 
     def _raw(self) -> Path:
-        return Path(self.root) / self.folder
+        """The folder of the files: below ``root``, or where ``root`` is that folder itself or the one above it."""
+        root, folder = Path(self.root), Path(self.folder)
+        typed = root.resolve().parts
+        places = [root / folder]
+        places += [root / folder.name] if typed[-1:] == folder.parts[:1] else []
+        places += [root] if typed[-2:] == folder.parts else []
+        return next((place for place in places if any(find_idx(place, name) for name in self.files)), places[0])
 
     def _missing(self) -> list[str]:
         return [name for name in self.files if find_idx(self._raw(), name) is None]
@@ -107,6 +123,8 @@ class MNISTDataModule(BatchedDataModule):
     def _resolve_auto(self) -> str:
         if not self._missing():
             return "mnist"
+        if not self._may_fall_back():
+            raise self._lacking()
         warnings.warn(
             f"\n{'!' * 100}\nFull MNIST was not found in {self._raw()} and could not be downloaded: using the 10,000 + "
             "2,000 digits that ship with the package.\nFor the full set name its folder with --data.root, or silence "
@@ -116,7 +134,7 @@ class MNISTDataModule(BatchedDataModule):
         return "sample"
 
     def _require_one_source(self) -> None:
-        """All ranks must have found the same data: a rank with other images would train a chimera."""
+        """All ranks must have found the same data: ranks with other images would train one network on two data sets."""
         if self.trainer is None or self.trainer.world_size == 1:
             return
         first = self.trainer.strategy.broadcast(self.data_source)
@@ -131,19 +149,22 @@ class MNISTDataModule(BatchedDataModule):
         """Run torchvision's download, with bounded time-outs, into a folder of its own: no half file in the root."""
         from torchvision import datasets
 
-        root = Path(self.root)
-        root.mkdir(parents=True, exist_ok=True)
+        # above the root where there is none yet: a download that fails creates nothing
+        root = Path(self.root).absolute()
+        there = next(place for place in (root, *root.parents) if place.is_dir())
         previous = socket.getdefaulttimeout()
         socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
         try:
-            with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as scratch:
+            with tempfile.TemporaryDirectory(dir=there, prefix=".download-") as scratch:
                 with contextlib.redirect_stdout(open(os.devnull, "w")):
                     getattr(datasets, self.torchvision_dataset)(scratch, download=True)
-                self._raw().mkdir(parents=True, exist_ok=True)
-                for name, digest in self.files.items():
-                    fetched = Path(scratch) / self.folder / name
-                    read_idx(fetched, digest)
-                    shutil.move(fetched, self._raw() / name)
+                fetched = {name: Path(scratch) / self.folder / name for name in self.files}
+                for name, path in fetched.items():
+                    read_idx(path, self.files[name])
+                raw = self._raw()
+                raw.mkdir(parents=True, exist_ok=True)
+                for name, path in fetched.items():
+                    shutil.move(path, raw / name)
         finally:
             socket.setdefaulttimeout(previous)
 
@@ -163,7 +184,6 @@ def _read_pair(folder: Path, prefix: str, digests: dict[str, str | None]) -> tup
 
 
 # MNIST's IDX files, plain or ``.gz``: read, and checked before they are believed.
-
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 

@@ -11,7 +11,7 @@ __all__ = ["MLP", "ConvNet"]
 
 
 class MLP(nn.Module):
-    """The course's classifier: 784-256-128-10 with ReLU, 235,146 parameters by default.
+    """784-256-128-10 with ReLU, 235,146 parameters by default.
 
     Args:
         image_shape: Channels, height and width of the images.

@@ -1,92 +1,123 @@
-"""Optimizer by name and learning-rate schedule by shape, both from plain values that a checkpoint can hold."""
+"""Loss, optimizer and learning-rate schedule by name, from plain values that a checkpoint can hold."""
 
 import importlib
 import inspect
 import math
 from functools import partial
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from project.errors import UserError, nearest
 
-Schedule = Literal["constant", "cosine", "linear", "onecycle"]
+SHAPES = ("constant", "cosine", "linear", "onecycle")
 
 
-def optimizer_class(name: str) -> type[Optimizer]:
-    """The class ``name`` of ``torch.optim``, or the class at the import path ``name`` (``package.module.Class``)."""
-    module_name, _, class_name = name.rpartition(".")
+def named_class(option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()) -> Any:
+    """The class ``name`` of the module ``home``, or the class at the import path ``name`` (``package.module.Class``).
+
+    Args:
+        option: The flag, for the error.
+        name: As typed.
+        home: Where a name without dots is looked up.
+        base: What the class must inherit from.
+        also: Names that are allowed beside those of ``home``, for the error.
+
+    Raises:
+        UserError: There is no such class.
+    """
+    module_name, _, class_name = str(name).rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name or "torch.optim"), class_name, None)
-    except ImportError as error:
-        raise UserError(f"--model.optimizer {name}: {error}.") from None
-    if not (inspect.isclass(found) and issubclass(found, Optimizer)):
-        known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, Optimizer)]
-        raise UserError(
-            f"--model.optimizer must be a class of torch.optim or an import path, got {name}.{nearest(name, known)}"
-        )
-    return found
+        found = getattr(importlib.import_module(module_name) if module_name else home, class_name, None)
+    except (ImportError, TypeError, ValueError) as error:
+        raise UserError(f"{option} {name}: {error}.") from None
+    if inspect.isclass(found) and issubclass(found, base) and found is not base:
+        return found
+    known = [*also, *(n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base))]
+    allowed = ", ".join([*also, f"a class of {home.__name__}"])
+    raise UserError(f"{option} must be {allowed} or an import path, got {name}.{nearest(str(name), known)}")
+
+
+def make(option: str, cls: Any, first: Any, arguments: dict[str, Any]) -> Any:
+    """``cls(*first, **arguments)``, its refusals as a :class:`UserError`."""
+    accepted = inspect.signature(cls).parameters
+    for name in arguments:
+        if name not in accepted:
+            raise UserError(f"{option}_args.{name} is no argument of {cls.__name__}.{nearest(name, accepted)}")
+    try:
+        return cls(*first, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{option} {cls.__name__} refuses its arguments {arguments}: {error}.") from None
 
 
 def make_optimizer(
     name: str,
-    network: nn.Module,
+    module: nn.Module,
     lr: float,
     arguments: dict[str, Any],
     fused: bool,
-    undecayed: set[str] | None = None,
+    undecayed: list[bool] | None = None,
 ) -> Optimizer:
-    """The optimizer for a network's parameters; weight decay spares biases and normalisation (one dimension).
+    """The optimizer for a module's parameters; weight decay spares biases and normalisation (one dimension).
 
     Args:
-        name: As for :func:`optimizer_class`.
-        network: Whose parameters to optimize.
+        name: A class of ``torch.optim`` or an import path.
+        module: Whose parameters to optimize.
         lr: Learning rate.
-        arguments: Further arguments of the class.
+        arguments: Further arguments of the class. ``weight_decay`` is dropped where the class has none.
         fused: Use the class's fused kernel where it has one: one call instead of several per parameter.
-        undecayed: Names of the parameters that weight decay spares; default: those of one dimension, which is every
-            parameter once FSDP has wrapped the network.
+        undecayed: For each of ``module.parameters()``, whether weight decay spares it. Default: where it has one
+            dimension, which every parameter has once FSDP has wrapped the module.
     """
-    cls = optimizer_class(name)
+    cls = named_class("--model.optimizer", name, torch.optim, Optimizer)
+    if cls is torch.optim.SparseAdam:
+        raise UserError("--model.optimizer SparseAdam takes sparse gradients only, which layers do not give. Use Adam.")
     accepted = inspect.signature(cls).parameters
-    for argument in arguments:
-        if argument not in accepted and argument != "weight_decay":
-            raise UserError(f"--model.optimizer_args.{argument} is no argument of {name}.{nearest(argument, accepted)}")
-    extra = {k: v for k, v in arguments.items() if k in accepted}
+    extra = {k: v for k, v in arguments.items() if k in accepted or k != "weight_decay"}
     if fused and "fused" in accepted:
         extra.setdefault("fused", True)
+    parameters = list(module.parameters())
+    if undecayed is None or len(undecayed) != len(parameters):
+        undecayed = [parameter.ndim < 2 for parameter in parameters]
     groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
-    for path, parameter in network.named_parameters():
+    for parameter, spared in zip(parameters, undecayed, strict=True):
         if parameter.requires_grad:
-            spared = parameter.ndim < 2 if undecayed is None else path.replace("_fsdp_wrapped_module.", "") in undecayed
             groups[spared]["params"].append(parameter)
     if "weight_decay" in accepted:
         groups[1]["weight_decay"] = 0.0
-    try:
-        return cls([group for group in groups if group["params"]], lr=lr, **extra)  # type: ignore[call-arg]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--model.optimizer {name} refuses its arguments {extra}: {error}.") from None
+    first = [group for group in groups if group["params"]]
+    return make("--model.optimizer", cls, [first], {"lr": lr, **extra})
 
 
-def make_schedule(optimizer: Optimizer, shape: Schedule, warmup_fraction: float, total_steps: int) -> LambdaLR:
-    """Learning rate over the run as a function of the share of it that is done.
+def make_schedule(
+    optimizer: Optimizer, name: str, arguments: dict[str, Any], mode: str, warmup_fraction: float, total_steps: int
+) -> LRScheduler:
+    """One of the four shapes over the run, or a class of ``torch.optim.lr_scheduler``.
 
-    A function, not one of torch's stateful schedules: a resumed run may have another length or peak than the one that
-    was saved, and a step past the end is no error.
+    A shape is a function of the share of the run that is done, not one of torch's stateful schedules: a resumed run may
+    have another length or peak than the one that was saved, and a step past the end is no error.
 
     Args:
-        optimizer: Whose rate to set, once per optimizer step.
-        shape: See :class:`project.model.ImageClassifier`.
-        warmup_fraction: Share of the run in which the rate climbs.
-        total_steps: Optimizer steps of the run; below 1 (no end): constant after no warm-up.
+        optimizer: Whose rate to set.
+        name: A shape, a class of ``torch.optim.lr_scheduler`` or an import path.
+        arguments: Of the class; a shape has none.
+        mode: ``min`` or ``max``: what ReduceLROnPlateau's metric should do.
+        warmup_fraction: Share of the run in which a shape climbs.
+        total_steps: Optimizer steps of the run; below 1 (no end) a shape is constant without warm-up.
     """
-    return LambdaLR(optimizer, partial(rate_factor, shape, warmup_fraction, total_steps))
+    if name in SHAPES:
+        return LambdaLR(optimizer, partial(rate_factor, name, warmup_fraction, total_steps))
+    cls = named_class("--model.schedule", name, torch.optim.lr_scheduler, LRScheduler, SHAPES)
+    if issubclass(cls, ReduceLROnPlateau):
+        arguments = {"mode": mode, **arguments}
+    return make("--model.schedule", cls, [optimizer], arguments)
 
 
-def rate_factor(shape: Schedule, warmup_fraction: float, total_steps: int, step: int) -> float:
+def rate_factor(shape: str, warmup_fraction: float, total_steps: int, step: int) -> float:
     """Factor on the peak rate at ``step`` (0 is the first)."""
     if total_steps < 1:
         return 1.0

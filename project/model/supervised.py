@@ -1,0 +1,376 @@
+"""The Lightning module for supervised tasks: network, loss, metrics, optimizer and schedule are configuration."""
+
+import inspect
+import math
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import Metric, MetricCollection
+
+from project.errors import UserError
+from project.model.networks import recompute_activations
+from project.model.optimizers import SHAPES, make, make_optimizer, make_schedule, named_class
+
+# Training batches that wait on the device to be counted together, and numbers in their outputs. One update of a metric
+# for many batches costs what one batch would: 938 single updates take about a tenth of an epoch of the MLP.
+MOST_BATCHES, MOST_OUTPUTS = 64, 2**22
+MOST_CHANNELS = 2**20  # of a mean or standard deviation that a checkpoint may bring
+
+
+class SupervisedModule(LightningModule):
+    """Trains a network on batches of (inputs, targets). Device, precision, clipping and the like are Trainer flags.
+
+    Inputs (batch, channels, ...) are uint8 in 0-255, taken as 0-1, or floating; :meth:`forward` standardizes them by
+    the ``mean`` and ``std`` of the data module (one number or one per channel, of the inputs in 0-1), which are part of
+    the state dict. Inputs of another type (token numbers) reach the network as they are.
+
+    Logged, each exact over its samples and over all ranks: ``train/loss`` (log steps: the samples since the last log
+    step; epoch end: the epoch), ``val/loss``, ``test/loss``, and ``train/NAME``, ``val/NAME``, ``test/NAME`` for every
+    entry of ``metrics`` (epoch end). Logged losses are without class weights and label smoothing, so that they compare.
+
+    Args:
+        network: Maps standardized inputs to outputs.
+        loss: Name of a class in ``torch.nn``, or the import path of another loss.
+        loss_args: Arguments of the loss; a list of numbers, such as class weights, becomes a tensor.
+        metrics: Metrics of torchmetrics by name. They are given :meth:`predictions` and targets.
+        monitor: The logged metric by which checkpoints are compared, and which ReduceLROnPlateau follows.
+        mode: Whether a good ``monitor`` is small (``min``) or large (``max``).
+        optimizer: Name of a class in ``torch.optim``, or the import path of another optimizer.
+        lr: Peak learning rate.
+        weight_decay: Given to the optimizer for weights of two or more dimensions, not for biases and norms.
+        optimizer_args: Further arguments of the optimizer, such as ``{momentum: 0.9}``.
+        schedule: Shape of the learning rate over the run: ``constant``; ``cosine`` or ``linear`` to 0; ``onecycle``
+            (cosine up from 1/25, cosine down to 0). Or a class of ``torch.optim.lr_scheduler``, or an import path.
+        schedule_args: Arguments of a class named as ``schedule``.
+        schedule_interval: How often such a class sets the rate; a shape does it at every step.
+        warmup_fraction: Share of the run in which a shape climbs to ``lr``.
+        compile: Compile the network in place; its checkpoints are those of the eager network.
+        channels_last: Keep images and convolution weights in channels-last memory order, which tensor cores and the
+            CPU's convolutions prefer.
+        activation_checkpointing: Recompute activations in the backward pass instead of storing them.
+    """
+
+    mean: Tensor  # buffers, (1,) or (channels,)
+    std: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss: str = "MSELoss",
+        loss_args: dict[str, Any] = {},  # noqa: B006 - read only, as are the other plain values
+        metrics: dict[str, Metric] = {},  # noqa: B006
+        monitor: str = "val/loss",
+        mode: Literal["min", "max"] = "min",
+        optimizer: str = "AdamW",
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        optimizer_args: dict[str, Any] = {},  # noqa: B006
+        schedule: str = "linear",
+        schedule_args: dict[str, Any] = {},  # noqa: B006
+        schedule_interval: Literal["epoch", "step"] = "epoch",
+        warmup_fraction: float = 0.2,
+        compile: bool = False,
+        channels_last: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if not (math.isfinite(lr) and lr > 0):
+            raise UserError(f"--model.lr must be above 0, got {lr}.")
+        if not (math.isfinite(weight_decay) and weight_decay >= 0):
+            raise UserError(f"--model.weight_decay must be at least 0, got {weight_decay}.")
+        if not 0 <= warmup_fraction < 1:
+            raise UserError(f"--model.warmup_fraction must be at least 0 and below 1, got {warmup_fraction}.")
+        if schedule_args and schedule in SHAPES:
+            raise UserError(f"--model.schedule_args are for a scheduler's class; {schedule} has none.")
+        self.save_hyperparameters(ignore=["network", "metrics"])
+        self.network = network
+        self.monitor, self.mode = monitor, mode
+        self.lr = lr
+        self.optimizer_name = optimizer
+        self.optimizer_args = {"weight_decay": weight_decay, **optimizer_args}
+        self.schedule, self.schedule_args, self.schedule_interval = schedule, schedule_args, schedule_interval
+        self.warmup_fraction = warmup_fraction
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        if channels_last:
+            network.to(memory_format=torch.channels_last)
+        if activation_checkpointing:
+            recompute_activations(network)
+        if compile:
+            network.compile()  # in place: torch.compile(network) would prefix every key with `_orig_mod.`
+        self.loss_name = loss.rpartition(".")[2]
+        self._make_losses(loss, loss_args)
+        # compute groups would hide the sums of all but one of them from whoever saves them
+        self.train_metrics = MetricCollection(dict(metrics), compute_groups=False).clone()
+        self.eval_metrics = self.train_metrics.clone()
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("std", torch.ones(1))
+        self.register_load_state_dict_pre_hook(take_over_standardization)
+        self.undecayed: list[bool] | None = None  # known before a strategy wraps the module
+        self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # uncounted batches: mean loss, outputs, targets
+        self.train_sums: Tensor | None = None  # (2, 2): since the last log step, in the epoch; loss sum, samples
+        self.eval_sums: Tensor | None = None  # (2,): loss sum, samples
+
+    def _make_losses(self, name: str, arguments: dict[str, Any]) -> None:
+        """``trained_loss``, and ``measured_loss``: one value per sample where it can, no weights and no smoothing."""
+        cls = named_class("--model.loss", name, nn, nn.Module)
+        accepted = inspect.signature(cls).parameters
+        if "reduction" in arguments:
+            raise UserError("--model.loss_args.reduction is set by the module: the mean is trained.")
+        values = {key: torch.tensor(v) if isinstance(v, list) else v for key, v in arguments.items()}
+        self.trained_loss = make("--model.loss", cls, [], values)
+        plain = {key: v for key, v in values.items() if key not in ("weight", "label_smoothing")}
+        # a loss of the subclass's own is logged as it is trained
+        self.measures_apart = len(plain) < len(values) and type(self).loss is SupervisedModule.loss
+        self.measured_loss = make(
+            "--model.loss", cls, [], plain | ({"reduction": "none"} if "reduction" in accepted else {})
+        )
+
+    # What a subclass may change
+
+    def inputs(self, batch: Any) -> Any:
+        """What the network is given, of a batch with or without targets: the first part."""
+        return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+    def targets(self, batch: Any) -> Tensor:
+        """What the outputs are compared with, (batch, ...): the second part."""
+        return batch[1]
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """The loss of a batch: its mean (a scalar), or a value per sample (batch, ...), which is summed up exactly.
+
+        In training (``self.training``) its mean is minimised; in evaluation it is logged. Override it for your own.
+        """
+        return self._loss(self.trained_loss if self.training else self.measured_loss, outputs, self.targets(batch))
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """What metrics and ``predict`` see: probabilities where the loss takes logits, else the outputs."""
+        outputs = widened(outputs)
+        if self.loss_name in ("CrossEntropyLoss", "NLLLoss"):
+            return outputs.softmax(dim=1)
+        if self.loss_name in ("BCEWithLogitsLoss", "MultiLabelSoftMarginLoss"):
+            return outputs.sigmoid()
+        return outputs
+
+    def metric_targets(self, targets: Tensor) -> Tensor:
+        """Targets as metrics take them."""
+        return targets
+
+    # What Lightning calls
+
+    def setup(self, stage: str) -> None:
+        """Before training: take over the data module's ``mean`` and ``std``."""
+        if stage != "fit":
+            return
+        self.undecayed = [parameter.ndim < 2 for parameter in self.parameters()]
+        datamodule = getattr(self.trainer, "datamodule", None)
+        mean, std = getattr(datamodule, "mean", None), getattr(datamodule, "std", None)
+        if mean is not None and std is not None:
+            if min(std) <= 0:
+                raise UserError(f"{type(datamodule).__name__}.std must be above 0, got {std}.")
+            self.mean, self.std = (torch.tensor(x, dtype=self.mean.dtype, device=self.device) for x in (mean, std))
+
+    def on_fit_start(self) -> None:
+        self.window, self.train_sums = [], None  # of a training that was broken off
+        self.train_metrics.reset()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Inputs as the data module gives them (batch, ...), raw → outputs of the network (batch, ...)."""
+        return self.network(self.standardize(inputs))
+
+    def standardize(self, inputs: Tensor) -> Tensor:
+        """Mean 0 and deviation 1 for uint8 and floating inputs (batch, channels, ...), in the type of the weights."""
+        if inputs.dtype != torch.uint8 and not inputs.is_floating_point():
+            return inputs
+        whole = 255.0 if inputs.dtype == torch.uint8 else 1.0
+        wide = torch.promote_types(torch.float32, self.mean.dtype)
+        one_per_channel = (-1, *[1] * (inputs.ndim - 2))
+        mean, std = (x.to(wide).mul(whole).view(one_per_channel) for x in (self.mean, self.std))
+        memory_format = self.memory_format if inputs.ndim == 4 else torch.contiguous_format
+        copy = inputs.to(wide, copy=True, memory_format=memory_format)
+        return copy.sub_(mean).mul_(std.reciprocal()).to(self.mean.dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs, targets = self._answer(batch)
+        loss = self.loss(outputs, batch)
+        loss = loss.mean() if loss.ndim else loss
+        if self.window and outputs.shape != self.window[-1][1].shape:  # batches are counted as one tensor
+            self.count_window()
+        self.window.append((loss.detach(), outputs.detach(), targets))
+        # log steps may be far apart, and outputs large
+        if len(self.window) >= MOST_BATCHES or len(self.window) * outputs.numel() > MOST_OUTPUTS:
+            self.count_window()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer: Any = self.trainer
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        every = trainer.log_every_n_steps
+        # self.log at every step would cost more than the step's products; Lightning drops it off log steps anyway
+        if stepped and every > 0 and trainer.global_step % every == 0:
+            self.count_window()
+            if self.train_sums is not None:
+                self.log("train/loss", self._mean_over_ranks(self.train_sums[0]))
+                self.train_sums[0] = 0
+
+    def on_train_epoch_end(self) -> None:
+        self.count_window()
+        if self.train_sums is not None:
+            self.log("train/loss", self._mean_over_ranks(self.train_sums[1]))
+            self.train_sums = None
+        self._log_metrics("train", self.train_metrics)
+
+    def on_validation_epoch_start(self) -> None:
+        self.eval_sums = None  # of a validation that was broken off
+        self.eval_metrics.reset()
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return self._evaluate(batch)  # outputs, for callbacks that look at predictions
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """:meth:`predictions` for raw inputs, with or without targets beside them."""
+        return self.predictions(self(self.inputs(batch)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(
+            self.optimizer_name, self, self.lr, self.optimizer_args, self.can_fuse(), self.undecayed
+        )
+        schedule = make_schedule(
+            optimizer, self.schedule, self.schedule_args, self.mode, self.warmup_fraction, self.total_steps()
+        )
+        interval = "step" if self.schedule in SHAPES else self.schedule_interval
+        followed = {"monitor": self.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval, **followed}}
+
+    def can_fuse(self) -> bool:
+        """Whether a fused optimizer may be used: not with a gradient scaler, nor with clipping under autocast.
+
+        It would unscale by itself, too late for clipping and for the gradient norm; Lightning's mixed precision
+        refuses to clip for it, also where there is no scaler.
+        """
+        plugin = self.trainer.precision_plugin
+        clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
+        return getattr(plugin, "scaler", None) is None and not clips
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; -1 where the run has no end."""
+        steps = self.trainer.estimated_stepping_batches
+        return int(steps) if math.isfinite(steps) else -1
+
+    # What a resumed run goes on from
+
+    def metric_state(self) -> dict[str, Tensor]:
+        """The unfinished sums of ``train/loss``; those of torchmetrics are whoever saves them to find."""
+        self.count_window()  # first: it adds to metrics as well
+        return {} if self.train_sums is None else {"train_sums": self.train_sums.cpu()}
+
+    def load_metric_state(self, state: dict[str, Tensor]) -> None:
+        """Go on with the sums that :meth:`metric_state` returned."""
+        sums = state.get("train_sums")
+        self.window, self.train_sums = [], None if sums is None else sums.to(self.device)
+
+    # Counting
+
+    def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Outputs and targets of a batch. A single output per sample loses its dimension where targets have none."""
+        outputs, targets = self(self.inputs(batch)), self.targets(batch)
+        if outputs.shape == (*targets.shape, 1):  # (batch, 1) and (batch,) would broadcast to (batch, batch)
+            outputs = outputs.squeeze(-1)
+        if targets.is_floating_point() and outputs.shape != targets.shape:
+            raise UserError(
+                f"--model.network {type(self.network).__name__} must give outputs of the targets' shape "
+                f"{tuple(targets.shape)}, got {tuple(outputs.shape)}."
+            )
+        return outputs, targets
+
+    def _loss(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = widened(outputs)
+        # class numbers stay whole; what is compared element by element has the outputs' type
+        return loss(outputs, targets.to(outputs.dtype) if outputs.shape == targets.shape else targets)
+
+    @torch.no_grad()
+    def count_window(self) -> None:
+        """Add the batches that wait to the sums of ``train/loss`` and to the training metrics."""
+        if not self.window:
+            return
+        losses, outputs, targets = (list(parts) for parts in zip(*self.window, strict=True))
+        self.window = []
+        samples, together, wanted = sum(map(len, targets)), torch.cat(outputs), torch.cat(targets)
+        if self.measures_apart:
+            loss = per_sample(self._loss(self.measured_loss, together, wanted), samples).sum()
+        else:
+            loss = exact(torch.stack(losses)).sum() * len(targets[0])
+        if self.train_sums is None:
+            self.train_sums = loss.new_zeros(2, 2)
+        self.train_sums[:, 0] += loss
+        self.train_sums[:, 1] += samples
+        self.train_metrics.update(self.predictions(together), self.metric_targets(wanted))
+
+    def _evaluate(self, batch: Any) -> Tensor | None:
+        samples = len(self.targets(batch))
+        if samples == 0:  # more ranks than samples
+            return None
+        outputs, targets = self._answer(batch)
+        loss = per_sample(self.loss(outputs, batch), samples).sum()
+        if self.eval_sums is None:
+            self.eval_sums = loss.new_zeros(2)
+        self.eval_sums[0] += loss
+        self.eval_sums[1] += samples
+        self.eval_metrics.update(self.predictions(outputs), self.metric_targets(targets))
+        return outputs
+
+    def _log_evaluation(self, split: str) -> None:
+        sums = self.eval_sums if self.eval_sums is not None else exact(torch.zeros(2, device=self.device))
+        self.log(f"{split}/loss", self._mean_over_ranks(sums), prog_bar=split == "val")
+        self._log_metrics(split, self.eval_metrics)
+
+    def _log_metrics(self, split: str, metrics: MetricCollection) -> None:
+        for name, value in metrics.compute().items():  # adds up over ranks
+            self.log(f"{split}/{name}", value, prog_bar=split == "val")
+        metrics.reset()
+
+    def _mean_over_ranks(self, sums: Tensor) -> Tensor:
+        """(loss sum, samples) of this rank → mean loss of all ranks, float32."""
+        total, samples = self.trainer.strategy.reduce(sums.clone(), reduce_op="sum")
+        return (total / samples).float()
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """At least float32: sums and probabilities of half-precision outputs would be coarse."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """Float64, in which the order of a sum does not show; float32 on MPS, which knows no other."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def per_sample(loss: Tensor, samples: int) -> Tensor:
+    """A batch's loss, of any of the shapes that a loss may have → one value per sample, float64."""
+    loss = exact(loss.detach())
+    return loss.expand(samples) if loss.ndim == 0 else loss.reshape(samples, -1).mean(dim=1)
+
+
+def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before weights are loaded: ``mean`` and ``std`` have a channel's size of their own, and older files lack them."""
+    for name in ("mean", "std"):
+        mine, saved = getattr(module, name), state_dict.get(prefix + name)
+        if saved is None:
+            state_dict[prefix + name] = mine
+        elif saved.ndim == 1 and saved.shape != mine.shape and len(saved) <= MOST_CHANNELS:
+            setattr(module, name, mine.new_ones(len(saved)))
