@@ -71,15 +71,15 @@ def main(argv: list[str]) -> int:
 def train_in(config: Configuration, job: Run, told: list[str], changed: bool = False) -> int:
     """Train in a run's folder; returns the exit code."""
     try:
+        if is_rank_zero():
+            job.create()
         if name := config.options.init_weights:
             told += init_weights(config.module, name)
         session = build(config, job, changed=changed)
         say(told)
-        if is_rank_zero():
-            job.create()
         summary = train(config, job, session)
-    except UserError:
-        job.discard()
+    except Exception:
+        job.discard()  # nothing was saved: the name is free again
         raise
     advice = session.throughput.advice() if session.throughput else None
     say([closing_lines(summary, job.folder, wandb_folder(job.folder), advice)])

@@ -175,7 +175,7 @@ class OneLineParser(LightningArgumentParser):
     """Parser whose errors are a :class:`UserError` of one line, and whose help shows Trainer flags flat."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain(message.replace("trainer.", ""), option_names(self)))
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), option_names(self)))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         return re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
@@ -185,8 +185,9 @@ class OneLineParser(LightningArgumentParser):
 
 
 def option_names(parser: LightningArgumentParser) -> list[str]:
-    """Every option that ``--help`` shows."""
-    return re.findall(r"(?m)^\s+(?:-\w, )?(--[\w.]+)", parser.format_help())
+    """Every option that ``--help`` shows, Trainer flags flat and nested."""
+    shown: list[str] = re.findall(r"(?m)^\s+(?:-\w, )?(--[\w.]+)", parser.format_help())
+    return [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
 
 
 class ProjectCLI(LightningCLI):

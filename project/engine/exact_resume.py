@@ -78,12 +78,13 @@ class RankState:
     def gather(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """The state that was noted, and the sums as they are: plain values and tensors on the CPU."""
         own = getattr(module, "metric_state", None)
+        sums = own() if callable(own) else {}  # first: it may add what waits to be counted to the metrics
         return {
             "random": self._random,
             "loaders": self._loaders,
             "metrics": metric_states(module),
             "logged": training_sums(trainer),
-            "module": own() if callable(own) else {},
+            "module": sums,
             "device": trainer.strategy.root_device.type,
         }
 
