@@ -161,19 +161,17 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
     axes = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
     best = best_trial(study)
     for trial in study.trials:
-        score = space.best(trial.intermediate_values.values())
-        if score is None:
+        if (score := space.best(trial.intermediate_values.values())) is None:
             continue
         finished = trial.state.name == "COMPLETE"
         colour = BEST if best and trial.number == best.number else DONE if finished else PRUNED
         style: dict[str, Any] = {"color": colour, "zorder": 2 + (PRUNED, DONE, BEST).index(colour)}
-        epochs = sorted(trial.intermediate_values)
-        values = [trial.intermediate_values[epoch] for epoch in epochs]
+        epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
         axes[0].plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
         for axis, parameter in zip(axes[1:], varied, strict=True):
-            if (value := trial.params.get(parameter.name)) is not None:
-                choice = parameter.distribution == "categorical"
-                axis.scatter(parameter.values.index(value) if choice else value, score, s=28, **style)
+            if parameter.name in trial.params:
+                value, is_choice = trial.params[parameter.name], parameter.distribution == "categorical"
+                axis.scatter(parameter.values.index(value) if is_choice else value, score, s=28, **style)
     axes[0].set(xlabel="epoch", ylabel=space.metric)
     axes[0].xaxis.get_major_locator().set_params(integer=True)
     for axis, parameter in zip(axes[1:], varied, strict=True):
