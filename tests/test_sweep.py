@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -7,19 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from PIL import Image
 
+from project import threads
 from project.engine import command as entry
 from project.errors import UserError
 from project.sweep import __main__ as sweep
-from project.sweep.trials import Parameter, read_space
 from tests import made_data
 from tests.promises import ROOT
 
 optuna = pytest.importorskip("optuna")
+
+from project.sweep import trials as room  # noqa: E402
+from project.sweep.trials import Parameter, RunningTrial, Space, environment_of, read_space  # noqa: E402
 
 SPACE = """
 metric: {name: val/accuracy, goal: maximize}
@@ -79,7 +84,189 @@ def test_eight_trials_survive_a_kill_stop_early_and_beat_the_worst_start(tmp_pat
 
 def open_study(tmp_path: Path) -> optuna.Study:
     space = read_space(tmp_path / "space.yaml")
-    return sweep.open_study(tmp_path / "lr", space, trials=8, seed=0)
+    return room.open_study(tmp_path / "lr", space, trials=8, seed=0)[0]
+
+
+def test_a_trial_that_a_killed_sweep_left_goes_on_with_its_own_values(tmp_path: Path) -> None:
+    space = Space([Parameter("lr", "uniform", [0.0, 1.0])])
+    study, left = room.open_study(tmp_path, space, trials=8, seed=0)
+    assert not left
+    finished, cut_off = study.ask(), study.ask()
+    values = {trial.number: space.parameters[0].suggest(trial) for trial in (finished, cut_off)}
+    cut_off.report(0.5, 0)
+    study.tell(finished, 0.25)
+
+    study, (trial,) = room.open_study(tmp_path, space, trials=8, seed=1)
+    assert trial.number == cut_off.number
+    assert space.parameters[0].suggest(trial) == values[trial.number]
+    trial.report(0.75, 1)
+    study.tell(trial.number, 0.75)
+    assert study.trials[trial.number].intermediate_values == {0: 0.5, 1: 0.75}
+    assert [t.state.name for t in study.trials] == ["COMPLETE", "COMPLETE"]
+
+
+class FakeProcess:
+    """A process of fit; ``poll`` gives its exit code once it is set."""
+
+    exit_code: int | None = None
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        self.command, self.signals = command, []
+
+    def poll(self) -> int | None:
+        return self.exit_code
+
+    def terminate(self) -> None:
+        self.signals.append(signal.SIGTERM)
+
+
+@pytest.fixture
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningTrial:
+    """The fourth trial of a sweep; the three before it reached an error of 0.1 in each of their two epochs."""
+    monkeypatch.setattr(room.subprocess, "Popen", FakeProcess)
+    space = Space([Parameter("model.lr", "uniform", [0.0, 1.0])], "val/error", maximize=False)
+    study, _ = room.open_study(tmp_path, space, trials=8, seed=0)
+    for _ in range(3):
+        good = study.ask()
+        for epoch in (0, 1):
+            good.report(0.1, epoch)
+        study.tell(good, 0.1)
+    running = RunningTrial(study.ask(), space, tmp_path, ["--max_epochs", "2"], {})
+    running.folder.mkdir()
+    (running.folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"max_epochs": 2, "max_steps": -1}}))
+    return running
+
+
+def write_metrics(trial: RunningTrial, *rows: str) -> None:
+    (trial.folder / "metrics.csv").write_text("\n".join(["step,epoch,train/loss,val/error", *rows]) + "\n")
+
+
+def test_every_trial_follows_the_metric_of_the_sweep_file(trial: RunningTrial) -> None:
+    words = " ".join(trial.process.command)
+    assert "-m project.fit --max_epochs 2 --model.lr=" in words
+    assert "--monitor val/error --mode min " in words
+    assert "--run_name trial-003 --ckpt_path auto" in words
+
+
+def test_an_epoch_is_reported_once_it_is_over_by_its_last_value(trial: RunningTrial) -> None:
+    write_metrics(trial, "4,0,2.0,0.05", "9,0,1.5,0.04")
+    assert trial.watch() is None
+    assert trial.reported == set()
+    write_metrics(trial, "4,0,2.0,0.05", "9,0,1.5,0.04", "14,1,1.5,")
+    trial.watch()
+    assert trial.trial.study.trials[3].intermediate_values == {0: 0.04}
+    assert not trial.process.signals  # it is better than those before
+
+
+def test_a_hopeless_trial_is_stopped_and_is_told_as_stopped_early(
+    trial: RunningTrial, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_metrics(trial, "9,0,1.5,0.9", "14,1,1.5,")
+    trial.watch()
+    trial.watch()
+    assert trial.process.signals == [signal.SIGTERM]
+    trial.process.exit_code = 143
+    room.finish(trial.trial.study, trial, 143)
+    assert trial.trial.study.trials[3].state.name == "PRUNED"
+    assert capsys.readouterr().out.endswith("stopped after 1 epochs\n")
+
+
+def test_no_signal_is_sent_into_the_final_test(trial: RunningTrial) -> None:
+    write_metrics(trial, "9,0,1.5,0.9", "19,1,1.5,0.9", "20,2,,")
+    trial.watch()
+    assert trial.reported == {0, 1}
+    assert not trial.process.signals
+
+
+@pytest.mark.parametrize("exit_code", [143, 130, -15])
+def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
+    trial: RunningTrial, exit_code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_metrics(trial, "9,0,1.5,0.3", "19,1,1.5,0.2")
+    trial.process.exit_code = exit_code
+    room.finish(trial.trial.study, trial, trial.watch() or 0)
+    assert trial.trial.study.trials[3].state.name == "COMPLETE"
+    assert trial.trial.study.trials[3].value == 0.2
+    assert capsys.readouterr().out.endswith("done\n")
+
+
+def test_a_trial_killed_in_training_has_failed(trial: RunningTrial) -> None:
+    write_metrics(trial, "9,0,1.5,0.3", "14,1,1.5,")
+    room.finish(trial.trial.study, trial, 143)
+    assert trial.trial.study.trials[3].state.name == "FAIL"
+
+
+def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(trial: RunningTrial) -> None:
+    (trial.folder / "metrics.csv").write_text("step,epoch,train/loss,val/loss\n9,0,2.0,1.0\n")
+    with pytest.raises(UserError, match=r"metric val/error is not logged. trial-003 logged train/loss, val/loss\."):
+        room.finish(trial.trial.study, trial, 0)
+
+
+def test_a_value_that_is_no_number_is_no_result(trial: RunningTrial) -> None:
+    write_metrics(trial, "9,0,1.5,nan", "19,1,1.5,nan")
+    room.finish(trial.trial.study, trial, 0)
+    assert trial.trial.study.trials[3].state.name == "FAIL"
+
+
+def test_a_resumed_sweep_waits_for_the_process_that_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room.wait_until_free(tmp_path / "none")  # no such run yet
+    holder = open(tmp_path / ".lock", "w")  # noqa: SIM115
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    waited: list[float] = []
+    monkeypatch.setattr(room.time, "sleep", lambda seconds: (waited.append(seconds), holder.close()))
+    room.wait_until_free(tmp_path)
+    assert waited == [room.POLL_SECONDS]
+    with open(tmp_path / ".lock", "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        clock = iter(range(0, 1000, 20))
+        monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(room.time, "sleep", lambda _: None)
+        with pytest.raises(UserError, match="still written by a process of the sweep that was killed"):
+            room.wait_until_free(tmp_path)
+
+
+def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available_cores", lambda: 4)
+    monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("OMP_NUM_THREADS", threads.OURS):
+        monkeypatch.setenv(name, "4")
+    environment = environment_of(3, 2, tmp_path / "lr")
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "1")
+    assert environment["WANDB_RUN_GROUP"] == "lr"
+    assert environment_of(0, 8, tmp_path)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    environment = environment_of(0, 2, tmp_path)
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("3", "5")
+
+
+def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
+    space = Space([Parameter("lr", "log_uniform_values", [0.1, 1.0]), Parameter("size", "categorical", [1, 2])])
+    study, _ = room.open_study(tmp_path, space, trials=8, seed=0)
+    for number in range(6):
+        asked = study.ask()
+        for parameter in space.parameters:
+            parameter.suggest(asked)
+        for epoch in range(3 if number % 2 else 1):
+            asked.report(0.5 + 0.1 * number - 0.3 / (epoch + 1), epoch)
+        study.tell(asked, **({"values": 0.5} if number % 2 else {"state": optuna.trial.TrialState.PRUNED}))
+    sweep.draw(tmp_path / "sweep.png", study, space, "six trials")
+    with Image.open(tmp_path / "sweep.png") as picture:
+        assert picture.width > 900
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1_000_000)}
+    assert {(0xC1, 0x27, 0x2D), (0x33, 0x65, 0x8A), (0xB0, 0xB7, 0xBF)} <= colours
+
+
+def test_the_sweep_file_is_the_working_folders_else_the_repositorys(workplace: Path) -> None:
+    assert sweep.default_space(ROOT) == ROOT / "configs" / "sweep.yaml"
+    with pytest.raises(UserError, match=r"there is no configs/sweep\.yaml here"):
+        sweep.default_space(workplace)
+    (workplace / "configs").mkdir()
+    (workplace / "configs" / "sweep.yaml").write_text(SPACE)
+    assert sweep.default_space(ROOT) == Path("configs/sweep.yaml")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +276,10 @@ def open_study(tmp_path: Path) -> optuna.Study:
         (["--jobs", "-1"], "--jobs must be at least 1, got -1."),
         (["--name", "../x"], "--name must be 1 to 100 letters"),
         (["--run_name", "x"], "--run_name is set for every trial"),
+        (["--monitor", "x"], "--monitor is set for every trial. Use `metric:` of the sweep file"),
+        (["--seed", "-1"], "--seed must be from 0 to 4294967295, got -1."),
         (["--space", "missing.yaml"], "--space: missing.yaml cannot be read"),
+        (["--space", sys.executable], "is not valid YAML."),
     ],
 )
 def test_bad_options_are_told_in_one_line(
@@ -145,7 +335,18 @@ def test_wandbs_distributions_are_understood(entry: dict, parameter: Parameter, 
         ("parameters: {x: {distribution: q_normal}}", "x.distribution must be one of"),
         ("parameters: {x: {min: 1e-4, max: 1}}", "write 0.0001"),
         ("parameters: {x: {min: 3, max: 1}}", "min below max"),
+        ("parameters: {x: {min: .nan, max: 1}}", "min below max"),
+        ("parameters: {x: {distribution: int_uniform, min: 1.5, max: 4}}", "whole numbers min below max"),
+        ("parameters: {x: {values: []}}", "x.values must be a list of at least one value"),
+        ("parameters: {x: {values: 5}}", "x.values must be a list of at least one value"),
+        ("parameters: {}", "must have a section `parameters:`"),
         ("method: grid", "must have a section `parameters:`"),
+        ("[1, 2]", "must have a section `parameters:`"),
+        ("{parameters: {x: 1}, early_terminate: {min_iter: -5}}", "min_iter must be a whole number of at least 1"),
+        ("{parameters: {x: 1}, early_terminate: {min_iter: soon}}", "min_iter must be a whole number of at least 1"),
+        ("{parameters: {x: 1}, early_terminate: soon}", "min_iter must be a whole number of at least 1"),
+        ("{parameters: {x: 1}, metric: {goal: large}}", "metric must be"),
+        ("{parameters: {x: 1}, metric: accuracy}", "metric must be"),
     ],
 )
 def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path: Path) -> None:
@@ -157,7 +358,7 @@ def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path:
 def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-    from project.engine.cli import ProjectCLI
+    from project.engine.cli import configure
 
     content = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     space = read_space(ROOT / "configs" / "sweep.yaml")
@@ -166,7 +367,7 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(mon
     flags = create_sweep_command_args({"args": values})["args"]
     assert words == ["${env}", "${interpreter}", "-m", "project.fit", "${args}"]
     monkeypatch.chdir(ROOT)
-    cli = ProjectCLI(flags)
-    assert cli.config.model.init_args.lr == values["model.lr"]["value"]
-    assert cli.datamodule.batch_size == values["data.batch_size"]["value"]
+    config = configure(flags, "project.fit")
+    assert config.resolved["model"]["init_args"]["lr"] == values["model.lr"]["value"]
+    assert config.resolved["data"]["init_args"]["batch_size"] == values["data.batch_size"]["value"]
     assert (ROOT / content["program"]).is_file()

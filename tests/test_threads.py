@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import threads
-from project.sweep.trials import environment_of
 from tests.commands import CPU2, SMALL, command, run, start, summary
 
 
@@ -50,14 +49,6 @@ def test_torchruns_guess_of_one_thread_is_not_the_users_word(monkeypatch: pytest
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads.configure() == 2
-
-
-def test_trials_of_a_sweep_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads.configure()
-    assert environment_of(0, 2, tmp_path)["OMP_NUM_THREADS"] == "2"
-    assert environment_of(0, 8, tmp_path)["OMP_NUM_THREADS"] == "1"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert environment_of(0, 2, tmp_path)["OMP_NUM_THREADS"] == "3"
 
 
 def test_a_containers_quota_counts(tmp_path: Path) -> None:

@@ -12,75 +12,96 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from project.engine.command import CommandParser, add_output, run
 from project.errors import UserError
+from project.tables import check_output, format_table, write_rows
 
-SPACE = Path(__file__).parents[1] / "configs" / "sweep.yaml"
-# Trials that random search tries before the sampler learns from them.
-STARTUP_SHARE = 0.4
-OWN_FLAGS = ("--run_name", "--ckpt_path", "--default_root_dir")
+if TYPE_CHECKING:
+    import optuna
+
+    from project.sweep.trials import Space
+
+SPACE = Path("configs", "sweep.yaml")
+OWN_FLAGS = dict.fromkeys(
+    ("--run_name", "--ckpt_path", "--default_root_dir", "--trainer.default_root_dir"), "--name and --root"
+) | dict.fromkeys(("--monitor", "--mode"), "`metric:` of the sweep file")
+STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}
+BEST, DONE, PRUNED = "#c1272d", "#33658a", "#b0b7bf"
 
 
 def main(argv: list[str]) -> int:
     """Sweep as ``argv`` says; returns the exit code."""
-    from project.engine.command import CommandParser, add_output
-    from project.tables import check_output, format_table, write_rows
-
     parser = CommandParser("project.sweep", __doc__)
     parser.add_argument("--trials", type=int, default=20, help="trials of the whole sweep (default: 20)")
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time (default: 1)")
     parser.add_argument("--name", help="folder of the sweep in checkpoints/; an existing one goes on (default: a time)")
-    parser.add_argument("--space", type=Path, default=SPACE, help="sweep file in W&B's format (default: %(default)s)")
+    parser.add_argument("--space", type=Path, help=f"sweep file in W&B's format (default: {SPACE})")
     parser.add_argument("--root", type=Path, default=Path("checkpoints"), help="where the sweep's folder lies")
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
     add_output(parser)
     args, fit_arguments = parser.parse_known_args(argv)
-    check(args.trials, args.jobs, args.name, fit_arguments)
+    check(args.trials, args.jobs, args.seed, args.name, fit_arguments)
     output = check_output(args.output) if args.output else None
-
-    from project.sweep.trials import read_space
+    try:
+        from project.sweep.trials import open_study, read_space, run_trials
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise UserError("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'") from None
 
     name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
     folder = args.root / name
-    space = read_space(args.space)
-    fit_arguments, lock = claim(folder, args.space, fit_arguments)
-    study = open_study(folder, space, args.trials, args.seed)
+    space_file = args.space or default_space(Path(__file__).parents[2])
+    space = read_space(space_file)
+    fit_arguments, lock = claim(folder, space_file, fit_arguments)
+    study, left = open_study(folder, space, args.trials, args.seed)
     if study.trials:
         print(f"going on with {name}: {len(study.trials)} of {args.trials} trials were begun.", flush=True)
-
-    from project.sweep import picture
-    from project.sweep.trials import run_trials
-
     try:
-        run_trials(study, space, folder, fit_arguments, args.trials, args.jobs)
+        run_trials(study, left, space, folder, fit_arguments, args.trials, args.jobs)
     finally:
         rows = result_rows(study, space)
         if rows:
-            picture.draw(folder / "sweep.png", study, space, f"{name}: {len(rows)} trials")
+            draw(folder / "sweep.png", study, space, f"{name}: {len(rows)} trials")
     print("\n" + format_table(rows))
     if output:
         write_rows(output, rows)
     lock.close()
-    best = picture.best_trial(study.trials, space)
+    best = best_trial(study)
     if best is None:
         raise UserError(f"no trial finished; see {folder}/*.log.")
-    flags = " ".join(f"--{key} {value}" for key, value in best.params.items())
+    flags = [f"--{key} {value}" for key, value in best.params.items()]
     print(f"\npicture: {folder}/sweep.png\nbest:    {folder}/trial-{best.number:03}\n")
-    print(" ".join(["python -m project.fit", *fit_arguments, flags]))
+    print(" ".join(["python -m project.fit", *fit_arguments, *flags]))
     return 0
 
 
-def check(trials: int, jobs: int, name: str | None, fit_arguments: list[str]) -> None:
+def check(trials: int, jobs: int, seed: int, name: str | None, fit_arguments: list[str]) -> None:
     """Raise a UserError for what cannot be."""
     for option, value in (("trials", trials), ("jobs", jobs)):
         if value < 1:
             raise UserError(f"--{option} must be at least 1, got {value}.")
+    if not 0 <= seed < 2**32:
+        raise UserError(f"--seed must be from 0 to {2**32 - 1}, got {seed}.")
     if name is not None and not re.fullmatch(r"\w[\w.\-]{0,99}", name):
         raise UserError(f"--name must be 1 to 100 letters, digits or .-_, got '{name}'.")
     for word in fit_arguments:
-        if word.split("=")[0] in OWN_FLAGS:
-            raise UserError(f"{word.split('=')[0]} is set for every trial. Use --name and --root for the whole sweep.")
+        if (flag := word.split("=")[0]) in OWN_FLAGS:
+            raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
+
+
+def default_space(repository: Path) -> Path:
+    """The sweep file of the working folder, else the repository's.
+
+    Raises:
+        UserError: There is neither, as where the package was installed by pip.
+    """
+    for path in (SPACE, repository / SPACE):
+        if path.is_file():
+            return path
+    raise UserError(f"--space: there is no {SPACE} here. Name a sweep file, such as a copy of the repository's.")
 
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
@@ -110,47 +131,64 @@ def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str
     return begun["fit"], lock
 
 
-def open_study(folder: Path, space: Any, trials: int, seed: int) -> Any:
-    """The Optuna study in a folder, new or as it was left: a journal survives any kill."""
-    try:
-        import optuna
-    except ModuleNotFoundError:
-        raise UserError("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'") from None
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
-    sampler = optuna.samplers.TPESampler(
-        seed=seed, n_startup_trials=max(3, int(trials * STARTUP_SHARE)), constant_liar=True
-    )
-    return optuna.create_study(
-        storage=storage,
-        study_name="sweep",
-        load_if_exists=True,
-        direction="maximize" if space.maximize else "minimize",
-        sampler=sampler,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1),
-    )
-
-
-def result_rows(study: Any, space: Any) -> list[dict[str, Any]]:
+def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
     """A row per trial that measured anything, the best first."""
     rows = []
     for trial in study.trials:
-        if not trial.intermediate_values:
-            continue
-        best = (max if space.maximize else min)(trial.intermediate_values.values())
-        state = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}.get(
-            trial.state.name, "failed"
-        )
-        seconds = {"seconds": trial.duration.total_seconds()} if trial.duration else {}
-        row = {"trial": trial.number, space.metric: best, **trial.params, "epochs": len(trial.intermediate_values)}
-        rows.append(row | seconds | {"state": state})
+        best = space.best(trial.intermediate_values.values())
+        if best is not None:
+            seconds = {"seconds": trial.duration.total_seconds()} if trial.duration else {}
+            row = {"trial": trial.number, space.metric: best, **trial.params, "epochs": len(trial.intermediate_values)}
+            rows.append(row | seconds | {"state": STATES.get(trial.state.name, "failed")})
     return sorted(rows, key=lambda row: row[space.metric], reverse=space.maximize)
 
 
-if __name__ == "__main__":
-    from project.engine.command import run
+def best_trial(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
+    """The finished trial with the best value; None where none has finished."""
+    return study.best_trial if any(trial.state.name == "COMPLETE" for trial in study.trials) else None
 
+
+def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
+    """Every trial's course over the epochs, and its best value over each parameter, as PNG.
+
+    Optuna's own pictures neither mark the best trial nor show the parameters of those stopped early.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    varied = [parameter for parameter in space.parameters if parameter.distribution != "constant"]
+    figure = Figure(figsize=(3.4 + 2.4 * len(varied), 3.6), layout="constrained")
+    axes = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
+    best = best_trial(study)
+    for trial in study.trials:
+        if (score := space.best(trial.intermediate_values.values())) is None:
+            continue
+        finished = trial.state.name == "COMPLETE"
+        colour = BEST if best and trial.number == best.number else DONE if finished else PRUNED
+        style: dict[str, Any] = {"color": colour, "zorder": 2 + (PRUNED, DONE, BEST).index(colour)}
+        epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
+        axes[0].plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
+        for axis, parameter in zip(axes[1:], varied, strict=True):
+            if parameter.name in trial.params:
+                value, is_choice = trial.params[parameter.name], parameter.distribution == "categorical"
+                axis.scatter(parameter.values.index(value) if is_choice else value, score, s=28, **style)
+    axes[0].set(xlabel="epoch", ylabel=space.metric)
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    for axis, parameter in zip(axes[1:], varied, strict=True):
+        axis.set_xlabel(parameter.name)
+        if parameter.distribution == "categorical":  # choices stand at equal distances
+            axis.set_xticks(range(len(parameter.values)), [str(value) for value in parameter.values])
+            axis.set_xlim(-0.5, len(parameter.values) - 0.5)
+        elif parameter.distribution == "log_uniform_values":
+            axis.set_xscale("log")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = [Line2D([], [], color=colour, marker="o", markersize=4) for colour in (BEST, DONE, PRUNED)]
+    figure.legend(handles, ["best", "finished", "stopped early"], loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
     run(main)

@@ -1,4 +1,4 @@
-"""Trials of a sweep as processes of ``fit``: started, watched by their metrics.csv, stopped early, gone on with."""
+"""The trials of a sweep: where their values come from, and their processes, which are runs of ``fit``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import csv
 import ctypes
 import fcntl
+import math
 import os
 import signal
 import subprocess
@@ -15,22 +16,133 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import optuna
+import torch
 import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import Trial, TrialState
 
 from project import threads
 from project.errors import UserError, nearest
 
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 60
+STARTUP_SHARE = 0.4  # of the trials: random search, before the sampler learns from them
 FIT = f"{__name__.split('.')[0]}.fit"
-BAD_INPUT = 2
+BAD_INPUT = 2  # exit code
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # exit codes
+DISTRIBUTIONS = ("categorical", "constant", "int_uniform", "uniform", "log_uniform_values")
+
+
+@dataclass
+class Parameter:
+    """One parameter of a sweep: an option of ``fit`` without its dashes, and where its values come from."""
+
+    name: str  # model.lr
+    distribution: str  # one of DISTRIBUTIONS
+    values: list[Any]  # the choices, or [lowest, highest]
+
+    def suggest(self, trial: Trial) -> Any:
+        """A value from Optuna."""
+        if self.distribution in ("categorical", "constant"):
+            return trial.suggest_categorical(self.name, self.values)
+        low, high = self.values
+        if self.distribution == "int_uniform":
+            return trial.suggest_int(self.name, low, high)
+        return trial.suggest_float(self.name, low, high, log=self.distribution == "log_uniform_values")
+
+
+@dataclass
+class Space:
+    """What a sweep file in W&B's format says, as far as a local sweep needs it."""
+
+    parameters: list[Parameter]
+    metric: str = "val/accuracy"  # anything that fit logs
+    maximize: bool = True
+    min_epochs: int = 1  # no trial is stopped before
+
+    def best(self, values: Any) -> float | None:
+        """The best of some values of the metric; None where none of them is a number."""
+        return (max if self.maximize else min)(filter(math.isfinite, values), default=None)
+
+
+def read_space(path: Path) -> Space:
+    """The search space of a sweep file.
+
+    Raises:
+        UserError: There is no such file, or something in it is not what a local sweep can search.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"--space: {path} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise UserError(f"--space: {path} is not valid YAML.") from None
+    section = {key: value for key, value in content.items() if value} if isinstance(content, dict) else {}
+    parameters, metric = section.get("parameters"), section.get("metric", {})
+    if not isinstance(parameters, dict):
+        raise UserError(f"--space: {path} must have a section `parameters:`, as configs/sweep.yaml has.")
+    if not isinstance(metric, dict) or metric.get("goal", "maximize") not in ("maximize", "minimize"):
+        raise UserError(f"--space: metric must be {{name: ..., goal: maximize or minimize}}, got {metric}.")
+    stop = section.get("early_terminate", {})
+    least = stop.get("min_iter", 1) if isinstance(stop, dict) else stop
+    if type(least) is not int or least < 1:
+        raise UserError(f"--space: early_terminate.min_iter must be a whole number of at least 1, got {least}.")
+    goal, name = metric.get("goal", "maximize"), str(metric.get("name", "val/accuracy"))
+    return Space([_parameter(str(key), entry) for key, entry in parameters.items()], name, goal == "maximize", least)
+
+
+def _parameter(name: str, entry: Any) -> Parameter:
+    entry = entry if isinstance(entry, dict) else {"value": entry}
+    if "value" in entry:
+        return Parameter(name, "constant", [entry["value"]])
+    if "values" in entry:
+        if not isinstance(entry["values"], list) or not entry["values"]:
+            raise UserError(f"--space: {name}.values must be a list of at least one value, got {entry['values']}.")
+        return Parameter(name, "categorical", entry["values"])
+    low, high = entry.get("min"), entry.get("max")
+    whole = type(low) is type(high) is int
+    distribution = entry.get("distribution", "int_uniform" if whole else "uniform")
+    if distribution not in DISTRIBUTIONS:
+        raise UserError(
+            f"--space: {name}.distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution}."
+            f"{nearest(str(distribution), DISTRIBUTIONS)}"
+        )
+    numbers = whole or all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))
+    if not numbers or low >= high or (distribution == "int_uniform" and not whole):
+        hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
+        kind = "whole numbers" if distribution == "int_uniform" else "numbers"
+        raise UserError(f"--space: {name} needs values, or {kind} min below max, got min {low}, max {high}.{hint}")
+    if distribution == "log_uniform_values" and low <= 0:
+        raise UserError(f"--space: {name}.min must be above 0 on a logarithmic scale, got {low}.")
+    return Parameter(name, distribution, [low, high])
+
+
+def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optuna.Study, list[Trial]]:
+    """The study in a folder, new or as it was left (its journal survives any kill), and the trials left unfinished."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    startup = max(3, int(trials * STARTUP_SHARE))
+    study = optuna.create_study(
+        storage=storage,
+        study_name="sweep",
+        load_if_exists=True,
+        direction="maximize" if space.maximize else "minimize",
+        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1),
+    )
+    numbers = [trial.number for trial in study.get_trials(states=(TrialState.RUNNING,))]
+    study_id = storage.get_study_id_from_name("sweep")
+    ids = [storage.get_trial_id_from_study_id_trial_number(study_id, number) for number in numbers]
+    return study, [Trial(study, trial_id) for trial_id in ids]
 
 
 class RunningTrial:
     """One trial and its process.
 
     Args:
-        trial: Optuna's trial; its parameters are known.
+        trial: Optuna's trial.
         space: The sweep's search space.
         folder: The sweep's folder; the trial is a run in it.
         fit_arguments: Arguments of ``fit`` that all trials share.
@@ -38,22 +150,20 @@ class RunningTrial:
     """
 
     def __init__(
-        self, trial: Any, space: Space, folder: Path, fit_arguments: list[str], environment: dict[str, str]
+        self, trial: Trial, space: Space, folder: Path, fit_arguments: list[str], environment: dict[str, str]
     ) -> None:
-        self.trial = trial
-        self.space = space
+        self.trial, self.space = trial, space
         self.name = trial_name(trial.number)
-        self.metrics_path = folder / self.name / "metrics.csv"
-        self.log_path = folder / f"{self.name}.log"
-        self.reported = len(trial.study.trials[trial.number].intermediate_values)
+        self.folder, self.log_path = folder / self.name, folder / f"{self.name}.log"
+        self.reported = set(trial.study.trials[trial.number].intermediate_values)  # epochs
         self.pruned = False
-        values = {parameter.name: parameter.suggest(trial) for parameter in space.parameters}
-        self.values = values
-        flags = [f"--{name}={value}" for name, value in values.items()]  # what W&B's ${args} looks like
+        self.values = {parameter.name: parameter.suggest(trial) for parameter in space.parameters}
+        flags = [f"--{name}={value}" for name, value in self.values.items()]  # what W&B's ${args} looks like
+        goal = ["--monitor", space.metric, "--mode", "max" if space.maximize else "min"]
         run = ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", FIT, *fit_arguments, *flags, *run],
+                [sys.executable, "-m", FIT, *fit_arguments, *flags, *goal, *run],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -62,21 +172,39 @@ class RunningTrial:
             )
 
     def watch(self) -> int | None:
-        """Report new values to Optuna, stop a hopeless trial; the exit code where the process has ended."""
-        ended = self.process.poll()
-        scores = read_scores(self.metrics_path, self.space.metric)
-        for epoch, score in list(enumerate(scores))[self.reported :]:
+        """Report epochs that are over to Optuna, stop a hopeless trial; the exit code where the process has ended."""
+        exit_code = self.process.poll()
+        rows = self.rows()
+        now = max((row["epoch"] for row in rows), default=0)
+        for epoch, score in self.scores(rows).items():
+            if epoch in self.reported or (epoch == now and exit_code is None):
+                continue
             self.trial.report(score, epoch)
-            if ended is None and not self.pruned and self.trial.should_prune():
+            self.reported.add(epoch)
+            if exit_code is None and not self.pruned and self.trial.should_prune() and not self.has_trained(rows):
                 self.pruned = True
                 self.process.terminate()  # a clean stop: fit saves and ends
-        self.reported = max(self.reported, len(scores))
-        return ended
+        return exit_code
 
-    def best(self) -> float | None:
-        """The best value so far."""
-        scores = read_scores(self.metrics_path, self.space.metric)
-        return (max if self.space.maximize else min)(scores) if scores else None
+    def rows(self) -> list[dict[str, float]]:
+        """The rows of metrics.csv, without empty cells; none where there is no such file yet."""
+        with contextlib.suppress(FileNotFoundError), open(self.folder / "metrics.csv", newline="") as file:
+            rows = [{key: float(text) for key, text in row.items() if text} for row in csv.DictReader(file)]
+            return [row for row in rows if "epoch" in row]
+        return []
+
+    def scores(self, rows: list[dict[str, float]]) -> dict[int, float]:
+        """The metric's last value of every epoch that has one."""
+        return {int(row["epoch"]): row[self.space.metric] for row in rows if self.space.metric in row}
+
+    def has_trained(self, rows: list[dict[str, float]]) -> bool:
+        """Whether nothing but the final test is left, which no signal should cut off."""
+        if not rows:
+            return False
+        limits = yaml.safe_load((self.folder / "config.yaml").read_text())["trainer"]
+        epochs, steps = (limits.get(name) or -1 for name in ("max_epochs", "max_steps"))  # -1: no limit
+        reached = max([*self.scores(rows), -1]) + 1, max(int(row["step"]) for row in rows) + 1
+        return 0 < epochs <= reached[0] or 0 < steps <= reached[1]
 
     def stop(self) -> None:
         """End the process; it saves its step first, and a resumed sweep goes on from there."""
@@ -88,40 +216,37 @@ class RunningTrial:
             self.process.wait()
 
 
-def run_trials(study: Any, space: Space, folder: Path, fit_arguments: list[str], trials: int, jobs: int) -> None:
-    """Bring a study to ``trials`` trials, ``jobs`` at a time; trials that a killed sweep left go on first.
+def run_trials(
+    study: optuna.Study, left: list[Trial], space: Space, folder: Path, fit_arguments: list[str], trials: int, jobs: int
+) -> None:
+    """Bring a study to ``trials`` trials, ``jobs`` at a time; those that a killed sweep left go on first.
 
     Raises:
         UserError: ``fit`` refused the arguments.
     """
-    import optuna
-
     running: dict[int, RunningTrial] = {}
-    abandoned = [t for t in study.trials if t.state == optuna.trial.TrialState.RUNNING]
+    left = list(left)
     try:
         while True:
             for slot in set(range(jobs)) - running.keys():
-                if abandoned:
-                    wait_until_free(folder / trial_name(abandoned[0].number))
-                    trial = optuna.trial.Trial(study, abandoned.pop(0)._trial_id)
-                elif len(study.trials) < trials:
-                    trial = study.ask()
-                else:
+                if left:
+                    wait_until_free(folder / trial_name(left[0].number))
+                elif len(study.trials) >= trials:
                     break
+                trial = left.pop(0) if left else study.ask()
                 running[slot] = RunningTrial(trial, space, folder, fit_arguments, environment_of(slot, jobs, folder))
             if not running:
                 return
             time.sleep(POLL_SECONDS)
             for slot, watched in list(running.items()):
-                exit_code = watched.watch()
-                if exit_code is not None:
+                if (exit_code := watched.watch()) is not None:
                     del running[slot]
                     finish(study, watched, exit_code)
     finally:
-        for left in running.values():
-            left.process.terminate()  # all at once, then wait for each
-        for left in running.values():
-            left.stop()
+        for watched in running.values():
+            watched.process.terminate()  # all at once, then wait for each
+        for watched in running.values():
+            watched.stop()
 
 
 def wait_until_free(run_folder: Path) -> None:
@@ -130,54 +255,45 @@ def wait_until_free(run_folder: Path) -> None:
     Raises:
         UserError: It does not end.
     """
-    if not (run_folder / ".lock").exists():
-        return
     until = time.monotonic() + ORPHAN_SECONDS
-    with open(run_folder / ".lock") as lock:
+    with contextlib.suppress(FileNotFoundError), open(run_folder / ".lock") as lock:
         while time.monotonic() < until:
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             time.sleep(POLL_SECONDS)
-    raise UserError(f"{run_folder} is still being written by a process of the sweep that was killed. Wait or stop it.")
+        raise UserError(f"{run_folder} is still written by a process of the sweep that was killed. Wait or stop it.")
 
 
-def finish(study: Any, ended: RunningTrial, exit_code: int) -> None:
-    """Tell Optuna and the user how a trial ended."""
-    from optuna.trial import TrialState
+def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
+    """Tell Optuna and the user how a trial ended.
 
-    score = ended.best()
+    Raises:
+        UserError: ``fit`` refused the arguments, or logs no such metric.
+    """
+    rows, number, log = ended.rows(), ended.trial.number, f"see {ended.log_path}"
+    score = ended.space.best(ended.scores(rows).values())
+    stopped = exit_code != 0 and (ended.pruned or exit_code in STOPPED)
+    if (exit_code == 0 or (stopped and ended.has_trained(rows))) and score is not None:
+        study.tell(number, score)
+        end = "done"
+    elif stopped and ended.pruned:
+        study.tell(number, state=TrialState.PRUNED)
+        end = f"stopped after {len(ended.reported)} epochs"
+    else:
+        study.tell(number, state=TrialState.FAIL)
+        end = f"failed (exit code {exit_code}, {log})"
     if exit_code == BAD_INPUT:
         lines = [line for line in ended.log_path.read_text().splitlines() if line.startswith("error: ")]
-        study.tell(ended.trial.number, state=TrialState.FAIL)
-        reason = lines[-1].removeprefix("error: ") if lines else f"see {ended.log_path}"
-        raise UserError(f"{ended.name}: {reason}")
-    if ended.pruned and exit_code != 0:
-        study.tell(ended.trial.number, state=TrialState.PRUNED)
-        end = f"stopped after {ended.reported} epochs"
-    elif exit_code == 0 and score is not None:
-        study.tell(ended.trial.number, score)
-        end = "done"
-    else:
-        study.tell(ended.trial.number, state=TrialState.FAIL)
-        end = f"failed (exit code {exit_code}, see {ended.log_path})"
+        raise UserError(f"{ended.name}: {lines[-1].removeprefix('error: ') if lines else log}")
+    if exit_code == 0 and not ended.scores(rows):
+        names = sorted({name for row in rows for name in row} - {"epoch", "step"})
+        raise UserError(f"--space: metric {ended.space.metric} is not logged. {ended.name} logged {', '.join(names)}.")
     shown = "  ".join(f"{name} {short(value)}" for name, value in ended.values.items())
     print(f"{ended.name}  {ended.space.metric} {short(score)}  {shown}  {end}", flush=True)
 
 
-def read_scores(path: Path, metric: str) -> list[float]:
-    """The values of a metric in metrics.csv, in order; none where the file is not there yet."""
-    try:
-        with open(path, newline="") as file:
-            return [float(row[metric]) for row in csv.DictReader(file) if row.get(metric)]
-    except FileNotFoundError:
-        return []
-
-
 def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
     """A trial's environment: its share of the cores, a GPU of its own where there are several, one W&B group."""
-    import torch
-
     environment = {"WANDB_RUN_GROUP": folder.name, **os.environ, **threads.share(jobs)}
     if "CUDA_VISIBLE_DEVICES" not in environment and torch.cuda.device_count() > 1:
         environment["CUDA_VISIBLE_DEVICES"] = str(slot % torch.cuda.device_count())
@@ -199,87 +315,3 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-# The search space of a sweep file in W&B's format, so that one file serves ``wandb sweep`` and the local sweep.
-
-
-DISTRIBUTIONS = ("categorical", "constant", "int_uniform", "uniform", "log_uniform_values")
-
-
-@dataclass
-class Parameter:
-    """One parameter of a sweep: an option of ``fit`` without its dashes, and where its values come from."""
-
-    name: str  # model.lr
-    distribution: str  # one of DISTRIBUTIONS
-    values: list[Any]  # the choices, or [lowest, highest]
-
-    def suggest(self, trial: Any) -> Any:
-        """A value from an Optuna trial."""
-        if self.distribution in ("categorical", "constant"):
-            return trial.suggest_categorical(self.name, self.values)
-        low, high = self.values
-        if self.distribution == "int_uniform":
-            return trial.suggest_int(self.name, low, high)
-        return trial.suggest_float(self.name, low, high, log=self.is_log)
-
-    @property
-    def is_log(self) -> bool:
-        """Whether equal factors, not equal steps, are equally likely."""
-        return self.distribution == "log_uniform_values"
-
-
-@dataclass
-class Space:
-    """What a sweep file says, as far as a local sweep needs it."""
-
-    parameters: list[Parameter]
-    metric: str
-    maximize: bool
-    min_epochs: int  # no trial is stopped before
-
-
-def read_space(path: Path) -> Space:
-    """The search space of a sweep file.
-
-    Raises:
-        UserError: There is no such file, it is no sweep file, or a distribution is not one of DISTRIBUTIONS.
-    """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"--space: {path} cannot be read: {error.strerror}.") from None
-    except yaml.YAMLError:
-        raise UserError(f"--space: {path} is not valid YAML.") from None
-    if not isinstance(content, dict) or not isinstance(content.get("parameters"), dict):
-        raise UserError(f"--space: {path} must have a section `parameters:`, as configs/sweep.yaml has.")
-    metric = content.get("metric") or {}
-    return Space(
-        [_parameter(name, entry) for name, entry in content["parameters"].items()],
-        metric.get("name", "val/accuracy"),
-        metric.get("goal", "maximize") == "maximize",
-        int((content.get("early_terminate") or {}).get("min_iter", 1)),
-    )
-
-
-def _parameter(name: str, entry: Any) -> Parameter:
-    entry = entry if isinstance(entry, dict) else {"value": entry}
-    if "value" in entry:
-        return Parameter(name, "constant", [entry["value"]])
-    if "values" in entry:
-        return Parameter(name, "categorical", list(entry["values"]))
-    whole = all(isinstance(entry.get(end), int) for end in ("min", "max"))
-    distribution = entry.get("distribution", "int_uniform" if whole else "uniform")
-    if distribution not in DISTRIBUTIONS:
-        raise UserError(
-            f"--space: {name}.distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution}."
-            f"{nearest(str(distribution), DISTRIBUTIONS)}"
-        )
-    low, high = entry.get("min"), entry.get("max")
-    if not all(isinstance(end, (int, float)) for end in (low, high)) or low >= high:
-        hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
-        raise UserError(f"--space: {name} needs values, or numbers min below max, got min {low}, max {high}.{hint}")
-    if distribution == "log_uniform_values" and low <= 0:
-        raise UserError(f"--space: {name}.min must be above 0 on a logarithmic scale, got {low}.")
-    return Parameter(name, distribution, [low, high])
