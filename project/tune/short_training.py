@@ -21,6 +21,7 @@ from project import hardware
 from project.callbacks.memory_use import is_out_of_memory
 from project.engine import signals
 from project.engine.cli import Configuration
+from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import leave_signals_alone
 from project.engine.summary import samples_of
 from project.engine.trainer import build_trainer
@@ -37,6 +38,7 @@ class ShortTraining(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning's handlers would swallow SIGTERM: a try would end as if it had fitted.
         leave_signals_alone(trainer)
+        ExactLoading().install(trainer)  # the loaders that fit trains with
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Learning-rate schedules rest: some wait for a validation that never comes, some end before the measurement.
