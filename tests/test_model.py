@@ -259,6 +259,16 @@ def test_a_loss_of_ones_own_is_trained_and_logged(tmp_path: Path) -> None:
     assert module.logged["train/loss"] == pytest.approx([sum(module.trained) / 2], rel=1e-6)
 
 
+def test_a_training_step_of_ones_own_may_return_its_loss_and_nothing_else(tmp_path: Path) -> None:
+    class Mine(ImageClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    trainer = plain_trainer(tmp_path, log_every_n_steps=1)
+    trainer.fit(Mine(small_mlp()), Pictures())
+    assert set(trainer.callback_metrics) == {"val/loss", "val/accuracy"}  # no train/accuracy of 0
+
+
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     module = Still(3, loss="CrossEntropyLoss", metrics={"f1": MulticlassF1Score(3, average="macro")})
     found = []

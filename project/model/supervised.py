@@ -126,9 +126,8 @@ class SupervisedModule(LightningModule):
         plain = {key: v for key, v in values.items() if key not in ("weight", "label_smoothing")}
         # a loss of the subclass's own is logged as it is trained
         self.measures_apart = len(plain) < len(values) and type(self).loss is SupervisedModule.loss
-        self.measured_loss = make(
-            "--model.loss", cls, [], plain | ({"reduction": "none"} if "reduction" in accepted else {})
-        )
+        each = {"reduction": "none"} if "reduction" in accepted else {}
+        self.measured_loss = make("--model.loss", cls, [], plain | each)
 
     # What a subclass may change
 
@@ -222,14 +221,13 @@ class SupervisedModule(LightningModule):
         if self.train_sums is not None:
             self.log("train/loss", self._mean_over_ranks(self.train_sums[1]))
             self.train_sums = None
-        self._log_metrics("train", self.train_metrics)
+            self._log_metrics("train", self.train_metrics)  # a training_step of one's own may have counted nothing
 
     def on_validation_epoch_start(self) -> None:
         self.eval_sums = None  # of a validation that was broken off
         self.eval_metrics.reset()
 
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
+    on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch)
