@@ -1,18 +1,24 @@
-"""The data: files checked, splits fixed, every sample once, order a function of (seed, epoch)."""
+"""The data: files checked, splits fixed, targets as they are, batches in one call, augmentation on the device."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+from torchvision.transforms import v2
 
-from project.data import MNISTDataModule
+from project.data import BatchedDataModule, MNISTDataModule, SplitDataModule, TensorImages, TensorRows
 from project.data.augment import random_deformation
 from project.data.bundled.make_digits import stratified
 from project.data.mnist import DIGITS, read_idx, write_idx
-from project.data.sampler import EvalBatchSampler, SeededFetch, TensorImages, TrainBatchSampler, make_loader
 from project.errors import UserError
+from tests.made_data import make_idx_files
 
 
 @pytest.mark.parametrize("name", ["x-images-idx3-ubyte", "x-images-idx3-ubyte.gz"])
@@ -51,7 +57,7 @@ def test_auto_falls_back_to_the_sample_and_says_so(workplace: Path, monkeypatch:
     from torchvision import datasets
 
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    module = MNISTDataModule(root="nowhere")
+    module = MNISTDataModule()
     module.prepare_data()
     with pytest.warns(UserWarning, match="was not found"):
         module.setup("fit")
@@ -69,124 +75,230 @@ def test_the_validation_split_does_not_depend_on_the_seed(monkeypatch: pytest.Mo
     assert torch.equal(*splits)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-@pytest.mark.parametrize("count", [1, 2, 33, 1999])
-@pytest.mark.parametrize("batch_size", [1, 32, 5000])
-def test_evaluation_sees_every_sample_once_in_the_same_number_of_batches(
-    count: int, world_size: int, batch_size: int
+@pytest.mark.parametrize("below", ["", "Made", "Made/raw"])
+def test_the_root_may_be_named_as_the_folder_of_the_files_or_the_one_above(tmp_path: Path, below: str) -> None:
+    class Made(MNISTDataModule):
+        folder = "Made/raw"
+        files = dict.fromkeys(MNISTDataModule.files)
+
+    make_idx_files(tmp_path / "Made" / "raw", train=24, test=10)
+    module = Made(root=str(tmp_path / below))
+    module.prepare_data()
+    module.setup("fit")
+    assert (module.data_source, module.num_samples("train")) == ("mnist", 22)
+
+
+@pytest.mark.parametrize("source", ["auto", "mnist"])
+def test_a_mistyped_root_is_an_error_that_creates_nothing(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, source: Any
 ) -> None:
-    ranks = [list(EvalBatchSampler(count, batch_size, rank, world_size)) for rank in range(world_size)]
-    assert torch.equal(torch.cat([batch for rank in ranks for batch in rank]), torch.arange(count))
-    assert len({len(rank) for rank in ranks}) == 1
-    assert max(len(batch) for rank in ranks for batch in rank) <= batch_size
+    from torchvision import datasets
+
+    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    module = MNISTDataModule(root="dtaa/mnist", source=source)
+    with pytest.raises(UserError, match=r"^--data.root dtaa/mnist: [^\n]* the download failed[^\n]*$"):
+        module.prepare_data()
+    with pytest.raises(UserError, match=r"dtaa/mnist.*lacks train-images"):  # another rank, or no prepare_data
+        module.setup("fit")
+    assert list(workplace.iterdir()) == []
 
 
-def test_ranks_share_the_batches_of_one_process() -> None:
-    alone = list(TrainBatchSampler(1000, 64, seed=3))
-    pairs = zip(*(TrainBatchSampler(1000, 32, rank, 2, seed=3) for rank in range(2)), strict=True)
-    assert all(torch.equal(one, torch.cat(two)) for one, two in zip(alone, pairs, strict=True))
+# Datasets and loaders.
 
 
-def test_order_depends_on_seed_and_epoch_only() -> None:
-    sampler = TrainBatchSampler(1000, 64, seed=3)
-    first = list(sampler)
-    sampler.set_epoch(1)
-    assert not torch.equal(torch.cat(list(sampler)), torch.cat(first))
-    sampler.set_epoch(0)
-    assert torch.equal(torch.cat(list(sampler)), torch.cat(first))
-    assert not torch.equal(torch.cat(list(TrainBatchSampler(1000, 64, seed=4))), torch.cat(first))
+class Fixed(SplitDataModule):
+    """The same dataset in every split."""
+
+    def __init__(self, dataset: Dataset[Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.dataset = dataset
+
+    def make_split(self, split: Any) -> Dataset[Any]:
+        return self.dataset
 
 
-@pytest.mark.parametrize(("batch_size", "world_size"), [(64, 1), (50, 1), (16, 3)])
-def test_a_resumed_epoch_goes_on_from_the_right_sample(batch_size: int, world_size: int) -> None:
-    before = TrainBatchSampler(1000, 64, seed=3)
-    order = torch.cat(list(before))
-    done = 5 * 64
-    samplers = [TrainBatchSampler(1000, batch_size, rank, world_size, seed=3) for rank in range(world_size)]
-    for sampler in samplers:
-        sampler.resume_at(0, done)
-    rest = torch.cat([torch.cat(parts) for parts in zip(*samplers, strict=True)])
-    common = min(len(rest), len(order) - done)
-    assert torch.equal(rest[:common], order[done : done + common])
-    assert samplers[0].start_batch + len(list(samplers[0])) == len(samplers[0])
+class FixedImages(Fixed, BatchedDataModule):
+    image_shape = (1, 2, 2)
 
 
-class Noisy(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Samples with random augmentation in ``__getitem__``, as users write it."""
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (torch.tensor([0.25, 0.5]), torch.float32),
+        (torch.tensor([0.25, 0.5], dtype=torch.float64), torch.float64),
+        (torch.tensor([3, 250], dtype=torch.uint8), torch.int64),
+        (torch.tensor([[True, False], [True, True]]), torch.int64),
+    ],
+)
+def test_targets_stay_what_they_are_and_whole_numbers_are_int64(given: Tensor, kept: torch.dtype) -> None:
+    dataset = TensorImages(torch.zeros(2, 4, 4), given)
+    assert dataset.images.shape == (2, 1, 4, 4)
+    assert dataset.labels.dtype == kept
+    assert torch.equal(dataset.gather(torch.tensor([1]))[1], given[1:].to(kept))
+
+
+def test_a_plain_loader_gathers_whole_batches_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TensorImages(torch.arange(10).view(10, 1, 1, 1), torch.arange(10))
+    calls: list[list[int]] = []
+    gather = TensorRows.gather
+    monkeypatch.setattr(TensorRows, "gather", lambda self, i: (calls.append(i.tolist()), gather(self, i))[1])
+    for held in (dataset, Subset(dataset, range(10))):
+        module = FixedImages(held, batch_size=5, eval_batch_size=4, num_workers=0)
+        module.setup("fit")
+        calls.clear()
+        (images, labels), _ = module.train_dataloader()
+        assert images.flatten().tolist() == labels.tolist() == calls[0]
+        assert [len(call) for call in calls] == [5, 5]
+        assert sorted(calls[0] + calls[1]) == list(range(10)) != calls[0] + calls[1]
+        evaluated = [labels.tolist() for _, labels in module.val_dataloader()]
+        assert evaluated == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_training_set_smaller_than_a_batch_is_one_batch() -> None:
+    module = Fixed(TensorRows(torch.arange(3)), batch_size=128)
+    module.setup("fit")
+    assert [len(batch) for (batch,) in module.train_dataloader()] == [3]
+
+
+def test_a_held_out_part_is_disjoint_of_the_rest_and_keeps_its_kind() -> None:
+    module = Fixed(dataset := TensorImages(torch.rand(50, 4, 4), torch.arange(50)), val_samples=3)
+    train, val = (module.hold_out(dataset, split) for split in ("train", "val"))
+    assert isinstance(val, TensorImages)
+    assert sorted([*train.labels.tolist(), *val.labels.tolist()]) == list(range(50))  # type: ignore[attr-defined]
+    assert len(val) == 5
+    module.setup("validate")
+    assert module.splits["val"].labels.tolist() == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+class Pairs(Dataset[dict[str, Any]]):
+    """Samples that are dictionaries."""
 
     def __len__(self) -> int:
-        return 40
+        return 6
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.rand(1, 2, 2), index
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"left": torch.full((2,), float(index)), "right": index}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_random_augmentation_in_workers_does_not_depend_on_the_workers(num_workers: int) -> None:
-    def epoch(workers: int) -> list[torch.Tensor]:
-        sampler = TrainBatchSampler(40, 8, seed=1)
-        loader = make_loader(
-            Noisy(), sampler, num_workers=workers, pin_memory=False, prefetch_factor=2, seed=1, image_shape=(1, 2, 2)
-        )
-        return [images for images, _ in loader]
+def test_a_batch_may_have_any_structure(tmp_path: Path) -> None:
+    module = Fixed(Pairs(), batch_size=3, num_workers=1)
+    module.setup("validate")
+    (batch,) = module.val_dataloader()
+    assert batch["right"].tolist() == list(range(6))
+    moved = module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+    assert torch.equal(moved["left"], batch["left"])
 
+
+def test_pictures_of_any_size_become_images_of_one_shape_and_float_targets_stay_floats() -> None:
+    class Photos(Dataset[tuple[Image.Image, float]]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[Image.Image, float]:
+            return Image.new("L", (5 + index, 9), color=40 * index), index / 2
+
+    module = FixedImages(Photos(), num_workers=0)
+    module.setup("validate")
+    ((images, targets),) = module.val_dataloader()
+    assert images[:, 0, 0, 0].tolist() == [0, 40, 80]
+    assert (images.shape, images.dtype) == ((3, 1, 2, 2), torch.uint8)
+    assert (targets.tolist(), targets.dtype) == ([0, 0.5, 1], torch.float32)
+
+
+def test_data_in_memory_needs_no_workers_and_other_data_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for dataset, workers in ((TensorRows(torch.arange(6)), 0), (Pairs(), 3)):
+        module = Fixed(dataset)
+        module.setup("fit")
+        assert module.train_dataloader().num_workers == workers
+
+
+@pytest.mark.parametrize(("device", "without_waiting"), [("cuda", True), ("mps", False), ("cpu", False)])
+def test_only_copies_to_cuda_do_not_wait(device: str, without_waiting: bool) -> None:
+    """MPS reads pageable memory after the call has returned, and would train on corrupted batches."""
+    calls: list[tuple[Any, Any]] = []
+
+    class Recorded(torch.Tensor):
+        def to(self, device: Any, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
+            calls.append((device.type, non_blocking))
+            return self
+
+    batch = (torch.rand(2).as_subclass(Recorded), torch.rand(2).as_subclass(Recorded))
+    Fixed(Pairs()).transfer_batch_to_device(batch, torch.device(device), 0)
+    assert calls == [(device, without_waiting)] * 2
+
+
+def test_labels_without_a_name_are_told_before_they_are_an_index_error() -> None:
+    for labels, message in ((torch.tensor([0, 12]), "from 0 to 12, got 10"), (torch.tensor([-1, 2]), "from -1 to 2")):
+        with pytest.raises(UserError, match=f"FixedImages.class_names must name every class: .* {message}"):
+            FixedImages(TensorImages(torch.zeros(2, 2, 2), labels)).setup("fit")
+    FixedImages(TensorImages(torch.zeros(2, 2, 2), torch.tensor([0.5, 12.5]))).setup("fit")  # a regression's
+
+
+# Augmentation.
+
+
+def training_batch(module: BatchedDataModule, images: Tensor, labels: Tensor, training: bool = True) -> Any:
+    module.trainer = SimpleNamespace(training=training)  # type: ignore[assignment]
+    return module.on_after_batch_transfer((images, labels), 0)
+
+
+class Flipped(BatchedDataModule):
+    image_shape = (3, 4, 4)
+
+    def augment(self, images: Tensor) -> Tensor:
+        return images.flip(3)
+
+
+def test_augmentation_is_a_method_or_a_list_of_transforms_for_training_alone() -> None:
+    torch.manual_seed(0)
+    images, labels = torch.randint(256, (64, 3, 4, 4), dtype=torch.uint8), torch.arange(64) % 5
+    assert torch.equal(training_batch(Flipped(), images, labels)[0], images.flip(3))
+    listed = BatchedDataModule(transforms=[v2.RandomHorizontalFlip(0.5), v2.MixUp(num_classes=5)])
+    listed.image_shape = (3, 4, 4)
+    for module in (Flipped(), listed):
+        found, same = training_batch(module, images, labels, training=False)
+        assert torch.equal(found, images)
+        assert torch.equal(same, labels)
+    flips = BatchedDataModule(transforms=[v2.RandomHorizontalFlip(0.5)])
+    flips.image_shape = (3, 4, 4)
+    found, _ = training_batch(flips, images, labels)
+    turned = (found == images.flip(3) / 255).flatten(1).all(1)
+    kept = (found == images / 255).flatten(1).all(1)
+    assert bool((turned | kept).all())
+    assert 10 < int(turned.sum()) < 54  # each image for itself, not the batch as one
+    mixed, soft = training_batch(listed, images, labels)
+    assert soft.shape == (64, 5)
+    assert torch.allclose(soft.sum(1), torch.ones(64))
+    assert 0 <= float(mixed.min()) < float(mixed.max()) <= 1
+
+
+def test_augmentation_repeats_when_torchs_generator_does() -> None:
+    module = BatchedDataModule(rotate_degrees=20, elastic_pixels=0.5)
+    images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)
     state = torch.get_rng_state()
-    here = epoch(0)
-    assert torch.equal(torch.get_rng_state(), state), "fetching moved the training's own generator"
-    assert all(torch.equal(a, b) for a, b in zip(here, epoch(num_workers), strict=True))
-    assert len({float(images[0, 0, 0, 0]) for images in here}) == 5
-
-
-def test_a_batch_is_gathered_in_one_call() -> None:
-    dataset = TensorImages(torch.arange(10).view(10, 1, 1, 1), torch.arange(10))
-    images, labels = dataset[torch.tensor([3, 1])]
-    assert images.flatten().tolist() == labels.tolist() == [3, 1]
-    for others in (slice(2, 4), torch.arange(10) > 7, [4, 2], -1):  # as a tensor would be indexed
-        images, labels = dataset[others]
-        assert images.flatten().tolist() == labels.flatten().tolist() == torch.arange(10)[others].flatten().tolist()
-    loader = make_loader(
-        dataset,
-        TrainBatchSampler(10, 5),
-        num_workers=0,
-        pin_memory=False,
-        prefetch_factor=2,
-        seed=0,
-        image_shape=(1, 1, 1),
-    )
-    assert not isinstance(loader.dataset, SeededFetch)
-    assert [len(labels) for _, labels in loader] == [5, 5]
-
-
-def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
-    module = MNISTDataModule(source="sample")
-    module.setup("fit")
-    images = module.splits["train"].images
-    before = images.clone()
-    normalised = module.normalize(images)
-    assert torch.equal(images, before)
-    assert normalised.dtype == torch.float32
-    assert abs(float(normalised.mean())) < 0.02
-    assert abs(float(normalised.std()) - 1) < 0.02
-    fractions = images.float() / 255
-    assert torch.allclose(module.normalize(fractions), normalised, atol=1e-6)
-    assert torch.equal(fractions, images.float() / 255)
+    first, second = (training_batch(module, images, labels)[0] for _ in range(2))
+    torch.set_rng_state(state)
+    assert torch.equal(training_batch(module, images, labels)[0], first)
+    assert not torch.equal(first, second)
+    assert 0 <= float(first.min()) < float(first.max()) <= 1
 
 
 def test_augmentation_without_amount_changes_nothing_and_a_shift_shifts() -> None:
     images = torch.rand(4, 1, 28, 28)
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     nothing = {"degrees": 0.0, "scale": 0.0, "shear": 0.0, "shift": 0.0, "elastic": 0.0}
-    same = random_deformation(images, generator, **nothing)
+    same = random_deformation(images, **nothing)
     assert torch.allclose(same, images, atol=1e-5)
-    moved = random_deformation(images, generator, **nothing | {"shift": 3.0})
+    moved = random_deformation(images, **nothing | {"shift": 3.0})
     assert not torch.allclose(moved, images, atol=0.1)
     assert moved.shape == images.shape
 
 
 def test_elastic_distortion_moves_points_by_the_pixels_that_were_asked_for() -> None:
     ramp = torch.arange(28.0).expand(500, 1, 28, 28)  # each pixel's value is its column
-    generator = torch.Generator().manual_seed(0)
-    bent = random_deformation(ramp, generator, degrees=0, scale=0, shear=0, shift=0, elastic=0.5)
+    torch.manual_seed(0)
+    bent = random_deformation(ramp, degrees=0, scale=0, shear=0, shift=0, elastic=0.5)
     moved = (bent - ramp)[:, :, 9, 9]  # on a point of the lattice of 7 × 7: 27 / 6 pixels apart
     assert float(moved.std()) == pytest.approx(0.5, rel=0.1)
     assert float((bent - ramp)[:, :, 9, 9].mean()) == pytest.approx(0, abs=0.07)

@@ -1,4 +1,4 @@
-"""Every worked example keeps the promises that MNIST keeps, and is as short as the README says."""
+"""Every worked example runs under a plain Trainer, keeps the promises that MNIST keeps, and is as short as said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
 
 from project import fit
 from project.engine import command as entry
@@ -13,7 +17,17 @@ from tests import made_data
 from tests.promises import ROOT, PromiseSuite
 
 CONFIGS = ROOT / "configs" / "examples"
-EXAMPLES = sorted((ROOT / "tests" / "examples").glob("*.py"))
+EXAMPLES = sorted(CONFIGS.glob("*.py"))
+# What a few steps on the data that an example makes up reach, by its monitored metric; None where it has no test set.
+REACHED: dict[str, tuple[str, float] | None] = {
+    "autoencoder": None,
+    "gan": None,
+    "image_regression": ("test/mae", 0.1),
+    "multi_label": ("test/f1", 0.9),
+    "png_folder": ("test/accuracy", 0.0),  # noise
+    "tabular": ("test/r2", 0.5),
+    "tensor_dataset": ("test/accuracy", 0.9),
+}
 
 
 class TestFashionMNIST(PromiseSuite):
@@ -53,6 +67,44 @@ class TestFinetunedBackbone(PromiseSuite):
 
 def example(name: str, root: Path) -> list[str]:
     return ["--config", str(CONFIGS / f"{name}.yaml"), "--data.root", str(root)]
+
+
+@pytest.mark.parametrize("name", sorted(REACHED))
+def test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Classes as config files name them, Lightning's own command line and Trainer, and nothing of the engine."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    for ours in ("monitor", "mode"):
+        config.pop(ours, None)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    config["trainer"] = {"max_epochs": 5, **config.get("trainer", {}), **quiet, "accelerator": "cpu"}
+    data_class = LightningDataModule if config["data"] else config.pop("data")  # a module may bring its loaders
+    (tmp_path / "plain.yaml").write_text(yaml.safe_dump(config))
+    cli = LightningCLI(
+        LightningModule,
+        data_class,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=42,
+        args=["--config", str(tmp_path / "plain.yaml")],
+    )
+    before = {key: value.clone() for key, value in cli.model.state_dict().items()}
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert any(not torch.equal(before[key], value) for key, value in cli.model.state_dict().items())
+    assert not [key for key, value in cli.trainer.callback_metrics.items() if not value.isfinite()]
+    if reached := REACHED[name]:
+        (metrics,) = cli.trainer.test(cli.model, cli.datamodule, verbose=False)
+        metric, bound = reached
+        assert metrics[metric] <= bound if cli.model.mode == "min" else metrics[metric] >= bound
+
+
+def test_examples_that_show_lightnings_own_code_import_nothing_of_this_project() -> None:
+    for name in ("autoencoder", "gan"):
+        assert "project" not in (CONFIGS / f"{name}.py").read_text().partition('"""\n')[2]
 
 
 def test_there_is_a_config_file_for_every_example() -> None:

@@ -1,21 +1,30 @@
-"""Networks, optimizer and schedule by plain values; compiled, recomputed and eager networks interchange."""
+"""Loss, metrics, optimizer and schedule by plain values, under a plain Trainer; networks of all kinds interchange."""
 
 from __future__ import annotations
 
 import copy
+import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torchmetrics import MeanAbsoluteError
+from torchmetrics.classification import MulticlassF1Score, MultilabelF1Score
 
+from project.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from project.errors import UserError
-from project.model import MLP, ConvNet, MNISTClassifier
-from project.model.classifier import MOST_KEPT
+from project.model import MLP, ConvNet, ImageClassifier, MNISTClassifier, SupervisedModule
 from project.model.networks import recompute_activations
 from project.model.optimizers import make_optimizer, rate_factor
+from project.model.supervised import MOST_BATCHES
 
 
-def test_the_mlp_is_the_course_s() -> None:
+def test_the_mlp_has_784_256_128_10_units() -> None:
     assert sum(p.numel() for p in MLP().parameters()) == 235_146
     assert MLP()(torch.rand(3, 1, 28, 28)).shape == (3, 10)
 
@@ -94,16 +103,305 @@ def test_schedules_climb_to_the_peak_and_survive_a_longer_run(shape: str) -> Non
     assert rate_factor(shape, 0.2, -1, 7) == 1.0  # type: ignore[arg-type]
 
 
-def test_logits_are_counted_and_let_go_of_between_log_steps_that_are_far_apart() -> None:
+def test_learning_rates_and_names_that_cannot_be_are_refused_in_a_line() -> None:
+    for name in ("null", "..", "SparseAdam", "Optimizer", "os.path", "nothing.Here", "torch.nn.Linear"):
+        with pytest.raises(UserError, match=r"^--model\.optimizer [^\n]*$"):
+            make_optimizer(name, MLP(), 0.1, {}, False)
+    with pytest.raises(UserError, match=r"optimizer_args\.momentun is no argument of SGD. Did you mean momentum"):
+        make_optimizer("SGD", MLP(), 0.1, {"momentun": 0.9}, False)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"lr": math.nan}, "--model.lr must be above 0, got nan"),
+        ({"weight_decay": math.nan}, "--model.weight_decay must be at least 0, got nan"),
+        ({"loss": "MSELos"}, "--model.loss must be .* Did you mean MSELoss"),
+        ({"loss": "CrossEntropyLoss", "loss_args": {"weights": [1.0]}}, "loss_args.weights .* Did you mean weight"),
+        ({"loss_args": {"reduction": "sum"}}, "reduction"),
+        ({"schedule_args": {"gamma": 0.9}}, "linear has none"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(UserError, match=message):
+            SupervisedModule(nn.Linear(4, 1), **arguments)
+
+
+# Training, under a plain Trainer.
+
+
+class Rows(SplitDataModule):
+    """Rows of four features in batches of 16, the same in every split."""
+
+    def __init__(self, targets: Tensor, **kwargs: Any) -> None:
+        super().__init__(**{"batch_size": 16, **kwargs})
+        draw = torch.Generator().manual_seed(1)
+        self.rows = TensorRows(torch.randn(len(targets), 4, generator=draw), targets)
+
+    def make_split(self, split: Any) -> TensorRows:
+        return self.rows
+
+
+class Still(SupervisedModule):
+    """A linear layer that does not move, so that losses are known beforehand; notes what is logged and trained."""
+
+    def __init__(self, outputs: int = 1, **kwargs: Any) -> None:
+        super().__init__(nn.Linear(4, outputs), **{"optimizer": "SGD", "lr": 1e-30, **kwargs})
+        self.logged: dict[str, list[float]] = {}
+        self.trained: list[float] = []
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.logged.setdefault(name, []).append(float(value))
+        super().log(name, value, *args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.trained.append(float(loss))
+        return loss
+
+
+def plain_trainer(tmp_path: Path, **flags: Any) -> Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(**quiet | {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path, **flags})
+
+
+def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_path: Path) -> None:
+    """Neither the smoothing nor the class weights that training minimises are in what is logged."""
+    labels, weights = torch.arange(64) % 3, [1, 2, 9]
+    module = Still(3, loss="CrossEntropyLoss", loss_args={"label_smoothing": 0.3, "weight": weights})
+    data, trainer = Rows(labels), plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    features = data.rows.tensors[0]
+    expected = float(F.cross_entropy(module(features), labels))
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+    module.train()
+    smoothed = F.cross_entropy(module(features), labels, torch.tensor(weights).float(), label_smoothing=0.3)
+    assert float(module.training_step((features, labels), 0)) == pytest.approx(float(smoothed), rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(tmp_path: Path, accumulate: int) -> None:
+    module, data = Still(), Rows(torch.arange(16 * 14.0))
+    trainer = plain_trainer(tmp_path, log_every_n_steps=6 // accumulate, accumulate_grad_batches=accumulate)
+    trainer.fit(module, data)
+    seen = module.trained
+    assert len(seen) == 14
+    expected = [sum(seen[:6]) / 6, sum(seen[6:12]) / 6, sum(seen) / 14]
+    assert module.logged["train/loss"] == pytest.approx(expected, rel=1e-6)
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(expected[-1], rel=1e-6)
+
+
+def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
+    batches = [(torch.randn(16, 4), torch.randn(16)) for _ in range(5)]
+    whole, first = Still(metrics={"mae": MeanAbsoluteError()}), Still(metrics={"mae": MeanAbsoluteError()})
+    second = Still()
+    for module in (first, second):
+        module.network.load_state_dict(whole.network.state_dict())
+    for module, part in ((whole, batches), (first, batches[:3])):
+        for index, batch in enumerate(part):
+            module.training_step(batch, index)
+    state = first.metric_state()
+    assert int(first.train_metrics["mae"].total) == 48  # type: ignore[arg-type]  # what waited is counted first
+    second.load_metric_state(state)
+    for index, batch in enumerate(batches[3:]):
+        second.training_step(batch, index)
+    assert torch.equal(second.metric_state()["train_sums"], whole.metric_state()["train_sums"])
+
+
+def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart() -> None:
     """An epoch's logits of a network with many classes would fill a GPU."""
     torch.manual_seed(0)
-    module, network = MNISTClassifier(MLP()), MLP()
-    network.load_state_dict(module.network.state_dict())
-    right = 0
-    for index in range(2 * MOST_KEPT):
+    module, right = MNISTClassifier(MLP()), 0
+    for index in range(2 * MOST_BATCHES):
         images, labels = torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
-        right += int((network(images).argmax(dim=1) == labels).sum())
+        right += int((module(images).argmax(dim=1) == labels).sum())
         module.training_step((images, labels), index)
-    assert sum(logits.untyped_storage().nbytes() for _, logits, _ in module.window) == 0
-    assert module.take_window_loss() > 0
-    assert float(module.train_accuracy.compute()) == right / (4 * 2 * MOST_KEPT)
+        assert len(module.window) < MOST_BATCHES
+    assert float(module.train_metrics["accuracy"].compute()) == right / (4 * 2 * MOST_BATCHES)  # type: ignore[operator]
+    module.training_step((torch.rand(3, 1, 28, 28), torch.randint(10, (3,))), 0)  # a smaller last batch
+    module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
+    module.count_window()
+    assert module.train_sums is not None
+    assert module.train_sums[:, 1].tolist() == [4 * 2 * MOST_BATCHES + 7] * 2
+
+
+def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path: Path) -> None:
+    targets = torch.linspace(0, 1, 64)
+    module, data = Still(metrics={"mae": MeanAbsoluteError()}), Rows(targets)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    outputs = module.network(data.rows.tensors[0]).squeeze(1)
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(F.mse_loss(outputs, targets)), rel=1e-6)
+    assert float(trainer.callback_metrics["val/mae"]) == pytest.approx(
+        float((outputs - targets).abs().mean()), rel=1e-6
+    )
+    with pytest.raises(UserError, match=r"must give outputs of the targets' shape \(64,\), got \(64, 3\)"):
+        Still(3).training_step((data.rows.tensors[0], targets), 0)
+
+
+def test_several_labels_are_whole_numbers_for_metrics_and_probabilities_in_predictions(tmp_path: Path) -> None:
+    labels = torch.randint(2, (64, 3))
+    module = Still(3, loss="BCEWithLogitsLoss", metrics={"f1": MultilabelF1Score(3)})
+    data, trainer = Rows(labels), plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    logits = module.network(data.rows.tensors[0])
+    expected = F.binary_cross_entropy_with_logits(logits, labels.float())
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(expected), rel=1e-6)
+    assert float(trainer.callback_metrics["val/f1"]) == float(MultilabelF1Score(3)(logits.sigmoid(), labels))
+    assert torch.equal(module.predict_step(data.rows[:5], 0), logits[:5].sigmoid())
+
+
+def test_a_loss_of_ones_own_is_trained_and_logged(tmp_path: Path) -> None:
+    class Mine(Still):
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return (outputs - self.targets(batch)).abs() ** 3  # one value per sample
+
+    module, data, trainer = Mine(loss="HuberLoss"), Rows(torch.arange(40.0)), plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    cubes = (module.network(data.rows.tensors[0]).squeeze(1) - data.rows.tensors[1]).abs() ** 3
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(cubes.mean()), rel=1e-6)
+    assert module.logged["train/loss"] == pytest.approx([sum(module.trained) / 2], rel=1e-6)
+
+
+def test_a_training_step_of_ones_own_may_return_its_loss_and_nothing_else(tmp_path: Path) -> None:
+    class Mine(ImageClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    trainer = plain_trainer(tmp_path, log_every_n_steps=1)
+    trainer.fit(Mine(small_mlp()), Pictures())
+    assert set(trainer.callback_metrics) == {"val/loss", "val/accuracy"}  # no train/accuracy of 0
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    module = Still(3, loss="CrossEntropyLoss", metrics={"f1": MulticlassF1Score(3, average="macro")})
+    found = []
+    for size in (1000, 64, 7):
+        data = Rows(torch.arange(1000) % 3, eval_batch_size=size)
+        (metrics,) = plain_trainer(tmp_path).test(module, data, verbose=False)
+        found.append(metrics)
+    assert all(one == pytest.approx(found[0], rel=1e-6) for one in found)
+    assert all(one["test/f1"] == found[0]["test/f1"] for one in found)
+
+
+def test_reduce_on_plateau_follows_the_monitored_metric_and_other_schedulers_their_interval(tmp_path: Path) -> None:
+    def rates(**kwargs: Any) -> float:
+        trainer = plain_trainer(tmp_path, max_epochs=3)
+        trainer.fit(Still(**{"lr": 1e-6, **kwargs}), Rows(torch.arange(64.0)))
+        return trainer.optimizers[0].param_groups[0]["lr"] / 1e-6
+
+    plateau = {"schedule": "ReduceLROnPlateau", "schedule_args": {"patience": 0, "factor": 0.5}}
+    assert rates(**plateau) == pytest.approx(0.25)  # no weight moves, so two epochs in three are no better
+    exponential = {"schedule": "torch.optim.lr_scheduler.ExponentialLR", "schedule_args": {"gamma": 0.5}}
+    assert rates(**exponential) == pytest.approx(0.5**3)
+    assert rates(**exponential, schedule_interval="step") == pytest.approx(0.5**12)
+    with pytest.raises(UserError, match="Did you mean linear"):
+        rates(schedule="lineer")
+
+
+# Images.
+
+
+class Pictures(BatchedDataModule):
+    """Noise of two channels with three classes."""
+
+    image_shape = (2, 8, 8)
+    mean, std = [0.2, 0.7], [0.1, 0.4]
+    class_names = ["a", "b", "c"]
+
+    def make_split(self, split: Any) -> TensorImages:
+        draw = torch.Generator().manual_seed(0)
+        return TensorImages(torch.randint(256, (60, 2, 8, 8), generator=draw, dtype=torch.uint8), torch.arange(60) % 3)
+
+
+def small_mlp() -> MLP:
+    return MLP(image_shape=(2, 8, 8), hidden=[8], num_classes=3)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_module_takes_raw_images_and_standardizes_them_as_the_data_module_says(
+    tmp_path: Path, channels_last: bool
+) -> None:
+    module, data = ImageClassifier(small_mlp(), channels_last=channels_last), Pictures()
+    plain_trainer(tmp_path).fit(module, data)
+    raw: Tensor = data.make_split("val").images
+    before = raw.clone()
+    mean, std = (torch.tensor(values).view(2, 1, 1) for values in (data.mean, data.std))
+    assert torch.allclose(module.standardize(raw), (raw / 255 - mean) / std, atol=1e-5)
+    assert torch.allclose(module(raw / 255), module(raw), atol=1e-5)
+    assert torch.equal(raw, before)
+    assert torch.equal(module.predict_step((raw, None), 0), module(raw).softmax(dim=1))
+    saved = module.state_dict()
+    other = ImageClassifier(small_mlp())  # knows nothing of two channels
+    other.load_state_dict(saved)
+    assert torch.equal(other(raw), module(raw))
+
+
+def test_a_state_dict_of_before_standardization_was_in_it_still_loads() -> None:
+    module = MNISTClassifier(MLP())
+    older = {key: value for key, value in module.state_dict().items() if key.startswith("network.")}
+    other = MNISTClassifier(MLP())
+    other.load_state_dict(older)
+    digits = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
+    assert torch.equal(other(digits), module(digits))
+    assert torch.allclose(module.standardize(digits), (digits / 255 - 0.1307) / 0.3081, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+def test_weights_of_any_type_get_images_of_that_type(tmp_path: Path, precision: str) -> None:
+    module = ImageClassifier(small_mlp(), class_weights=[1, 1, 2])
+    trainer = plain_trainer(tmp_path, precision=precision)
+    trainer.fit(module, Pictures())
+    assert 0 < float(trainer.callback_metrics["val/loss"]) < 10
+    assert module.standardize(torch.zeros(1, 2, 8, 8, dtype=torch.uint8)).dtype == next(module.parameters()).dtype
+
+
+def test_mixed_labels_are_learnt_from_and_counted_by_their_larger_part() -> None:
+    module = ImageClassifier(small_mlp())
+    labels = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.4, 0.6]])
+    images = torch.rand(2, 2, 8, 8)
+    expected = F.cross_entropy(module(images), labels, label_smoothing=0.1)
+    assert float(module.training_step((images, labels), 0)) == pytest.approx(float(expected))
+    module.count_window()
+    right = (module(images).argmax(1) == torch.tensor([0, 2])).float().mean()
+    assert float(module.train_metrics["accuracy"].compute()) == float(right)  # type: ignore[operator]
+
+
+def test_a_network_that_does_not_fit_the_data_is_told_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"must give 3 logits .* Try --model.network.image_shape \[2,8,8\]"):
+        plain_trainer(tmp_path).fit(ImageClassifier(MLP(image_shape=(2, 8, 8))), Pictures())
+
+
+class SlowLearner(MNISTClassifier):
+    """A class of a user's own with defaults of its own."""
+
+    def __init__(self, lr: float = 0.0005, **kwargs: Any) -> None:
+        super().__init__(lr=lr, **kwargs)
+
+
+def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a_classs_defaults(
+    tmp_path: Path,
+) -> None:
+    metric = {"class_path": "torchmetrics.classification.MulticlassF1Score", "init_args": {"num_classes": 10}}
+    words = ["--model", f"{__name__}.SlowLearner", "--model.optimizer", "SGD"]
+    words += [
+        "--model.metrics",
+        str({"f1": metric}),
+        "--data",
+        "project.data.MNISTDataModule",
+        "--data.source",
+        "sample",
+    ]
+    quiet = ["--trainer.logger", "false", "--trainer.accelerator", "cpu", "--trainer.limit_train_batches", "3"]
+    cli = LightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        run=False,
+        save_config_callback=None,
+        args=[*words, *quiet, "--trainer.max_epochs", "1", "--trainer.default_root_dir", str(tmp_path)],
+    )
+    assert cli.model.lr == 0.0005
+    assert (cli.model.monitor, cli.model.mode) == ("val/accuracy", "max")
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert 0 < float(cli.trainer.callback_metrics["val/f1"]) < 1
+    cli.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # hyperparameters are plain values
+    assert saved["hyper_parameters"]["optimizer"] == "SGD"

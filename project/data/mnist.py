@@ -71,7 +71,7 @@ class MNISTDataModule(BatchedDataModule):
                 self._download()
             except Exception as error:
                 if not self._may_fall_back():
-                    raise self._lacking(f" and the download failed ({error})") from None
+                    raise self._lacking(f" and the download failed ({' '.join(str(error).split())})") from None
 
     def _may_fall_back(self) -> bool:
         """To the bundled digits: not from a folder that was named, which is mistyped rather than wanting."""

@@ -18,6 +18,7 @@ from project.model.optimizers import SHAPES, make, make_optimizer, make_schedule
 # Training batches that wait on the device to be counted together, and numbers in their outputs. One update of a metric
 # for many batches costs what one batch would: 938 single updates take about a tenth of an epoch of the MLP.
 MOST_BATCHES, MOST_OUTPUTS = 64, 2**22
+HALF = (torch.float16, torch.bfloat16)
 MOST_CHANNELS = 2**20  # of a mean or standard deviation that a checkpoint may bring
 
 
@@ -120,14 +121,13 @@ class SupervisedModule(LightningModule):
         accepted = inspect.signature(cls).parameters
         if "reduction" in arguments:
             raise UserError("--model.loss_args.reduction is set by the module: the mean is trained.")
-        values = {key: torch.tensor(v) if isinstance(v, list) else v for key, v in arguments.items()}
+        values = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in arguments.items()}
         self.trained_loss = make("--model.loss", cls, [], values)
         plain = {key: v for key, v in values.items() if key not in ("weight", "label_smoothing")}
         # a loss of the subclass's own is logged as it is trained
         self.measures_apart = len(plain) < len(values) and type(self).loss is SupervisedModule.loss
-        self.measured_loss = make(
-            "--model.loss", cls, [], plain | ({"reduction": "none"} if "reduction" in accepted else {})
-        )
+        each = {"reduction": "none"} if "reduction" in accepted else {}
+        self.measured_loss = make("--model.loss", cls, [], plain | each)
 
     # What a subclass may change
 
@@ -221,14 +221,13 @@ class SupervisedModule(LightningModule):
         if self.train_sums is not None:
             self.log("train/loss", self._mean_over_ranks(self.train_sums[1]))
             self.train_sums = None
-        self._log_metrics("train", self.train_metrics)
+            self._log_metrics("train", self.train_metrics)  # a training_step of one's own may have counted nothing
 
     def on_validation_epoch_start(self) -> None:
         self.eval_sums = None  # of a validation that was broken off
         self.eval_metrics.reset()
 
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
+    on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch)
@@ -299,7 +298,8 @@ class SupervisedModule(LightningModule):
         return outputs, targets
 
     def _loss(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        outputs = widened(outputs)
+        if outputs.dtype in HALF:
+            outputs, loss = outputs.float(), loss.float()
         # class numbers stay whole; what is compared element by element has the outputs' type
         return loss(outputs, targets.to(outputs.dtype) if outputs.shape == targets.shape else targets)
 
@@ -352,7 +352,7 @@ class SupervisedModule(LightningModule):
 
 def widened(tensor: Tensor) -> Tensor:
     """At least float32: sums and probabilities of half-precision outputs would be coarse."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def exact(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ python -m project.fit --config configs/examples/finetune_backbone.yaml --data.ro
 from torch import Tensor, nn
 from torchvision import models
 
-from tests.examples.png_folder import PngFolder
+from configs.examples.png_folder import PngFolder
 
 
 class Pictures(PngFolder):
