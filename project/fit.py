@@ -102,6 +102,8 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = (), witho
     throughput = None if ThroughputMonitor in off else ThroughputMonitor()
     memory = None if MemoryMonitor in off else MemoryMonitor()
     predictions = None if TestPredictions in off else TestPredictions()
+    if throughput is not None:
+        flags["profiler"] = throughput.profiler(flags["profiler"])
     timer, csv = RunTimer(), None if MetricsCSV in off else MetricsCSV(run.folder / "metrics.csv")
     wandb = make_wandb_logger(run.folder, run.name, run.run_id, config.resolved) if is_rank_zero() else None
     wandb = None if WandbRunLogger in off else wandb

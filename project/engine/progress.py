@@ -82,5 +82,7 @@ def silence_unfounded_advice() -> None:
     """Lightning's notes and the warnings above do not reach the user; every other warning does."""
     for name in ("lightning.pytorch", "lightning.fabric"):  # set to INFO by its import; our lines say what matters
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("profilers.profiler", "callbacks.model_summary"):  # where --profiler and --enable_model_summary print
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
     for message in UNFOUNDED:
         warnings.filterwarnings("ignore", message)
