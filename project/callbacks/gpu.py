@@ -27,8 +27,7 @@ class GpuUtilization:
     """
 
     def __init__(self, read: Callable[[], float], interval_seconds: float = INTERVAL_SECONDS) -> None:
-        self.paused = False
-        """Whether what the GPU does now is not to be counted."""
+        self.paused = False  # whether what the GPU does now is not to be counted
         self._read, self._interval = read, interval_seconds
         self._samples: list[float] = []
         self._mean: float | None = None
@@ -47,10 +46,7 @@ class GpuUtilization:
         self._thread.join(timeout=5)
 
     def mean(self) -> float | None:
-        """Mean of the samples (percent) since the last call, the last mean where there were none since.
-
-        None before the first sample, and once the driver tells nothing more.
-        """
+        """Mean (percent) of the samples since the last call, or the last mean; None where the driver tells nothing."""
         samples, self._samples = self._samples, []
         if samples:
             self._mean = sum(samples) / len(samples)
@@ -72,10 +68,9 @@ class GpuUtilization:
 
 
 def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any) -> float | None:
-    """Model FLOPs utilization (0-100) that a device reaches per sample per second.
+    """Model FLOPs utilization (0-100) that a CUDA device reaches per sample per second; None on any other device.
 
-    None, and a warning that says why, where the GPU or the precision has no known peak or the network's FLOPs cannot be
-    counted; None without a word on anything but CUDA.
+    None, and a warning that says why, where there is no known peak or the network's FLOPs cannot be counted.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda":
@@ -171,7 +166,7 @@ _GEFORCE = """
 
 
 def _peaks() -> dict[str, tuple[float, float, float]]:
-    """Chip → TFLOP/s in float32, TF32 and 16 bits."""
+    """TFLOP/s of a chip in float32, TF32 and 16 bits."""
     rows = [line.rsplit(None, 3) for line in _DATA_CENTER.strip().splitlines()]
     peaks = {chip.strip(): (float(full), float(tf32), float(half)) for chip, full, tf32, half in rows}
     for chip, rate in (entry.rsplit(None, 1) for entry in _GEFORCE.split(",")):

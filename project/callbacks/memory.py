@@ -169,10 +169,9 @@ class Allocator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         on_cuda = device.type == "cuda"
-        self.total: int = (
+        self.total = (
             torch.cuda.get_device_properties(device).total_memory if on_cuda else torch.mps.recommended_max_memory()
         )
-        """Bytes the device has for this process."""
 
     def read(self) -> dict[str, int]:
         """``allocated`` (in tensors), ``reserved`` (held from the device), and on CUDA ``peak_allocated`` and
@@ -200,10 +199,7 @@ def allocator_of(device: torch.device) -> Allocator | None:
 
 
 class HostMemory:
-    """Resident set sizes (bytes) of this rank, cheap enough to be read at every log step.
-
-    Pages that processes share count once in each of them.
-    """
+    """Resident set sizes (bytes) of this rank. Pages that processes share count once in each of them."""
 
     def __init__(self) -> None:
         self._processes: dict[int, psutil.Process] = {}

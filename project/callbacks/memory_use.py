@@ -42,11 +42,8 @@ def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str
 
 def size_gib(tensors: Iterable[Tensor]) -> float:
     """GiB that tensors take on this rank; of a sharded tensor its own shard."""
-    total = 0
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        total += local.numel() * local.element_size()
-    return total / GIB
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local) / GIB
 
 
 def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, float]:
@@ -89,10 +86,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
 def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
     """The advice after an out-of-memory error: batch size, peak, breakdown, and three things to try in order.
 
-    Args:
-        trainer: As it was when the error came.
-        peak_gib: Most memory allocated so far, 0 where the device does not tell.
-        total_bytes: What the device has, None where unknown.
+    ``peak_gib`` is 0 where the device does not tell how much was allocated, ``total_bytes`` None where it is unknown.
     """
     evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
     flag = "eval_batch_size" if evaluating else "batch_size"
@@ -111,13 +105,7 @@ def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
 
 
 def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
-    """Three things to try, the one that costs least first; only flags that the run's module and data module have.
-
-    Args:
-        trainer: Of the run.
-        flag: ``batch_size``, or ``eval_batch_size`` in an evaluation.
-        size: Its value, None where the data module has no such flag.
-    """
+    """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
     precision, evaluating = str(trainer.precision), flag == "eval_batch_size"
     smaller = f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
     if evaluating:
@@ -155,9 +143,7 @@ class MemorySnapshot(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device.type
         if stage == "fit" and device != "cuda":
-            raise UserError(
-                f"--memory_snapshot needs a CUDA device, got {device}. Leave it away, or --accelerator gpu."
-            )
+            raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
         if stage == "fit" and not self.path.parent.is_dir():
             raise UserError(f"--memory_snapshot {self.path}: there is no folder {self.path.parent}. Make it first.")
 

@@ -18,14 +18,10 @@ from project.engine.lightning_internals import profiled_module, surround_compile
 from project.errors import UserError
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
-# The last word of Lightning's names for what it does → the region that it is, or begins
-BEGINS = {
-    "train_dataloader_next": "data",
-    "batch_to_device": "data",
-    "backward": "backward",
-    "configure_gradient_clipping": "optimizer",
-}
-ENDS = {"train_dataloader_next": "data", "batch_to_device": "data", "training_step": "loss", "backward": "backward"}
+# The last word of Lightning's names for what it does → the region that begins or ends with it
+PARTS = {"train_dataloader_next": "data", "batch_to_device": "data", "backward": "backward"}
+BEGINS = PARTS | {"configure_gradient_clipping": "optimizer"}
+ENDS = PARTS | {"training_step": "loss"}
 
 
 class StepProfiler(Profiler):
@@ -104,9 +100,8 @@ class StepProfiler(Profiler):
         if self._profile is not None:
             self._end()
             if self.folder is None:
-                rank_zero_warn(
-                    f"nothing was profiled: wait, warmup and active take {self.steps_needed} training steps together."
-                )
+                needed = f"wait, warmup and active take {self.steps_needed} training steps together"
+                rank_zero_warn(f"nothing was profiled: {needed}.")
         super().teardown(stage)
 
     def _enter(self, region: str) -> None:
@@ -135,9 +130,9 @@ class StepProfiler(Profiler):
             undo = surround_compiled_call(network, self._enter_forward, self._leave_forward)
             if undo is not None:  # hooks would be compiled as well
                 self._undo.append(undo)
-                continue
-            self._undo.append(network.register_forward_pre_hook(self._enter_forward).remove)
-            self._undo.append(network.register_forward_hook(self._leave_forward).remove)
+            else:
+                self._undo.append(network.register_forward_pre_hook(self._enter_forward).remove)
+                self._undo.append(network.register_forward_hook(self._leave_forward).remove)
         for optimizer in self._module.trainer.optimizers:
             # inside PyTorch's own range around step(), which must not end before ours
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._leave("optimizer")).remove)

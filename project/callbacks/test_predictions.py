@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,7 @@ class TestPredictions(Callback):
         self._counts, self._kept = None, {}
 
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int, **__: int
     ) -> None:
         if not _is_classified(outputs, batch):
             return
@@ -76,13 +71,9 @@ class TestPredictions(Callback):
         self._counts, self._kept = None, {}
         if not ranks:
             return
-        counts = sum(part[0] for part in ranks)
-        classes = round(len(counts) ** 0.5)
-        self.confusion = counts.view(classes, classes).numpy()
-        kept = ranks[0][1]
-        for _, more in ranks[1:]:
-            kept = _joined(kept, more)
-        kept = self._surest(kept)
+        counts = sum(counts for counts, _ in ranks)
+        self.confusion = counts.view(round(len(counts) ** 0.5), -1).numpy()
+        kept = self._surest(reduce(_joined, [kept for _, kept in ranks]))
         if "image" not in kept:
             return
         rows = zip(kept["sureness"], kept["label"], kept["prediction"], _pictures(kept["image"]), strict=True)
@@ -112,12 +103,10 @@ def _is_classified(outputs: Any, batch: Any) -> bool:
     if not (isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim == 2 and len(outputs)):
         return False
     labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    return (
-        isinstance(labels, Tensor)
-        and labels.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-        and labels.shape == outputs.shape[:1]
-        and 1 < outputs.shape[1] <= MOST_CLASSES
-    )
+    if not (isinstance(labels, Tensor) and labels.shape == outputs.shape[:1]):
+        return False
+    integers = labels.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return integers and 1 < outputs.shape[1] <= MOST_CLASSES
 
 
 def _pictures(images: Tensor) -> list[np.ndarray]:

@@ -57,8 +57,7 @@ class ThroughputMonitor(Callback):
         wait_for_device: Callable[[torch.device], None] = synchronize,
     ) -> None:
         self.clock, self.wait_for_device = clock, wait_for_device
-        self.windows: list[dict[str, float]] = []
-        """What was logged, in order."""
+        self.windows: list[dict[str, float]] = []  # what was logged, in order
         self._device = torch.device("cpu")
         self._window = Window(started=0.0)
         self._measuring = False
@@ -66,25 +65,17 @@ class ThroughputMonitor(Callback):
         self._validation = ExitStack()
         self._warm_up = WARM_UP_STEPS
         self._last_of_warm_up: tuple[Window, float] | None = None
+        self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
         self._utilization: GpuUtilization | None = None
         self._waits_known = False
-        self._of_short_run: list[dict[str, float]] = []
         self._trainer: Trainer | None = None
 
-    # What others ask
-
     def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
-        """The profiler for the Trainer. The user's own, or the one of Lightning's that is named, stands behind it.
-
-        Raises:
-            UserError: There is no profiler of that name.
-        """
-        if not isinstance(chosen, str):
-            return LoaderTimer(self, chosen)
-        if chosen.lower() not in PROFILERS:
+        """The Trainer's profiler; the user's own, or the one of Lightning's that is named, stands behind it."""
+        if isinstance(chosen, str) and chosen.lower() not in PROFILERS:
             raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
-        return LoaderTimer(self, PROFILERS[chosen.lower()]())
+        return LoaderTimer(self, PROFILERS[chosen.lower()]() if isinstance(chosen, str) else chosen)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -126,8 +117,6 @@ class ThroughputMonitor(Callback):
     def resume(self) -> None:
         """End the pause. A validation without a batch has no ``on_validation_end``: the next training batch ends it."""
         self._validation.close()
-
-    # Windows
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._release()
@@ -208,8 +197,8 @@ class ThroughputMonitor(Callback):
             metrics.pop("throughput/data_wait_pct", None)
         if sum(devices):
             metrics["throughput/gpu_utilization_pct"] = sum(busy) / sum(devices)
-        if self._mfu_per_sample_per_sec and "throughput/device_samples_per_sec" in metrics:
-            metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * metrics["throughput/device_samples_per_sec"]
+        if self._mfu_per_sample_per_sec and (rate := metrics.get("throughput/device_samples_per_sec")):
+            metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * rate
         log_values(module, metrics, epoch_end)
         return metrics
 
