@@ -81,7 +81,8 @@ def train_in(config: Configuration, job: Run, told: list[str], changed: bool = F
     except Exception:
         job.discard()  # nothing was saved: the name is free again
         raise
-    advice = session.throughput.advice() if session.throughput else None
+    advice = None
+    advice = session.throughput.advice() if session.throughput else None  # feature: throughput
     say([closing_lines(summary, job.folder, wandb_folder(job.folder), advice)])
     return 0
 
@@ -108,13 +109,11 @@ def build(
     flags, options = trainer_flags(config), config.options
     off = (*without, *(kind for kind in MONITORS.values() if kind not in chosen_monitors(options.monitors)))
     best = Best.of(config.module, options.monitor, options.mode)
-    timer, csv = RunTimer(), MetricsCSV(job.folder / "metrics.csv")
+    timer, csv, predictions = RunTimer(), MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
     wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
-    predictions = TestPredictions()
-    throughput, memory = ThroughputMonitor(), MemoryMonitor()
-    checkpoint = RunCheckpoint.of(
-        config, job, best, csv, exclude=throughput.pause, changed=changed, requeue_signal=requeue_signal(config)
-    )
+    checkpoint = RunCheckpoint.of(config, job, best, csv, changed, requeue_signal(config))
+    throughput = None if ThroughputMonitor in off else ThroughputMonitor()  # feature: throughput
+    memory = None if MemoryMonitor in off else MemoryMonitor()  # feature: memory
     callbacks: list[Callback | None] = [
         timer,
         checkpoint,
@@ -128,20 +127,24 @@ def build(
         *own_callbacks(flags),
         *extra,
     ]
+    # feature: throughput
+    if throughput is not None:
+        checkpoint.exclude = throughput.pause
+        flags["profiler"] = throughput.profiler(flags["profiler"])
+    # end feature: throughput
     flags["callbacks"] = [callback for callback in callbacks if callback is not None and not isinstance(callback, off)]
-    flags["logger"] = [
-        logger for logger in loggers_of(flags, options, job.folder, [csv, wandb]) if not isinstance(logger, off)
-    ]
+    loggers = loggers_of(flags, options, job.folder, [csv, wandb])
+    flags["logger"] = [logger for logger in loggers if not isinstance(logger, off)]
     trainer = build_trainer(flags | {"default_root_dir": job.folder})
     return Session(
         trainer,
         checkpoint,
         timer,
-        None if isinstance(csv, off) else csv,
-        wandb if wandb in trainer.loggers else None,
+        csv if csv in flags["logger"] else None,
+        wandb if wandb in flags["logger"] else None,
         predictions,
-        None if isinstance(throughput, off) else throughput,  # feature: throughput
-        None if isinstance(memory, off) else memory,  # feature: memory
+        throughput=throughput,  # feature: throughput
+        memory=memory,  # feature: memory
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 from project.callbacks.memory import MemoryMonitor
 from project.callbacks.memory_use import ACTIVATIONS, GIB, MemorySnapshot
 from project.callbacks.optimizer import OptimizerMonitor
+from project.callbacks.profiler import StepProfiler
 from project.callbacks.throughput import ThroughputMonitor
 from tests.monitored import Linear, Points, make_trainer
 
@@ -38,7 +38,8 @@ def gpu_trainer(folder: Any, *callbacks: Any, **options: Any) -> Any:
 
 def test_mfu_and_utilization_are_within_what_a_gpu_can_do(tmp_path):
     monitor = ThroughputMonitor()
-    trainer, rows = gpu_trainer(tmp_path, monitor, precision="bf16-mixed", log_every_n_steps=200)
+    options = {"precision": "bf16-mixed", "log_every_n_steps": 200, "profiler": monitor.profiler()}
+    trainer, rows = gpu_trainer(tmp_path, monitor, **options)
     trainer.fit(Wide(), Points(4096 * 600, 4096).loader())
     assert all(0 < row["mfu_pct"] < 100 for _, row in rows.of("throughput"))
     assert all(
@@ -46,21 +47,6 @@ def test_mfu_and_utilization_are_within_what_a_gpu_can_do(tmp_path):
     )
     assert any("gpu_utilization_pct" in row for _, row in rows.of("throughput"))
     assert monitor.advice()
-
-
-def test_samples_per_second_agree_with_a_loop_that_waits_for_the_device(tmp_path):
-    class ByHand(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx in (1, 99):
-                torch.cuda.synchronize()
-                times.append(time.perf_counter())
-
-    times: list[float] = []
-    monitor = ThroughputMonitor()
-    trainer, _ = gpu_trainer(tmp_path, ByHand(), monitor, log_every_n_steps=1000)
-    trainer.fit(Wide(), Points(1024 * 100, 1024).loader())
-    by_hand = 98 * 1024 / (times[1] - times[0])
-    assert monitor.summary()["throughput/samples_per_sec"] == pytest.approx(by_hand, rel=0.03)
 
 
 def test_memory_agrees_with_pytorchs_own_counters(tmp_path):
@@ -111,8 +97,21 @@ def test_a_snapshot_loads_and_holds_this_runs_allocations(tmp_path):
 
 
 def test_the_loss_scale_is_logged_under_16_mixed(tmp_path):
+    class Slow(Wide):  # at Linear's learning rate the activations overflow 16 bits
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
     trainer, rows = gpu_trainer(tmp_path, OptimizerMonitor(), precision="16-mixed", log_every_n_steps=10)
-    trainer.fit(Wide(), Points(256 * 10, 256).loader())
+    trainer.fit(Slow(), Points(256 * 10, 256).loader())
     ((_, row),) = rows.of("optimizer")
     assert row["loss_scale"] >= 1
-    assert row["grad_norm"] > 0
+    assert 0 < row["grad_norm"] < float("inf")
+
+
+def test_a_profile_has_the_kernels_of_every_region(tmp_path):
+    trainer, _ = gpu_trainer(tmp_path, profiler=StepProfiler(wait=2, warmup=1, active=3))
+    trainer.fit(Wide(), Points(1024 * 10, 1024).loader())
+    lines = (tmp_path / "profile" / "top_operations.txt").read_text().splitlines()
+    device_ms = {line.split()[0]: float(line.split()[2]) for line in lines[2:7]}
+    assert all(device_ms[name] > 0 for name in ("forward", "backward", "optimizer"))
+    assert device_ms["backward"] > device_ms["forward"]  # two products for each of the forward pass

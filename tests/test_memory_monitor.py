@@ -115,14 +115,12 @@ def test_a_peak_belongs_to_its_own_window(tmp_path):
     trainer.callbacks.append(Spike())
     trainer.fit(module, Points(80, 8).loader())
     assert [row["peak_allocated_gib"] for _, row in rows.of("memory")] == [3.0, 3.5, 3.0]
-    assert monitor.epoch_peaks == [
-        {
-            "memory/peak_allocated_gib": 3.5,
-            "memory/peak_reserved_gib": 7.0,
-            "memory/peak_reserved_pct": 87.5,
-            "memory/peak_rss_gib": 1.5,
-        }
-    ]
+    assert monitor.summary() == {
+        "memory/peak_allocated_gib": 3.5,
+        "memory/peak_reserved_gib": 7.0,
+        "memory/peak_reserved_pct": 87.5,
+        "memory/peak_rss_gib": 1.5,
+    }
 
 
 def test_validation_counts_for_the_peak_but_not_for_the_breakdown_of_a_training_step(tmp_path):
@@ -192,7 +190,7 @@ def test_the_breakdown_waits_for_the_first_optimizer_step(tmp_path):
 
 
 def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
-    trainer, _, allocator, monitor, module = known_run(tmp_path, max_epochs=3)
+    trainer, rows, allocator, monitor, module = known_run(tmp_path, max_epochs=3, log_every_n_steps=50)
 
     class SpikeInTheSecond(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -202,7 +200,7 @@ def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
     trainer.callbacks.append(SpikeInTheSecond())
     trainer.fit(module, Points(80, 8).loader())
     assert monitor.summary()["memory/peak_allocated_gib"] == 4.0
-    assert [peaks["memory/peak_allocated_gib"] for peaks in monitor.epoch_peaks] == [3.0, 4.0, 3.0]
+    assert [row["peak_allocated_gib"] for step, row in rows.of("memory") if step % 10 == 9] == [3.0, 4.0, 3.0]
 
 
 def test_two_ranks_share_the_larger_device_figure_and_the_sum_of_host_memory(tmp_path):
@@ -262,7 +260,7 @@ def test_the_peak_is_this_process_own_and_not_its_parents():
     block = bytearray(512 * MIB)
     block[::4096] = b"x" * len(block[::4096])
     peak = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout)
-    assert 0 < peak < 256 * MIB
+    assert 0 < peak < psutil.Process().memory_info().rss - 256 * MIB
 
 
 # Growth
@@ -325,27 +323,27 @@ def test_a_long_clean_run_reports_no_leak(tmp_path, recwarn):
     trainer, _ = make_trainer(tmp_path, monitor, max_epochs=25, log_every_n_steps=2)
     trainer.fit(leaky(0), Points(80, 8).loader(), Points(8, 8).loader())
     assert monitor.leaks == []
-    assert len(monitor.epoch_peaks) == 25
+    assert len(monitor._growth[0][0].mib) == 25
 
 
 # Savings and advice
 
 
-def test_savings_are_shares_of_the_whole():
+def test_savings_are_gib_of_what_was_measured():
     parts = add_activations({"weights": 1.0, "gradients": 1.0, "optimizer state": 2.0}, 8 * GIB)
     assert parts[ACTIVATIONS] == 4.0
-    saved = possible_savings(parts, "32-true", torch.float32)
-    assert saved == {
-        "--precision bf16-mixed": 25.0,
-        "--data.batch_size halved, --accumulate_grad_batches doubled": 25.0,
-        "--model.activation_checkpointing true": 50.0,
-        "--precision bf16-true": 50.0,
+    assert possible_savings(parts, "32-true") == {
+        "half the batch size, --accumulate_grad_batches doubled": 2.0,
+        "activation checkpointing": 4.0,
+        "--precision bf16-mixed": 2.0,
+        "--precision bf16-true": 4.0,
     }
-    mixed = possible_savings(parts, "bf16-mixed", torch.float32)
+    mixed = possible_savings(parts, "bf16-mixed")
     assert "--precision bf16-mixed" not in mixed
-    assert mixed["--precision bf16-true"] == 25.0  # activations are 16-bit already
-    assert "--precision bf16-true" not in possible_savings(parts, "bf16-true", torch.bfloat16)
-    assert possible_savings({}, "32-true", torch.float32) == {}
+    assert mixed["--precision bf16-true"] == 2.0  # activations are 16-bit already
+    assert "--precision bf16-true" not in possible_savings(parts, "bf16-true")
+    on_the_cpu = {"weights": 1.0, "gradients": 1.0, "optimizer state": 2.0}  # activations are not known there
+    assert possible_savings(on_the_cpu, "32-true") == {}
     assert table(parts).startswith(f"{ACTIVATIONS} 4.00 GiB, optimizer state 2.00 GiB")
 
 
@@ -357,6 +355,10 @@ def test_savings_are_shares_of_the_whole():
         (RuntimeError("MPS backend out of memory (MPS allocated: 17 GB)"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True),
+        (RuntimeError("Unable to find an engine to execute this computation"), True),
         (RuntimeError("shapes do not match"), False),
         (RuntimeError(), False),
         (KeyError(3), False),
@@ -367,30 +369,48 @@ def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_three_flags_in_order_of_what_they_cost():
-    def first_words(*args: Any) -> list[str]:
-        return [line.split("   ")[0] for line in flags_to_try(*args)]
+def first_words(size: int | None, flag: str, precision: str, accumulate: int = 1, device: str = "cuda") -> list[str]:
+    trainer: Any = SimpleNamespace(
+        precision=precision,
+        accumulate_grad_batches=accumulate,
+        strategy=SimpleNamespace(root_device=torch.device(device)),
+        lightning_module=SimpleNamespace(hparams={"activation_checkpointing": False}),
+    )
+    return [line.split("   ")[0] for line in flags_to_try(trainer, flag, size)]
 
-    assert first_words(64, "batch_size", "32-true", 1, "cuda") == [
+
+def test_three_things_to_try_in_order_of_what_they_cost():
+    assert first_words(64, "batch_size", "32-true") == [
         "--precision bf16-mixed",
         "--data.batch_size 32 --accumulate_grad_batches 2",
         "--model.activation_checkpointing true",
     ]
-    assert first_words(64, "batch_size", "bf16-mixed", 2, "cuda") == [
+    assert first_words(64, "batch_size", "bf16-mixed", accumulate=2) == [
         "--data.batch_size 32 --accumulate_grad_batches 4",
         "--precision bf16-true",
         "--model.activation_checkpointing true",
     ]
-    assert first_words(1000, "eval_batch_size", "32-true", 1, "cuda")[0] == "--data.eval_batch_size 500"
-    assert (
-        first_words(None, "batch_size", "32-true", 1, "cpu")[0]
-        == "half the --data.batch_size --accumulate_grad_batches 2"
-    )
-    assert all(
-        len(flags_to_try(8, flag, p, 1, "cuda")) == 3
-        for flag in ("batch_size", "eval_batch_size")
-        for p in ("32-true", "16-true")
-    )
+    assert first_words(1000, "eval_batch_size", "32-true") == [
+        "--data.eval_batch_size 500",
+        "--precision bf16-mixed",
+        "a smaller network",
+    ]
+    assert first_words(None, "batch_size", "32-true", device="cpu") == [
+        "half the batch size in your DataLoader --accumulate_grad_batches 2",
+        "--model.activation_checkpointing true",
+        "a smaller network",
+    ]
+    assert len(first_words(8, "eval_batch_size", "16-true")) == 3
+
+
+def test_flags_that_a_module_does_not_have_are_not_named(tmp_path):
+    trainer, _, _, _, module = known_run(tmp_path)
+    trainer.fit(module, Points(8, 8).loader())
+    assert [line.split("   ")[0] for line in flags_to_try(trainer, "batch_size", None)] == [
+        "half the batch size in your DataLoader --accumulate_grad_batches 2",
+        "a smaller network",
+        "SGD as the optimizer",
+    ]
 
 
 def test_a_simulated_out_of_memory_error_carries_the_advice_and_goes_on_its_way(tmp_path):

@@ -9,7 +9,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
+from project.callbacks.memory import MemoryMonitor
 from project.callbacks.optimizer import OptimizerMonitor
+from project.callbacks.throughput import ThroughputMonitor
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -62,3 +64,55 @@ def test_under_16_mixed_the_norm_is_unscaled_and_the_scale_is_logged(tmp_path):
     assert "loss_scale" not in without
     assert with_scaler["loss_scale"] == 1024.0
     assert with_scaler["grad_norm"] == pytest.approx(without["grad_norm"], rel=0.01)
+
+
+class Alternating(Linear):
+    """Two optimizers by hand, the first of which steps twice in a batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer in (first, first, second):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.25, 0.5)]
+
+
+def test_of_several_optimizers_the_first_is_logged_at_every_log_step(tmp_path):
+    by_hand = GradientNorms()
+    trainer, rows = make_trainer(tmp_path, by_hand, OptimizerMonitor(), log_every_n_steps=2)
+    trainer.fit(Alternating(), Points(8 * 6, 8).loader())
+    of_the_first = by_hand.norms[1::3]  # its second step of every batch
+    assert rows.of("optimizer") == [
+        (step, {"lr": 0.25, "grad_norm": pytest.approx(of_the_first[step])}) for step in (1, 3, 5)
+    ]
+
+
+class Logging(Linear):
+    """Logs its loss at every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_all_monitors_stand_in_the_rows_of_the_loss(tmp_path, accumulate):
+    throughput = ThroughputMonitor()
+    monitors = [throughput, MemoryMonitor(), OptimizerMonitor()]
+    options = {"log_every_n_steps": 2, "accumulate_grad_batches": accumulate, "profiler": throughput.profiler()}
+    trainer, rows = make_trainer(tmp_path, *monitors, **options)
+    trainer.fit(Logging(), Points(8 * 7 * accumulate, 8).loader())
+    *at_log_steps, (last, at_the_end) = rows.rows
+    assert [step for step, _ in at_log_steps] == [1, 3, 5]
+    for step, row in at_log_steps:
+        assert {"train/loss", "optimizer/lr", "optimizer/grad_norm", "memory/rss_gib"} <= set(row)
+        assert ("throughput/step_ms" in row) == (step > 1)  # two steps warm up
+    assert last == 6
+    assert {"throughput/step_ms", "memory/rss_gib"} <= set(at_the_end)
+    assert "optimizer/lr" not in at_the_end

@@ -9,12 +9,15 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from project.callbacks.profiler import REGIONS, StepProfiler
+from project.callbacks.profiler import REGIONS, StepProfiler, region_times
+from project.callbacks.throughput import ThroughputMonitor
 from project.errors import UserError
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
@@ -104,6 +107,13 @@ def test_profiling_changes_no_weight_and_leaves_no_hook(tmp_path):
     assert not profiled.trainer.optimizers[0]._optimizer_step_post_hooks
 
 
+def test_the_regions_are_the_same_behind_the_throughput_monitors_profiler(tmp_path):
+    fit(tmp_path, profiler=ThroughputMonitor().profiler(StepProfiler(wait=2, warmup=1, active=3)))
+    found = events(tmp_path)
+    counts = {name: len(spans(found, name)) for name in REGIONS}
+    assert counts == {"data": 6, "forward": 3, "loss": 3, "backward": 3, "optimizer": 3}
+
+
 def test_accumulated_batches_have_an_optimizer_region_only_where_it_steps(tmp_path):
     fit(tmp_path, profiler=StepProfiler(wait=2, warmup=2, active=4), accumulate_grad_batches=2)
     found = events(tmp_path)
@@ -114,12 +124,44 @@ def test_accumulated_batches_have_an_optimizer_region_only_where_it_steps(tmp_pa
 
 
 def test_a_compiled_network_is_profiled_and_stays_compiled(tmp_path):
-    module = Linear()
-    module.layer.compile(backend="eager")
-    compiled = module.layer._compiled_call_impl
+    module, compilations = Linear(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(len(inputs))
+        return graph.forward
+
+    module.layer.compile(backend=backend)
     fit(tmp_path, module, StepProfiler(wait=2, warmup=1, active=2))
     assert len(spans(events(tmp_path), "forward")) == 2
-    assert module.layer._compiled_call_impl is compiled
+    count = len(compilations)
+    assert count >= 1
+    module.train()(torch.randn(8, 8))  # compiled as it was, with nothing around it
+    assert len(compilations) == count
+    assert not module.layer._forward_hooks
+
+
+def test_a_region_holds_the_kernels_launched_in_it_by_any_thread_once():
+    def event(name: str, start: float, end: float, kernels: Any = (), region: bool = False, device: Any = "CPU") -> Any:
+        return SimpleNamespace(
+            name=name,
+            device_type=getattr(DeviceType, device),
+            is_user_annotation=region,
+            time_range=SimpleNamespace(start=start, end=end),
+            kernels=[SimpleNamespace(duration=duration) for duration in kernels],
+        )
+
+    found = [
+        event("forward", 0, 10, region=True),
+        event("aten::addmm", 2, 5, kernels=[7.0, 1.0]),
+        event("forward", 4, 24, region=True, device="CUDA"),  # the device's copy of the region
+        event("gemm", 4, 12, device="CUDA"),
+        event("backward", 20, 50, region=True),
+        event("autograd::engine::evaluate_function", 21, 30, kernels=[100.0]),  # in autograd's own thread
+        event("forward", 60, 65, region=True),
+        event("aten::addmm", 61, 62, kernels=[2.0]),
+        event("aten::zeros", 55, 56, kernels=[1000.0]),  # between the regions
+    ]
+    assert region_times(found) == {"forward": (15, 10.0), "backward": (30, 100.0)}
 
 
 def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -23,11 +23,15 @@ from project.callbacks.memory_use import (
     memory_breakdown,
     possible_savings,
 )
-from project.engine.log_steps import gather_over_ranks, is_log_step_old, log_metrics, row_step, skip_idle_hooks
+from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values
 
+MIB = 1024**2
+STATUS = Path("/proc/self/status")
 PEAKS = ("peak_allocated", "peak_reserved")
 # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
 SETTLING_STEPS = 3
+# Epochs in a row that must have grown to be a leak. The baseline is the first one's end, when caches are filled.
+EPOCHS = 4
 
 
 class MemoryMonitor(Callback):
@@ -53,26 +57,20 @@ class MemoryMonitor(Callback):
     """
 
     def __init__(
-        self,
-        allocator: Callable[[torch.device], Allocator | None] | None = None,
-        host: HostMemory | None = None,
+        self, allocator: Callable[[torch.device], Allocator | None] | None = None, host: HostMemory | None = None
     ) -> None:
         self.leaks: list[str] = []
         """Reports of growth, the newest of each place."""
-        self.epoch_peaks: list[dict[str, float]] = []
-        """The ``memory/peak_*`` metrics over each whole epoch."""
-        self._make_allocator = allocator or allocator_of
-        self._host = host or HostMemory()
+        self._make_allocator, self._host = allocator or allocator_of, host or HostMemory()
         self._allocator: Allocator | None = None
-        self._window_peaks: dict[str, int] = {}
-        self._step_peak: int | None = None
+        self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
+        self._step_peak: int | None = None  # bytes, of training steps alone
         self._parts: dict[str, float] = {}
         self._parts_due = 0
-        self._row: tuple[int, dict[str, float]] = (-1, {})
-        self._precision, self._dtype = "32-true", torch.float32
-        self._epoch: dict[str, float] = {}
-        self._run: dict[str, float] = {}
+        self._logged_at, self._logged_peaks = -1, dict[str, float]()
+        self._run: dict[str, float] = {}  # highest values
         self._growth: list[tuple[MemoryGrowth, Callable[[], int]]] = []
+        self._precision = "32-true"
 
     def summary(self) -> dict[str, float]:
         """The run's highest values: ``memory/peak_rss_gib``, with CUDA ``memory/peak_allocated_gib`` and its kin."""
@@ -85,13 +83,8 @@ class MemoryMonitor(Callback):
 
     @property
     def savings(self) -> dict[str, float]:
-        """Share (0-100) of the breakdown's whole that each flag would save at most."""
-        return possible_savings(self.breakdown, self._precision, self._dtype)
-
-    # Hooks
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        skip_idle_hooks(self)
+        """GiB that each flag would save at most, see :func:`possible_savings`."""
+        return possible_savings(self.breakdown, self._precision)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._allocator = self._make_allocator(trainer.strategy.root_device)
@@ -99,19 +92,18 @@ class MemoryMonitor(Callback):
         if (allocator := self._allocator) is not None:
             self._growth.append((MemoryGrowth("device", least_mib=0.5), lambda: allocator.read()["allocated"]))
         self._read_peaks()
-        self._window_peaks, self._step_peak, self._row = {}, None, (-1, {})
+        self._window_peaks, self._step_peak, self._logged_at = {}, None, -1
         self._parts_due = SETTLING_STEPS
         self._precision = str(trainer.precision)
-        self._dtype = next((p.dtype for p in pl_module.parameters()), torch.float32)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._parts_due and not trainer.fit_loop._should_accumulate():
+        if self._parts_due and is_optimizer_step(trainer, batch_idx):
             self._parts_due -= 1
             self._parts = memory_breakdown(trainer)
-        if is_log_step_old(trainer):
-            self._log(trainer)
+        if is_log_step(trainer, batch_idx):
+            self._log(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -121,13 +113,10 @@ class MemoryMonitor(Callback):
         self._read_peaks()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log(trainer, epoch_end=True)
-        self.epoch_peaks.append(self._epoch)
-        self._epoch = {}
-        reports = [(growth.place, growth.note(used())) for growth, used in self._growth]
-        for place, report in reports:
-            known = [leak for leak in self.leaks if leak.startswith(place)]
-            if report:
+        self._log(trainer, pl_module, epoch_end=True)
+        for growth, used in self._growth:
+            known = [leak for leak in self.leaks if leak.startswith(growth.place)]
+            if report := growth.note(used()):
                 self.leaks = [leak for leak in self.leaks if leak not in known] + [report]
                 if not known:
                     rank_zero_warn(report)
@@ -135,15 +124,12 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not is_out_of_memory(exception) or HEADLINE in str(exception):
             return
-        peaks = [gib * GIB for gib in (self._run.get("memory/peak_allocated_gib"),) if gib is not None]
+        peaks = [self._run.get("memory/peak_allocated_gib", 0.0)]
         if self._allocator is not None:
-            peaks.append(self._allocator.read().get("peak_allocated", 0))
+            peaks.append(self._allocator.read().get("peak_allocated", 0) / GIB)
         total = self._allocator.total if self._allocator else None
-        advice = explain(exception, trainer, int(max(peaks)) if peaks else None, total)
-        # In the message, so that it is the last thing on the screen whoever prints the error.
-        exception.args = (f"{exception}\n\n{advice}",)
-
-    # Inside
+        # in the message, so that it is the last thing on the screen whoever prints the error
+        exception.args = (f"{exception}\n\n{explain(trainer, max(peaks), total)}",)
 
     def _read_peaks(self, of_training: bool = False) -> dict[str, int]:
         """Read the allocator, keep its peaks for the window, and reset them: the one place that does."""
@@ -158,59 +144,41 @@ class MemoryMonitor(Callback):
             self._step_peak = max(self._step_peak or 0, now["peak_allocated"])
         return now
 
-    def _log(self, trainer: Trainer, epoch_end: bool = False) -> None:
-        now = self._read_peaks(of_training=True)
-        device = {name: size / GIB for name, size in now.items() if name not in PEAKS}
-        device |= {name: size / GIB for name, size in self._window_peaks.items()}
-        metrics = {f"memory/{name}_gib": value for name, value in device.items()}
-        if self._allocator is not None and self._allocator.total and "peak_reserved" in self._window_peaks:
-            metrics["memory/peak_reserved_pct"] = 100 * self._window_peaks["peak_reserved"] / self._allocator.total
+    def _log(self, trainer: Trainer, module: LightningModule, epoch_end: bool = False) -> None:
+        sizes = self._read_peaks(of_training=True) | self._window_peaks
+        metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
+        if self._allocator is not None and self._allocator.total and "peak_reserved" in sizes:
+            metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / self._allocator.total
         self._window_peaks = {}
         rss, peak_rss = self._host.rss(), self._host.peak_rss()
         ranks = gather_over_ranks(trainer, [rss / GIB, peak_rss / GIB, *metrics.values()])
         rss_gib, peak_rss_gib = (sum(rank[i] for rank in ranks) for i in (0, 1))
         metrics = {name: max(rank[i] for rank in ranks) for i, name in enumerate(metrics, 2)}
-        self._keep_highest(metrics, max(rss_gib, peak_rss_gib))
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
-        step = row_step(trainer, epoch_end)
-        if self._row[0] == step:  # the epoch's last step was a log step, and its row is written again
-            metrics |= {name: max(value, self._row[1][name]) for name, value in peaks.items()}
-        self._row = step, peaks
-        log_metrics(trainer, {**metrics, "memory/rss_gib": rss_gib}, epoch_end)
-
-    def _keep_highest(self, metrics: dict[str, float], rss_gib: float) -> None:
-        peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
-        for highest in (self._epoch, self._run):
-            for name, value in {**peaks, "memory/peak_rss_gib": rss_gib}.items():
-                highest[name] = max(highest.get(name, 0.0), value)
+        for name, value in {**peaks, "memory/peak_rss_gib": max(rss_gib, peak_rss_gib)}.items():
+            self._run[name] = max(self._run.get(name, 0.0), value)
+        if self._logged_at == trainer.global_step:  # the epoch's last step was a log step: its row is written again
+            metrics |= {name: max(value, self._logged_peaks[name]) for name, value in peaks.items()}
+        self._logged_at, self._logged_peaks = trainer.global_step, peaks
+        log_values(module, {**metrics, "memory/rss_gib": rss_gib}, epoch_end)
 
 
-# What the device's memory allocator says, in bytes.
-
-
-class Allocator(Protocol):
-    """A device's memory as PyTorch hands it out."""
-
-    total: int | None
-    """Bytes the device has for this process, None where unknown."""
-
-    def read(self) -> dict[str, int]:
-        """``allocated`` (in tensors), ``reserved`` (held from the device), and where the allocator keeps them,
-        ``peak_allocated`` and ``peak_reserved`` since the last :meth:`reset_peak`.
-        """
-
-    def reset_peak(self) -> None:
-        """Begin to look for peaks anew."""
-
-
-class CudaAllocator:
-    """PyTorch's caching allocator of one CUDA device."""
+class Allocator:
+    """What PyTorch's allocator of one CUDA or MPS device says, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.total: int | None = torch.cuda.get_device_properties(device).total_memory
+        on_cuda = device.type == "cuda"
+        self.total = (
+            torch.cuda.get_device_properties(device).total_memory if on_cuda else torch.mps.recommended_max_memory()
+        )
 
     def read(self) -> dict[str, int]:
+        """``allocated`` (in tensors), ``reserved`` (held from the device), and on CUDA ``peak_allocated`` and
+        ``peak_reserved``, the most since the last :meth:`reset_peak`. MPS keeps no peaks.
+        """
+        if self.device.type == "mps":
+            return {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
         stats = torch.cuda.memory_stats(self.device)
         return {
             "allocated": stats.get("allocated_bytes.all.current", 0),
@@ -220,35 +188,14 @@ class CudaAllocator:
         }
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-
-class MpsAllocator:
-    """Apple's GPU. It keeps no peaks, so there are none."""
-
-    def __init__(self) -> None:
-        self.total: int | None = torch.mps.recommended_max_memory()
-
-    def read(self) -> dict[str, int]:
-        return {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
-
-    def reset_peak(self) -> None:
-        """Nothing to reset."""
+        """Begin to look for peaks anew."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
 
 def allocator_of(device: torch.device) -> Allocator | None:
     """The allocator of a device, None for the CPU, which has none to ask."""
-    if device.type == "cuda":
-        return CudaAllocator(device)
-    if device.type == "mps":
-        return MpsAllocator()
-    return None
-
-
-# Host memory of this process and its loader workers, cheap enough to be read at every log step.
-
-
-STATUS = Path("/proc/self/status")
+    return Allocator(device) if device.type in ("cuda", "mps") else None
 
 
 class HostMemory:
@@ -290,16 +237,8 @@ class HostMemory:
             return 0
 
 
-# Memory that grows by much the same amount every epoch: what a leak looks like from outside.
-
-
-MIB = 1024**2
-# Epochs in a row that must have grown. The first epoch's end is the baseline: before it, caches and workers fill up.
-EPOCHS = 4
-
-
 class MemoryGrowth:
-    """Watches one kind of memory at epoch ends.
+    """Watches one kind of memory at epoch ends: a leak adds much the same amount every epoch.
 
     Args:
         place: Named in the report, such as ``host``.
@@ -307,15 +246,14 @@ class MemoryGrowth:
     """
 
     def __init__(self, place: str, least_mib: float) -> None:
-        self.place = place
-        self.least_mib = least_mib
+        self.place, self.least_mib = place, least_mib
         self.mib: list[float] = []
 
     def note(self, used_bytes: int) -> str | None:
         """Add an epoch's end. Returns the report, with numbers, while the growth looks like a leak.
 
-        That is: each of the last four epochs added at least ``least_mib``, and the least of them at least a third of
-        the most (a cache that fills up adds less and less).
+        That is: each of the last four epochs added at least ``least_mib``, and at least a third of what the one that
+        added most did (a cache that fills up adds less and less).
         """
         self.mib.append(used_bytes / MIB)
         recent = self.mib[-EPOCHS - 1 :]

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
-from project.engine.log_steps import skip_idle_hooks
+from project.engine.lightning_internals import record_memory_history, write_memory_snapshot
 from project.errors import UserError
 
 GIB = 1024**3
@@ -42,122 +42,87 @@ def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str
 
 def size_gib(tensors: Iterable[Tensor]) -> float:
     """GiB that tensors take on this rank; of a sharded tensor its own shard."""
-    total = 0
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        total += local.numel() * local.element_size()
-    return total / GIB
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local) / GIB
 
 
-def possible_savings(breakdown: dict[str, float], precision: str, dtype: torch.dtype) -> dict[str, float]:
-    """Share of the whole (0-100) that each flag would save at most, where that can be computed.
-
-    Args:
-        breakdown: Of :func:`memory_breakdown`.
-        precision: The Trainer's, such as ``32-true``.
-        dtype: The weights' data type.
-    """
-    total = sum(breakdown.values())
-    if not total:
+def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, float]:
+    """GiB that each measure would save at most under a Trainer's ``precision``, empty where activations are unknown."""
+    if ACTIVATIONS not in breakdown:
         return {}
-    activations = breakdown.get(ACTIVATIONS)
-    full = precision.startswith("32")
-    saved: dict[str, float] = {}
-    if activations is not None:
-        if full:
-            saved["--precision bf16-mixed"] = activations / 2  # 16-bit activations; weights stay float32
-        saved["--data.batch_size halved, --accumulate_grad_batches doubled"] = activations / 2
-        saved["--model.activation_checkpointing true"] = activations  # what it leaves depends on the network
-    if dtype is torch.float32:
-        kept = total - (activations or 0.0)
-        saved["--precision bf16-true"] = (total if full else kept) / 2
-    return {flag: 100 * gib / total for flag, gib in saved.items()}
+    total, activations = sum(breakdown.values()), breakdown[ACTIVATIONS]
+    saved = {
+        "half the batch size, --accumulate_grad_batches doubled": activations / 2,
+        "activation checkpointing": activations,  # what it leaves depends on the network
+    }
+    if precision.startswith("32"):
+        saved["--precision bf16-mixed"] = activations / 2  # 16-bit activations; weights stay float32
+        saved["--precision bf16-true"] = total / 2
+    elif precision.endswith("mixed"):
+        saved["--precision bf16-true"] = (total - activations) / 2
+    return saved
 
 
 def table(breakdown: dict[str, float]) -> str:
     """The breakdown in one line, largest first, in MiB below one GiB."""
     parts = sorted(breakdown.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {_readable(gib)}" for name, gib in parts)
-
-
-def _readable(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
-
-
-# What to say, and to try, when a device has run out of memory.
+    return ", ".join(f"{name} {gib:.2f} GiB" if gib >= 1 else f"{name} {1024 * gib:.1f} MiB" for name, gib in parts)
 
 
 HEADLINE = "Out of memory"
+# What cuBLAS, cuDNN and MPS say when memory is used up, besides what Lightning's is_oom_error knows of CUDA and the CPU
+OUT_OF_MEMORY = ("MPS backend out of memory", "_STATUS_ALLOC_FAILED", "nable to find an engine")
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an exception says that a device's or the host's memory is used up.
-
-    Lightning's ``is_oom_error`` knows messages of CUDA and of the CPU's allocator only.
-    """
+    """Whether an exception says that a device's or the host's memory is used up."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return (isinstance(exception, RuntimeError) and "MPS backend out of memory" in str(exception)) or (
-        len(exception.args) == 1 and isinstance(exception.args[0], str) and is_oom_error(exception)
-    )
+    if not (isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str)):
+        return False
+    return is_oom_error(exception) or any(words in exception.args[0] for words in OUT_OF_MEMORY)
 
 
-def explain(exception: BaseException, trainer: Trainer, peak_bytes: int | None, total_bytes: int | None) -> str:
-    """The advice: batch size, peak, breakdown, and three flags to try in order.
+def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
+    """The advice after an out-of-memory error: batch size, peak, breakdown, and three things to try in order.
 
-    Args:
-        exception: The error.
-        trainer: As it was when the error came.
-        peak_bytes: Most memory allocated so far, None where the device does not tell.
-        total_bytes: What the device has, None where unknown.
+    ``peak_gib`` is 0 where the device does not tell how much was allocated, ``total_bytes`` None where it is unknown.
     """
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
     evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
     flag = "eval_batch_size" if evaluating else "batch_size"
-    size = getattr(datamodule, flag, None)
+    size = getattr(getattr(trainer, "datamodule", None), flag, None)
     facts = [f"{HEADLINE} in {'evaluation' if evaluating else 'training'}"]
     if size:
         facts.append(f"--data.{flag} is {size}")
-    if peak_bytes:
+    if peak_gib:
         of = f" of {total_bytes / GIB:.2f} GiB" if total_bytes else ""
-        facts.append(f"the peak was {peak_bytes / GIB:.2f} GiB{of}")
-    lines = [
-        "; ".join(facts) + ".",
-        f"Memory by use: {table(add_activations(memory_breakdown(trainer), peak_bytes))}.",
-        "Try, in this order:",
-    ]
-    device = trainer.strategy.root_device.type
-    tries = flags_to_try(size, flag, str(trainer.precision), trainer.accumulate_grad_batches, device)
-    lines += [f"  {number}. {line}" for number, line in enumerate(tries, 1)]
+        facts.append(f"the peak was {peak_gib:.2f} GiB{of}")
+    parts = add_activations(memory_breakdown(trainer), int(peak_gib * GIB) or None)
+    lines = ["; ".join(facts) + ".", f"Memory by use: {table(parts)}.", "Try, in this order:"]
+    lines += [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
     lines.append("The last checkpoint is whole: go on from it with --ckpt_path last and one of these.")
     return "\n".join(lines)
 
 
-def flags_to_try(size: int | None, flag: str, precision: str, accumulate: int, device: str) -> list[str]:
-    """Three flags, the one that costs least first."""
-    half = max(1, size // 2) if size else None
-    if flag == "eval_batch_size":
-        smaller = f"--data.eval_batch_size {half}   (metrics do not change)"
-        tries = [smaller]
+def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
+    """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
+    precision, evaluating = str(trainer.precision), flag == "eval_batch_size"
+    smaller = f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
+    if evaluating:
+        tries = [f"{smaller}   (metrics do not change)"]
     else:
-        batch = f"--data.batch_size {half}" if half else "half the --data.batch_size"
-        tries = [f"{batch} --accumulate_grad_batches {2 * accumulate}   (the same optimizer steps in smaller portions)"]
-    if precision.startswith("32") and device != "cpu":
-        tries.insert(flag == "eval_batch_size", "--precision bf16-mixed   (16-bit activations; 16-mixed before Ampere)")
+        accumulate = f"--accumulate_grad_batches {2 * trainer.accumulate_grad_batches}"
+        tries = [f"{smaller} {accumulate}   (the same optimizer steps in smaller portions)"]
+    if precision.startswith("32") and trainer.strategy.root_device.type != "cpu":
+        tries.insert(evaluating, "--precision bf16-mixed   (16-bit activations; 16-mixed before Ampere)")
     elif precision.endswith("mixed"):
         tries.append("--precision bf16-true   (16-bit weights, gradients and optimizer state)")
-    tries += [
-        "--model.activation_checkpointing true   (activations computed again instead of kept)",
-        "--model.optimizer SGD   (no or less optimizer state)",
-        "a smaller network",
-    ]
-    return tries[:3]
+    if "activation_checkpointing" in trainer.lightning_module.hparams and not evaluating:
+        tries.append("--model.activation_checkpointing true   (activations computed again instead of kept)")
+    return [*tries, "a smaller network", "SGD as the optimizer   (no or less optimizer state)"][:3]
 
 
-# The CUDA allocator's history in a file, for PyTorch's memory viewer.
-
-
-# Allocations and frees kept, the newest: enough for a few hundred steps in a file of some ten megabytes.
+# Allocations and frees kept in a snapshot, the newest: enough for a few hundred steps in some ten megabytes.
 MAX_ENTRIES = 100_000
 VIEWER = "https://pytorch.org/memory_viz"
 
@@ -176,17 +141,14 @@ class MemorySnapshot(Callback):
         self._recording = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        skip_idle_hooks(self)
         device = trainer.strategy.root_device.type
         if stage == "fit" and device != "cuda":
-            raise UserError(
-                f"--memory_snapshot needs a CUDA device, got {device}. Leave it away or add --accelerator gpu."
-            )
+            raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
         if stage == "fit" and not self.path.parent.is_dir():
             raise UserError(f"--memory_snapshot {self.path}: there is no folder {self.path.parent}. Make it first.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
+        record_memory_history(MAX_ENTRIES)
         self._recording = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -201,7 +163,7 @@ class MemorySnapshot(Callback):
         self._recording = False
         rank = trainer.global_rank
         path = self.path if rank == 0 else self.path.with_stem(f"{self.path.stem}.rank{rank}")
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        write_memory_snapshot(path)
+        record_memory_history(None)
         if rank == 0:
             print(f"memory snapshot: {path} (open it at {VIEWER}; the file stays in your browser)", flush=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 
-from project.engine.log_steps import is_log_step_old, log_metrics, skip_idle_hooks
+from project.engine.log_steps import log_values, logs_next_step
 
 
 class OptimizerMonitor(Callback):
@@ -16,7 +17,7 @@ class OptimizerMonitor(Callback):
     Lightning's LearningRateMonitor names rates after the optimizer's class, so that a chart ends when the class
     changes; it has no gradient norm and no loss scale.
 
-    Logged metrics, at log steps:
+    Logged metrics, at log steps, of the first optimizer where a module has several:
 
     - ``optimizer/lr``: learning rate of the first parameter group
     - ``optimizer/grad_norm``: 2-norm of all gradients of the step, after unscaling and before clipping; left out where
@@ -24,21 +25,18 @@ class OptimizerMonitor(Callback):
     - ``optimizer/loss_scale``: the gradient scaler's factor, under 16-mixed only
     """
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        skip_idle_hooks(self)
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not is_log_step_old(trainer):
+        if optimizer is not trainer.optimizers[0] or not logs_next_step(trainer):
             return
-        metrics = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
+        metrics: dict[str, float | Tensor] = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler is not None else 1.0
         if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            # A fused optimizer divides by the scale itself, later.
-            scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-            norm = float(torch.nn.utils.get_total_norm(gradients))
+            # a fused optimizer divides by the scale itself, later
+            scaled = scaler is not None and optimizer.defaults.get("fused")
+            norm = torch.nn.utils.get_total_norm(gradients)
             metrics["optimizer/grad_norm"] = norm / scale if scaled else norm
         if scaler is not None:
             metrics["optimizer/loss_scale"] = float(scale)
-        log_metrics(trainer, metrics)
+        log_values(pl_module, metrics)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, profile, record_function, schedule, tensorboard_trace_handler
 
+from project.engine.lightning_internals import profiled_module, surround_compiled_call
 from project.errors import UserError
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
+# The last word of Lightning's names for what it does → the region that begins or ends with it
+PARTS = {"train_dataloader_next": "data", "batch_to_device": "data", "backward": "backward"}
+BEGINS = PARTS | {"configure_gradient_clipping": "optimizer"}
+ENDS = PARTS | {"training_step": "loss"}
 
 
 class StepProfiler(Profiler):
@@ -55,12 +61,11 @@ class StepProfiler(Profiler):
                 raise UserError(f"--profiler.{name} must be at least {least}, got {value}.")
         # Kineto reports its own start and stop, and every missing GPU as an error, on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self.steps_needed = wait + warmup + active
-        self.rows = rows
+        self.steps_needed, self.rows = wait + warmup + active, rows
         self.folder: Path | None = None
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
-        self._lightning_module: Any = None  # set by the Trainer
+        self._module: LightningModule | None = None
         self._profile: profile | None = None
         self._finished = False
         self._recorded = 0  # steps
@@ -68,54 +73,36 @@ class StepProfiler(Profiler):
         self._open: dict[str, record_function] = {}
         self._undo: list[Callable[[], Any]] = []
 
-    # What Lightning calls around everything it does
-
     def start(self, action_name: str) -> None:
         if action_name == "run_training_epoch" and self._profile is None and not self._finished:
             self._begin()
         if self._profile is not None:
-            self._on_start(action_name)
+            hook = action_name.rpartition(".")[2]
+            self._in_training_step |= hook == "training_step"
+            if hook in BEGINS:
+                self._enter(BEGINS[hook])
 
     def stop(self, action_name: str) -> None:
-        if self._profile is not None:
-            self._on_stop(action_name)
+        if self._profile is None:
+            return
+        hook = action_name.rpartition(".")[2]
+        self._in_training_step &= hook != "training_step"
+        if hook in ENDS:
+            self._leave(ENDS[hook])
+        elif hook == "run_training_batch":
+            self._leave("optimizer")
+            self._recorded += self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+            self._profile.step()
+            if self._finished:
+                self._end()
 
     def teardown(self, stage: str | None) -> None:
         if self._profile is not None:
             self._end()
             if self.folder is None:
-                rank_zero_warn(
-                    f"nothing was profiled: wait, warmup and active take {self.steps_needed} training steps together."
-                )
+                needed = f"wait, warmup and active take {self.steps_needed} training steps together"
+                rank_zero_warn(f"nothing was profiled: {needed}.")
         super().teardown(stage)
-
-    # Regions
-
-    def _on_start(self, action: str) -> None:
-        if action.endswith((".train_dataloader_next", ".batch_to_device")):
-            self._enter("data")
-        elif action.startswith("[Strategy]") and action.endswith(".training_step"):
-            self._in_training_step = True
-        elif action.startswith("[Strategy]") and action.endswith(".backward"):
-            self._enter("backward")
-        elif action.startswith("[LightningModule]") and action.endswith(".configure_gradient_clipping"):
-            self._enter("optimizer")
-
-    def _on_stop(self, action: str) -> None:
-        if action.endswith((".train_dataloader_next", ".batch_to_device")):
-            self._leave("data")
-        elif action.startswith("[Strategy]") and action.endswith(".training_step"):
-            self._in_training_step = False
-            self._leave("loss")
-        elif action.startswith("[Strategy]") and action.endswith(".backward"):
-            self._leave("backward")
-        elif action == "run_training_batch":
-            self._leave("optimizer")
-            assert self._profile is not None
-            self._recorded += self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-            self._profile.step()
-            if self._finished:
-                self._end()
 
     def _enter(self, region: str) -> None:
         self._open[region] = record_function(region)
@@ -135,31 +122,18 @@ class StepProfiler(Profiler):
             self._leave("forward")
             self._enter("loss")
 
-    def _mark(self, network: nn.Module) -> None:
-        """Put ``forward`` around a network; around its compiled form, since hooks would be compiled as well."""
-        compiled = network._compiled_call_impl
-        if compiled is None:
-            before = network.register_forward_pre_hook(self._enter_forward)
-            after = network.register_forward_hook(self._leave_forward)
-            self._undo += [before.remove, after.remove]
-            return
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._enter_forward()
-            outputs = compiled(*args, **kwargs)
-            self._leave_forward()
-            return outputs
-
-        network._compiled_call_impl = marked
-        self._undo.append(lambda: setattr(network, "_compiled_call_impl", compiled))
-
-    # Begin and end
-
     def _begin(self) -> None:
-        for network in self._lightning_module.children():
-            if any(True for _ in network.parameters()):
-                self._mark(network)
-        for optimizer in self._lightning_module.trainer.strategy.optimizers:
+        self._module = profiled_module(self)
+        for network in self._module.children():
+            if not any(True for _ in network.parameters()):
+                continue
+            undo = surround_compiled_call(network, self._enter_forward, self._leave_forward)
+            if undo is not None:  # hooks would be compiled as well
+                self._undo.append(undo)
+            else:
+                self._undo.append(network.register_forward_pre_hook(self._enter_forward).remove)
+                self._undo.append(network.register_forward_hook(self._leave_forward).remove)
+        for optimizer in self._module.trainer.optimizers:
             # inside PyTorch's own range around step(), which must not end before ours
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._leave("optimizer")).remove)
         self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
@@ -176,38 +150,44 @@ class StepProfiler(Profiler):
 
     def _write(self, finished: profile) -> None:
         self._finished = True
-        trainer = self._lightning_module.trainer
+        assert self._module is not None
+        trainer = self._module.trainer
         self.folder = Path(trainer.default_root_dir) / "profile"
         tensorboard_trace_handler(str(self.folder), worker_name=f"rank{trainer.global_rank}")(finished)
         if trainer.is_global_zero:
-            (self.folder / "top_operations.txt").write_text(self._report(finished))
-            print(how_to_open(self.folder), flush=True)
+            report = self._report(finished, on_cuda=trainer.strategy.root_device.type == "cuda")
+            (self.folder / "top_operations.txt").write_text(report)
+            print(f"profile: trace       {self.folder}/rank0.*.pt.trace.json: drop it on https://ui.perfetto.dev")
+            print(f"         TensorBoard pip install torch-tb-profiler; tensorboard --logdir {self.folder}")
+            print(f"         table       less -S {self.folder}/top_operations.txt", flush=True)
 
-    def _report(self, finished: profile) -> str:
-        averages = finished.key_averages()
-        regions = {event.key: event for event in averages if event.key in REGIONS}
+    def _report(self, finished: profile, on_cuda: bool) -> str:
         steps = max(1, self._recorded)
         lines = [f"{self._recorded} steps. Milliseconds per step:", f"{'region':<10} {'CPU':>10} {'device':>10}"]
-        for name in REGIONS:
-            if name in regions:
-                cpu_us, device_us = regions[name].cpu_time_total, regions[name].device_time_total
-                lines.append(f"{name:<10} {cpu_us / 1000 / steps:>10.3f} {device_us / 1000 / steps:>10.3f}")
-        by_shape = finished.key_averages(group_by_input_shape=self._options["record_shapes"])
+        for name, (cpu_us, device_us) in region_times(finished.events()).items():
+            lines.append(f"{name:<10} {cpu_us / 1000 / steps:>10.3f} {device_us / 1000 / steps:>10.3f}")
+        averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])
         operations = EventList(
-            [event for event in by_shape if not event.is_user_annotation],
-            use_device=by_shape._use_device,
+            [event for event in averages if not event.is_user_annotation],
+            use_device="cuda" if on_cuda else None,
             profile_memory=self._options["profile_memory"],
         )
-        order = "self_device_time_total" if by_shape._use_device else "self_cpu_time_total"
+        order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
         return "\n".join(lines) + "\n\n" + operations.table(sort_by=order, row_limit=self.rows)
 
 
-def how_to_open(folder: Path) -> str:
-    """One line for each thing that :class:`StepProfiler` wrote."""
-    return "\n".join(
-        [
-            f"profile: trace       {folder}/rank0.*.pt.trace.json: drop it on https://ui.perfetto.dev or chrome://tracing",
-            f"         TensorBoard pip install tensorboard torch-tb-profiler; tensorboard --logdir {folder}",
-            f"         table       less -S {folder}/top_operations.txt",
-        ]
-    )
+def region_times(events: Iterable[Any]) -> dict[str, tuple[float, float]]:
+    """Microseconds of every region, from ``profile.events()``: on the CPU, and of the kernels that it launched.
+
+    A kernel belongs to the region during which it was launched, by any thread: autograd has its own for the backward
+    pass. The device's copies of the regions, which the profiler adds on CUDA, are not counted a second time.
+    """
+    on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
+    launches = [(e.time_range.start, sum(kernel.duration for kernel in e.kernels)) for e in on_cpu if e.kernels]
+    times: dict[str, tuple[float, float]] = {}
+    for name in REGIONS:
+        spans = [e.time_range for e in on_cpu if e.is_user_annotation and e.name == name]
+        if spans:
+            kernels_us = sum(us for start, us in launches if any(s.start <= start < s.end for s in spans))
+            times[name] = sum(span.end - span.start for span in spans), kernels_us
+    return times

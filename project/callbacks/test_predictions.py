@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from project.engine.log_steps import skip_idle_hooks
+from project.engine.summary import Mistake
 
-
-@dataclass(frozen=True)
-class Mistake:
-    """A test image that was given another label than its own."""
-
-    image: np.ndarray  # uint8 (height, width, channels), as it was before normalisation
-    label: int
-    prediction: int
-    probability: float  # 0-1, of the prediction
+MOST_CLASSES = 1000  # a confusion matrix of more fills memory, and nobody reads it
 
 
 class TestPredictions(Callback):
     """Counts predictions by class during the test pass, and keeps the mistakes that the network was surest of.
 
-    Needs a ``test_step`` that returns logits (batch, classes) for a batch of (images, labels); with any other there
-    is nothing to show and nothing is counted. Results are of all ranks together. Nothing here waits for the device
-    before the pass has ended.
+    For classifiers: ``test_step`` returns logits, float (batch, classes), for a batch of (inputs, labels), labels being
+    integers (batch,). Of any other task nothing is counted. Inputs are shown if they are pictures: (batch, 1 or 3,
+    height, width), uint8 or 0-1. Results are of all ranks together. Nothing waits for the device before the pass ends.
 
     Args:
         most: Mistakes to keep.
@@ -47,36 +38,29 @@ class TestPredictions(Callback):
         self._counts: Tensor | None = None  # (classes × classes,)
         self._kept: dict[str, Tensor] = {}  # of the surest mistakes so far: sureness, label, prediction, image
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        skip_idle_hooks(self)
-
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.confusion, self.mistakes = None, []
         self._counts, self._kept = None, {}
 
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int, **__: int
     ) -> None:
-        if not (
-            isinstance(outputs, Tensor) and outputs.ndim == 2 and isinstance(batch, (tuple, list)) and len(outputs)
-        ):
+        if not _is_classified(outputs, batch):
             return
-        images, labels = batch[0], batch[1]
-        classes = outputs.shape[1]
+        images, labels, classes = batch[0], batch[1].long(), outputs.shape[1]
         probabilities, predictions = outputs.float().softmax(dim=1).max(dim=1)  # (batch,)
         if self._counts is None:
             self._counts = torch.zeros(classes * classes, dtype=torch.int32, device=outputs.device)
+        elif len(self._counts) != classes * classes:  # another test loader, another task
+            return
         # torch.bincount and torchmetrics' confusion matrix, built on it, wait for the device at every batch
-        self._counts.index_add_(0, labels * classes + predictions, torch.ones_like(labels, dtype=torch.int32))
-        # Right predictions sort last, so that there is no need to wait for how many are wrong.
-        sureness = torch.where(predictions == labels, -1.0, probabilities)
-        here = {"sureness": sureness, "label": labels, "prediction": predictions, "image": images}
+        known = (labels >= 0) & (labels < classes)  # others, such as -100, say that a sample does not count
+        self._counts.index_add_(0, labels.clamp(0, classes - 1) * classes + predictions, known.int())
+        # right predictions sort last, so that there is no need to wait for how many are wrong
+        sureness = torch.where(known & (predictions != labels), probabilities, -1.0)
+        here = {"sureness": sureness, "label": labels, "prediction": predictions}
+        if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3):
+            here["image"] = images
         self._kept = self._surest(here if not self._kept else _joined(self._surest(here), self._kept))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,15 +71,12 @@ class TestPredictions(Callback):
         self._counts, self._kept = None, {}
         if not ranks:
             return
-        counts = sum(part[0] for part in ranks)
-        classes = round(len(counts) ** 0.5)
-        self.confusion = counts.view(classes, classes).numpy()
-        kept = ranks[0][1]
-        for _, more in ranks[1:]:
-            kept = _joined(kept, more)
-        kept = self._surest(kept)
-        pictures = _pictures(kept["image"], trainer.datamodule)  # type: ignore[attr-defined]
-        rows = zip(kept["sureness"], kept["label"], kept["prediction"], pictures, strict=True)
+        counts = sum(counts for counts, _ in ranks)
+        self.confusion = counts.view(round(len(counts) ** 0.5), -1).numpy()
+        kept = self._surest(reduce(_joined, [kept for _, kept in ranks]))
+        if "image" not in kept:
+            return
+        rows = zip(kept["sureness"], kept["label"], kept["prediction"], _pictures(kept["image"]), strict=True)
         self.mistakes = [Mistake(image, int(y), int(p), float(sure)) for sure, y, p, image in rows if sure >= 0]
 
     def _surest(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +85,9 @@ class TestPredictions(Callback):
 
 
 def _joined(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: torch.cat([one[key], other[key]]) for key in one}
+    """Rows of both; without images where these differ in size."""
+    shared = [key for key in one if key in other and one[key].shape[1:] == other[key].shape[1:]]
+    return {key: torch.cat([one[key], other[key]]) for key in shared}
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
@@ -115,12 +98,19 @@ def _of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def _pictures(images: Tensor, datamodule: Any) -> list[np.ndarray]:
-    """Normalised images (n, channels, height, width) → uint8 (height, width, channels) each."""
-    channels = images.shape[1]
-    mean, std = getattr(datamodule, "mean", [0.0]), getattr(datamodule, "std", [1.0])
-    if len(mean) not in (1, channels):
-        rank_zero_warn(f"mean has {len(mean)} channels, the images {channels}: the mistakes are shown as they are.")
-        mean, std = [0.0], [1.0]
-    unit = images.float() * torch.tensor(std).view(1, -1, 1, 1) + torch.tensor(mean).view(1, -1, 1, 1)
-    return list((unit.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy())
+def _is_classified(outputs: Any, batch: Any) -> bool:
+    """Whether these are logits of a classifier, and the labels that belong to them."""
+    if not (isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim == 2 and len(outputs)):
+        return False
+    labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if not (isinstance(labels, Tensor) and labels.shape == outputs.shape[:1]):
+        return False
+    integers = labels.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return integers and 1 < outputs.shape[1] <= MOST_CLASSES
+
+
+def _pictures(images: Tensor) -> list[np.ndarray]:
+    """uint8, or floats in 0-1, (n, channels, height, width) → uint8 (height, width, channels) each."""
+    if images.dtype is not torch.uint8:
+        images = (images.float().clamp(0, 1) * 255).round().byte()
+    return list(images.permute(0, 2, 3, 1).numpy())

@@ -1,31 +1,28 @@
-"""How fast a run trains, and what holds it up: loader, overhead or arithmetic."""
+"""How fast a run trains, and how much of its time it waits for data."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor
 
 from project import threads
 from project.callbacks.gpu import GpuUtilization, mfu_per_sample_per_sec
-from project.engine.log_steps import gather_over_ranks, is_log_step_old, log_metrics, skip_idle_hooks
+from project.engine.lightning_internals import tell_profiled_module
+from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values, synchronize
+from project.errors import UserError
 
 # The first optimizer steps compile, choose algorithms and fill caches.
 WARM_UP_STEPS = 2
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
 class ThroughputMonitor(Callback):
@@ -33,8 +30,10 @@ class ThroughputMonitor(Callback):
 
     Lightning's own waits for the device at every step, says nothing for 100 steps, and needs the FLOPs from the user.
     Here the device is waited for at a window's edges only. Left out of every window: the first two optimizer steps (a
-    run of no more than that reports its last one, at its end), validation with its loader's start, checkpoint saving,
-    the sanity check, and what happens between two epochs. Logging and progress display are part of a run and count.
+    run of no more than that reports its last one), validation with its loader's start, checkpoint saving, the sanity
+    check, and what happens between two epochs. Logging and progress display are part of a run and count.
+
+    The Trainer needs ``profiler=monitor.profiler(...)``: it reports waits for data, saving, and a validation to come.
 
     Logged metrics, at every log step and epoch end, the same on any number of devices:
 
@@ -57,22 +56,26 @@ class ThroughputMonitor(Callback):
         clock: Callable[[], float] = time.perf_counter,
         wait_for_device: Callable[[torch.device], None] = synchronize,
     ) -> None:
-        self.clock = clock
-        self.wait_for_device = wait_for_device
+        self.clock, self.wait_for_device = clock, wait_for_device
         self.windows: list[dict[str, float]] = []  # what was logged, in order
         self._device = torch.device("cpu")
         self._window = Window(started=0.0)
         self._measuring = False
-        self._pauses = 0
-        self._paused_at = 0.0
+        self._pauses, self._paused_at = 0, 0.0
+        self._validation = ExitStack()
         self._warm_up = WARM_UP_STEPS
         self._last_of_warm_up: tuple[Window, float] | None = None
+        self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
         self._utilization: GpuUtilization | None = None
-        self._methods = WrappedMethods()
-        self._facts: dict[str, Any] = {}
+        self._waits_known = False
+        self._trainer: Trainer | None = None
 
-    # What others ask
+    def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
+        """The Trainer's profiler; the user's own, or the one of Lightning's that is named, stands behind it."""
+        if isinstance(chosen, str) and chosen.lower() not in PROFILERS:
+            raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
+        return LoaderTimer(self, PROFILERS[chosen.lower()]() if isinstance(chosen, str) else chosen)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -100,23 +103,29 @@ class ThroughputMonitor(Callback):
         return {name: statistics.median(w[name] for w in self.windows if name in w) for name in names}
 
     def advice(self) -> str:
-        """One sentence: what the run waits for, and the flag to try. Empty where nothing was measured."""
-        return bottleneck(self.summary(), **self._facts) if self.windows else ""
+        """What was measured, and what to try or to measure, in a sentence or two. Empty where nothing was measured."""
+        return bottleneck(self.summary(), self._trainer) if self.windows and self._trainer else ""
 
-    # Windows
+    def count_wait(self, seconds: float) -> None:
+        """Training has waited for its next batch."""
+        self._window.waited += seconds
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        skip_idle_hooks(self)
+    def pause_for_validation(self) -> None:
+        """Pause until :meth:`resume`."""
+        self._validation.enter_context(self.pause())
+
+    def resume(self) -> None:
+        """End the pause. A validation without a batch has no ``on_validation_end``: the next training batch ends it."""
+        self._validation.close()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._release()
+        self._trainer = trainer
         self._device = trainer.strategy.root_device
         self._warm_up, self._last_of_warm_up, self._pauses = WARM_UP_STEPS, None, 0
-        self._methods.wrap(trainer.fit_loop.epoch_loop.val_loop, "run", self._outside)
-        self._methods.wrap(trainer, "save_checkpoint", self._outside)
-        self._watch_fetches(trainer)
         self._utilization = GpuUtilization.of(self._device)
-        self._facts = facts_for_advice(trainer)
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        self._waits_known = isinstance(profiler, LoaderTimer) and profiler.monitor is self
         self._measuring = True
         self._restart()
 
@@ -129,123 +138,138 @@ class ThroughputMonitor(Callback):
         window = self._window
         window.batches += 1
         window.samples += samples_in(batch)
-        if trainer.accumulate_grad_batches > 1 and trainer.fit_loop._should_accumulate():
+        if not is_optimizer_step(trainer, batch_idx):
             return
         window.steps += 1
         if self._warm_up:
-            self._end_warm_up_step(trainer, pl_module, batch)
-        elif is_log_step_old(trainer):
-            self._log(trainer, *self._close())
+            self._last_of_warm_up = self._close()
+            if self._warm_up == WARM_UP_STEPS:
+                self._mfu_per_sample_per_sec = mfu_per_sample_per_sec(trainer, pl_module, batch)
+            self._warm_up -= 1
+            self._restart_all()
+        elif is_log_step(trainer, batch_idx):
+            self.windows.append(self._log(trainer, pl_module, *self._close()))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.pause_for_validation()  # in the midst of accumulated batches, the profiler does not hear of it sooner
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.resume()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window.steps:
-            self._log(trainer, *self._close(), epoch_end=True)
+            self.windows.append(self._log(trainer, pl_module, *self._close(), epoch_end=True))
+        elif not self.windows and self._last_of_warm_up:
+            self._of_short_run = [self._log(trainer, pl_module, *self._last_of_warm_up, epoch_end=True)]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.windows and self._last_of_warm_up:
-            self._log(trainer, *self._last_of_warm_up, epoch_end=True)
+        self.windows = self.windows or self._of_short_run
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._release()
 
-    # Inside
-
     def _restart(self) -> None:
-        """The one place where a window begins."""
         self._window = Window(started=self.clock())
 
     def _restart_all(self) -> None:
         """Begin a window, and forget what the GPU did before it."""
         self._restart()
         if self._utilization:
-            self._utilization.take_mean()
+            self._utilization.forget()
 
     def _close(self) -> tuple[Window, float]:
         """End the window once the device has caught up, and begin the next. Returns it with the time it ended."""
+        self.resume()
         self.wait_for_device(self._device)
         window = self._window
         self._restart()
         return window, self._window.started
 
-    def _end_warm_up_step(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        self._last_of_warm_up = self._close()
-        if self._warm_up == WARM_UP_STEPS:
-            self._mfu_per_sample_per_sec = mfu_per_sample_per_sec(trainer, module, batch)
-        self._warm_up -= 1
-        self._restart_all()
-
-    def _log(self, trainer: Trainer, window: Window, ended: float, epoch_end: bool = False) -> None:
-        utilization = self._utilization.take_mean() if self._utilization else None
-        known = [utilization, 1.0] if utilization is not None else [0.0, 0.0]
+    def _log(
+        self, trainer: Trainer, module: LightningModule, window: Window, ended: float, epoch_end: bool = False
+    ) -> dict[str, float]:
+        utilization = self._utilization.mean() if self._utilization else None
+        known = [utilization, 1.0] if utilization is not None else [0.0, 0.0]  # percent, and whether there is one
         *totals, busy, devices = zip(*gather_over_ranks(trainer, [*window.totals(ended), *known]), strict=True)
         metrics = rates(list(zip(*totals, strict=True)), window.steps)
+        if not self._waits_known:
+            metrics.pop("throughput/data_wait_pct", None)
         if sum(devices):
             metrics["throughput/gpu_utilization_pct"] = sum(busy) / sum(devices)
-        if self._mfu_per_sample_per_sec and "throughput/device_samples_per_sec" in metrics:
-            metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * metrics["throughput/device_samples_per_sec"]
-        if metrics:
-            self.windows.append(metrics)
-            log_metrics(trainer, metrics, epoch_end)
-
-    def _watch_fetches(self, trainer: Trainer) -> None:
-        """Time the loader where Lightning's profiler does: right around ``next()``."""
-        clock, fetching = self.clock, 0.0
-
-        def before(profile: Callable[[], None]) -> Callable[[], None]:
-            def start() -> None:
-                nonlocal fetching
-                profile()
-                fetching = clock()
-
-            return start
-
-        def after(profile: Callable[[], None]) -> Callable[[], None]:
-            def stop() -> None:
-                self._window.waited += clock() - fetching
-                profile()
-
-            return stop
-
-        self._methods.wrap(trainer.fit_loop.epoch_loop, "_on_before_fetch", before)
-        self._methods.wrap(trainer.fit_loop.epoch_loop, "_on_after_fetch", after)
-
-    def _outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def paused(*args: Any, **kwargs: Any) -> Any:
-            with self.pause():
-                return function(*args, **kwargs)
-
-        return paused
+        if self._mfu_per_sample_per_sec and (rate := metrics.get("throughput/device_samples_per_sec")):
+            metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * rate
+        log_values(module, metrics, epoch_end)
+        return metrics
 
     def _release(self) -> None:
         self._measuring = False
-        self._methods.release()
+        self.resume()
         if self._utilization:
             self._utilization.stop()
             self._utilization = None
 
 
-# A stretch of training that is measured as one: what was counted in it, and the rates that follow.
+class LoaderTimer(Profiler):
+    """Reports to a :class:`ThroughputMonitor`, and passes everything on to the user's profiler, if there is one.
+
+    A profiler is the public place where the wait for a batch, saving, and the moment before a validation can be seen.
+    """
+
+    _nothing = nullcontext("")
+
+    def __init__(self, monitor: ThroughputMonitor, inner: Profiler | None = None) -> None:
+        super().__init__()
+        self.monitor, self.inner = monitor, inner
+        self._fetching = 0.0
+
+    def start(self, action_name: str) -> None:
+        if self.inner is not None:
+            self.inner.start(action_name)
+        if action_name.endswith(".train_dataloader_next"):
+            self.monitor.resume()
+            self._fetching = self.monitor.clock()
+
+    def stop(self, action_name: str) -> None:
+        if action_name.endswith(".train_dataloader_next"):
+            self.monitor.count_wait(self.monitor.clock() - self._fetching)
+        if self.inner is not None:
+            self.inner.stop(action_name)
+
+    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
+        if action_name.endswith(".on_validation_model_zero_grad"):
+            self.monitor.pause_for_validation()
+        section = self._nothing if self.inner is None else self.inner.profile(action_name)
+        return self._outside(section) if action_name == "save_checkpoint" else section
+
+    @contextmanager
+    def _outside(self, section: AbstractContextManager[str]) -> Iterator[str]:
+        with self.monitor.pause(), section as name:
+            yield name
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        if self.inner is not None:
+            tell_profiled_module(self, self.inner)
+            self.inner.setup(stage, local_rank, log_dir)
+
+    def summary(self) -> str:
+        return self.inner.summary() if self.inner is not None else ""
+
+    def describe(self) -> None:
+        if self.inner is not None:
+            self.inner.describe()  # which also tears it down, as every profiler does
 
 
 @dataclass
 class Window:
-    """Counts of one rank since ``started``.
+    """Counts of one rank over a stretch of training that is measured as one."""
 
-    Args:
-        started: The clock's reading (s) at the window's beginning; moved on by what was excluded.
-        batches: Batches trained on.
-        steps: Optimizer steps done; fewer than batches with ``--accumulate_grad_batches``.
-        samples: Samples in those batches; 0 where a batch does not tell.
-        waited: Seconds in which training waited for the next batch.
-    """
-
-    started: float
+    started: float  # the clock's reading (s) at its beginning; moved on by what was excluded
     batches: int = 0
-    steps: int = 0
-    samples: int = 0
-    waited: float = 0.0
+    steps: int = 0  # of the optimizer; fewer than batches with --accumulate_grad_batches
+    samples: int = 0  # 0 where a batch does not tell
+    waited: float = 0.0  # seconds in which training waited for the next batch
 
     def totals(self, now: float) -> list[float]:
         """Seconds up to ``now``, batches, samples and seconds waited: what is summed over ranks."""
@@ -253,12 +277,7 @@ class Window:
 
 
 def rates(totals: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
-    """The ``throughput/*`` metrics of one window.
-
-    Args:
-        totals: :meth:`Window.totals` of every rank.
-        steps: Optimizer steps in the window, the same on every rank.
-    """
+    """The ``throughput/*`` metrics of one window, from :meth:`Window.totals` of every rank and its optimizer steps."""
     world_size = len(totals)
     seconds, batches, samples, waited = (sum(column) for column in zip(*totals, strict=True))
     if seconds <= 0 or not steps:
@@ -276,102 +295,34 @@ def rates(totals: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
 
 
 def samples_in(batch: Any) -> int:
-    """Length of the first tensor found in a batch (tensors in tuples, lists or mappings), 0 where there is none."""
-    while not isinstance(batch, Tensor):
-        if isinstance(batch, (tuple, list)) and batch:
-            batch = batch[0]
-        elif isinstance(batch, Mapping) and batch:
-            batch = next(iter(batch.values()))
-        else:
-            return 0
-    return batch.size(0) if batch.ndim else 1
-
-
-# Methods of Lightning's objects wrapped for a while, where Lightning has no hook around what is to be timed.
-
-
-class WrappedMethods:
-    """Wraps methods on single objects, never on their classes, and gives them back."""
-
-    def __init__(self) -> None:
-        self._wrapped: list[tuple[object, str]] = []
-
-    def wrap(self, owner: object, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Put ``wrapper(owner.name)`` in the place of ``owner.name``."""
-        setattr(owner, name, wrapper(getattr(owner, name)))
-        self._wrapped.append((owner, name))
-
-    def release(self) -> None:
-        """Give back every method, the last one wrapped first."""
-        while self._wrapped:
-            owner, name = self._wrapped.pop()
-            vars(owner).pop(name, None)
-
-
-# What a run waits for, in one sentence with the flag to try.
+    """Length of the first tensor in a batch (at any depth of tuples, lists and mappings), 0 where there is none."""
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((count for count in map(samples_in, parts) if count), 0)
 
 
 # A loader that takes a fifth of the time is worth a flag.
 LOADER_BOUND_PCT = 20.0
-# Below it the GPU is idle often enough that the CPU, which feeds it, sets the pace.
-GPU_BUSY_PCT = 70.0
-# Lightning's loop and Python take 0.4 to 0.7 ms a batch: a tenth or more of a batch that takes no longer than this.
-TINY_BATCH_MS = 5.0
 
 
-def bottleneck(
-    metrics: Mapping[str, float],
-    *,
-    device: str,
-    precision: str,
-    world_size: int,
-    batch_size: int | None,
-    num_workers: int,
-    compiled: bool,
-) -> str:
-    """Whether a run is bound by its loader, by overhead or by arithmetic.
-
-    Args:
-        metrics: ``throughput/*`` (medians).
-        device: ``cpu``, ``cuda`` or ``mps``.
-        precision: The Trainer's, such as ``32-true``.
-        world_size: Number of devices.
-        batch_size: Samples per batch and device, None where unknown.
-        num_workers: The training loader's.
-        compiled: Whether the network is compiled.
-    """
-    waited = metrics["throughput/data_wait_pct"]
-    batch_ms = 1000 * world_size / metrics["throughput/batches_per_sec"]
-    busy = metrics.get("throughput/gpu_utilization_pct")
-    if waited >= LOADER_BOUND_PCT:
-        return f"loader-bound: {waited:.0f} % of the time is spent waiting for data. Try {_loader_flag(num_workers)}."
-    if (busy < GPU_BUSY_PCT) if busy is not None else (batch_ms < TINY_BATCH_MS):
-        idle = f", the GPU busy {busy:.0f} % of the time" if busy is not None else ""
-        size = f"--data.batch_size {4 * batch_size}" if batch_size else "a larger --data.batch_size"
-        return f"overhead-bound: {batch_ms:.1f} ms a batch{idle}, much of it Python and launches. Try {size}."
-    if device == "cuda" and precision.startswith("32"):
-        flag = "--precision bf16-mixed (16-mixed before Ampere)"
-    elif not compiled:
-        flag = "--model.compile true"
-    else:
-        flag = "more devices (--devices)"
-    return f"compute-bound: {batch_ms:.1f} ms a batch, {waited:.0f} % of it waiting for data. Try {flag}."
-
-
-def _loader_flag(num_workers: int) -> str:
-    cores = threads.available_cores()
-    if num_workers < cores:
-        return f"--data.num_workers {cores}"
-    return "less work per sample in the dataset (augment on the device: --data.rotate_degrees and its kin)"
-
-
-def facts_for_advice(trainer: Trainer) -> dict[str, Any]:
-    """What :func:`bottleneck` needs to know besides the rates."""
-    return {
-        "device": trainer.strategy.root_device.type,
-        "precision": str(trainer.precision),
-        "world_size": trainer.world_size,
-        "batch_size": getattr(trainer.datamodule, "batch_size", None),  # type: ignore[attr-defined]
-        "num_workers": getattr(trainer.train_dataloader, "num_workers", 0),
-        "compiled": any(part._compiled_call_impl is not None for part in trainer.lightning_module.modules()),
-    }
+def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
+    """What a run's time went to, by its ``throughput/*`` medians, and what to try or which command measures more."""
+    waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
+    facts = [f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"]
+    if waited is not None:
+        facts.append(f"{waited:.0f} % of it waiting for data")
+    if busy is not None:
+        facts.append(f"the GPU idle {100 - busy:.0f} % of the time")
+    measured = f"{', '.join(facts)}."
+    datamodule = getattr(trainer, "datamodule", None)
+    if waited is not None and waited >= LOADER_BOUND_PCT:
+        cores, loader = max(1, threads.available_cores() // trainer.num_devices), trainer.train_dataloader
+        in_memory = hasattr(getattr(loader, "dataset", None), "gather")  # workers would only copy it
+        if not in_memory and getattr(loader, "num_workers", cores) < cores:
+            flag = "--data.num_workers " if hasattr(datamodule, "num_workers") else "the DataLoader's num_workers="
+            measured += f" Try {flag}{cores}."
+        return f"loader-bound: {measured}"
+    if hasattr(datamodule, "batch_size"):  # feature: tune
+        measured += " To find the fastest batch size: python -m project.tune batch_size."  # feature: tune
+    return measured

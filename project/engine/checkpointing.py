@@ -163,11 +163,19 @@ class RunCheckpoint(GracefulStop):
         self._last_save = time.monotonic()
 
     @classmethod
-    def of(cls, config: Configuration, run: Run, best: Best, rows: RowKeeper | None, **kwargs: Any) -> RunCheckpoint:
-        """The checkpointing of a run, as its configuration says; ``kwargs`` are further arguments of the class."""
+    def of(
+        cls,
+        config: Configuration,
+        run: Run,
+        best: Best,
+        rows: RowKeeper | None,
+        changed: bool = False,
+        requeue_signal: int | None = None,
+    ) -> RunCheckpoint:
+        """The checkpointing of a run, as its configuration says."""
         seconds, steps = parse_interval(config.options.checkpoint_every)
         record = {"run_name": run.name, "run_id": run.run_id, "config": config.resolved, "versions": versions()}
-        return cls(run.folder, record, best, rows, seconds, steps, **kwargs)
+        return cls(run.folder, record, best, rows, seconds, steps, changed=changed, requeue_signal=requeue_signal)
 
     @property
     def best_path(self) -> Path:

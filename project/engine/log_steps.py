@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 
 def is_optimizer_step(trainer: Trainer, batch_idx: int) -> bool:
@@ -25,13 +26,39 @@ def is_log_step(trainer: Trainer, batch_idx: int) -> bool:
     also logs once ``should_stop`` is set, which ranks may learn at different times; what is logged here may wait for
     the other ranks, so it must not depend on that.
     """
-    if not is_optimizer_step(trainer, batch_idx):
-        return False
+    return is_optimizer_step(trainer, batch_idx) and _is_due(trainer, trainer.global_step)
+
+
+def logs_next_step(trainer: Trainer) -> bool:
+    """:func:`is_log_step` for the optimizer step that comes next: for use in ``on_before_optimizer_step``."""
+    return _is_due(trainer, trainer.global_step + 1)
+
+
+def _is_due(trainer: Trainer, steps: int) -> bool:
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    module = trainer.lightning_module
-    # manual optimization may take several steps in a batch; Lightning then counts batches
-    steps = trainer.global_step if module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
+    if not trainer.lightning_module.automatic_optimization:
+        # manual optimization may take several steps in a batch; Lightning then counts batches
+        steps = trainer.fit_loop.total_batch_idx + 1
     return every > 0 and steps % every == 0
+
+
+def log_values(module: LightningModule, values: Mapping[str, float | Tensor], epoch_end: bool = False) -> None:
+    """Log scalars that are the same on every rank, into the row of the module's own metrics.
+
+    For hooks of a training batch at a log step, or for ``on_train_epoch_end``. Numbers go as float64 tensors on the
+    CPU: Lightning leaves them there, while it would move plain numbers to the device and round them to float32.
+    """
+    tensors = {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in values.items()
+    }
+    module.log_dict(tensors, on_step=not epoch_end, on_epoch=epoch_end, batch_size=1)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def gather_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[list[float]]:
