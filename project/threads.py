@@ -5,8 +5,8 @@ trap on a busy one: as soon as a neighbour holds one core, every tiny operation 
 running, and an epoch of one second takes thirty. Here a waiting thread spins for some microseconds and then sleeps.
 Everything stays overridable through the usual variables (``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY``, ``GOMP_SPINCOUNT``).
 
-Milliseconds per step on two cores, idle and beside a busy neighbour (``python -m project.benchmark threads``; MLP at
-batch 64, median of 5; ConvNet at batch 128, median of 3; 2026-11-21):
+Measured on 2026-11-21: milliseconds per step of a loop written by hand on two cores, on an idle machine and beside a
+process that keeps one core busy (MLP at batch 64, median of 5; ConvNet at batch 128, median of 3):
 
 =====================  ===========  ============
 two threads that       MLP          ConvNet

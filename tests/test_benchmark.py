@@ -1,35 +1,36 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import steps as progress
-from project.benchmark.__main__ import main, read_options
-from project.benchmark.flags import TABLES
-from project.benchmark.measure import measure_table
-from project.benchmark.peak_memory import MARK, largest_sum
-from project.benchmark.plain_loop import ExampleNetwork
-from project.benchmark.timing import alternate, median_and_spread
-from project.benchmark.with_lightning import EpochClock, add_callbacks
+from project.benchmark import TABLES, Settings, memory, overhead
+from project.benchmark.__main__ import main, measure_table, read_options
+from project.benchmark.accuracy import ExampleNetwork
+from project.benchmark.devices import ResNet18
+from project.benchmark.loaders import time_epoch
+from project.benchmark.overhead import InMemory, PerSampleImages
+from project.benchmark.timing import EpochClock, RealRun, afresh, alternate, median_and_spread, progress, run_epochs
 from project.engine import signals
-from project.engine.cli import ProjectCLI
+from project.engine.checkpointing import RunCheckpoint
+from project.engine.cli import configure
 from project.engine.command import exit_code
 from project.errors import UserError
 from project.model import ConvNet
 
-TINY = ["--quick", "--n", "1", "--accelerator", "cpu", "--data.train_samples", "256", "--data.val_samples", "64"]
+SMALL = ["--data.source", "sample", "--data.train_samples", "256", "--data.val_samples", "64", "--accelerator", "cpu"]
+TINY = ["--quick", "--n", "1", *SMALL]
 
 
 def rows_of(table: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
@@ -43,88 +44,79 @@ def rows_of(table: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
-def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(tmp_path: Path) -> None:
+# The tables
+
+
+def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = {name: overhead.FEATURES[name] for name in ("memory monitor", "W&B", "checkpoints")}
+    monkeypatch.setattr(overhead, "FEATURES", some)
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
-    assert {
-        "hand-written floor",
-        "floor with index_select",
-        "course loop",
-        "all features",
-        "without memory monitor",
-        "Lightning, nothing on",
-    } <= set(rows)
+    assert list(rows)[:3] == ["hand-written floor", "plain PyTorch loop", "all features"]
+    without = {f"without {name}" for name in (*some, "progress bar")}
+    assert without | {"Lightning, nothing on"} <= set(rows)
     floor, full = rows["hand-written floor"], rows["all features"]
     assert floor["train_vs_floor"] == 1
     assert full["epoch_vs_floor"] == pytest.approx(full["epoch_s"] / floor["epoch_s"])
     assert full["epoch_s"] > full["train_s"] > 0
     assert {row["batch_size"] for row in rows.values()} == {64}
-    for name in ("ThroughputMonitor", "MemoryMonitor", "OptimizerMonitor", "RunCheckpoint"):
+    for name in ("MemoryMonitor", "RunCheckpoint"):
         assert 0 < rows[f"inside {name}"]["pct_of_run"] < 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
     assert not signals._State.deferring  # between two runs a signal ends the benchmark at once
     assert Image.open(tmp_path / "out.png").size[0] > 1000
 
 
-@pytest.mark.parametrize(
-    ("argv", "table", "rest"),
-    [
-        ([], None, []),
-        (["--data.root", "memory"], None, ["--data.root", "memory"]),
-        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),
-        (["--n", "3", "overhead"], "overhead", []),
-        (["overhead", "--data.root=threads"], "overhead", ["--data.root=threads"]),
-    ],
-)
-def test_the_table_is_told_from_the_values_of_fits_flags(argv: list[str], table: str | None, rest: list[str]) -> None:
-    found, _, flags = read_options(argv)
-    assert (found, flags) == (table, rest)
-
-
-def test_every_result_says_where_when_and_with_what_it_was_measured(tmp_path: Path) -> None:
-    rows_of("loaders", tmp_path, "--workers", "0", "--plot", str(tmp_path / "chart.png"))
+def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Path) -> None:
+    rows = {row["loader"]: row for row in rows_of("loaders", tmp_path, "--workers", "0", "1", "--plot", "chart.png")}
+    assert rows["ours"]["times_ours"] == 1
+    ours, plain = rows["ours"], rows["plain PyTorch, 0 workers"]
+    assert plain["times_ours"] == pytest.approx(plain["ms_per_batch"] / ours["ms_per_batch"])
+    assert ours["batches_per_sec"] == pytest.approx(1000 / ours["ms_per_batch"])
+    assert {"plain PyTorch, 1 workers", "plain PyTorch, 1 workers, persistent"} <= set(rows)
     result = json.loads((tmp_path / "out.json").read_text())
-    for fact in ("date", "command", "hardware", "versions", "cpu_threads", "load_average"):
+    for fact in ("date", "command", "git_commit", "hardware", "versions", "cpu_threads", "load_average"):
         assert result[fact], fact
+    assert "quiet" in result
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert (tmp_path / "chart.png").exists()
-    main(["loaders", *TINY, "--workers", "0", "--output", str(tmp_path / "out.csv")])
+    assert main(["loaders", *TINY, "--workers", "0", "--output", str(tmp_path / "out.csv")]) == 0
     with open(tmp_path / "out.csv", newline="") as file:
         row = next(csv.DictReader(file))
-    for column in ("table", "loader", "n", "cpu", "version_torch", "date", "command", "ms_per_batch"):
+    for column in ("table", "loader", "n", "cpu", "version_torch", "date", "command", "git_dirty", "ms_per_batch"):
         assert row[column], column
-
-
-def test_loaders_times_ours_against_single_samples(tmp_path: Path) -> None:
-    rows = {row["loader"]: row for row in rows_of("loaders", tmp_path, "--workers", "0", "1")}
-    assert rows["ours"]["times_ours"] == 1
-    ours, course = rows["ours"], rows["course, 0 workers"]
-    assert course["times_ours"] == pytest.approx(course["ms_per_batch"] / ours["ms_per_batch"])
-    assert ours["batches_per_sec"] == pytest.approx(1000 / ours["ms_per_batch"])
-    assert {"course, 1 workers", "course, 1 workers, persistent"} <= set(rows)
+    assert "hardware" not in row
 
 
 def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
     rows = rows_of("memory", tmp_path, "--batch_sizes", "32", "64", "--precisions", "32-true")
     weights = sum(p.numel() for p in ConvNet().parameters()) * 4 / 1024**2
     assert [row["gradients_mib"] for row in rows] == pytest.approx([weights] * len(rows))
-    assert [row["optimizer_mib"] for row in rows] == pytest.approx(
-        [2 * weights] * len(rows), rel=0.01
-    )  # Adam's two moments
+    adams_moments = [2 * weights] * len(rows)
+    assert [row["optimizer_mib"] for row in rows] == pytest.approx(adams_moments, rel=0.01)
     peaks = {(r["batch_size"], r["accumulation"]): r["peak_mib"] for r in rows if not r["activation_checkpointing"]}
     assert 1.7 < peaks[64, 1] / peaks[32, 1] < 2.1
     assert peaks[64, 4] < peaks[64, 1] / 2
+    with_checkpointing = next(r for r in rows if r["activation_checkpointing"] and r["batch_size"] == 64)
+    assert with_checkpointing["peak_mib"] < peaks[64, 1]
 
 
-def test_peak_is_the_largest_sum_since_the_mark() -> None:
-    def event(time: int, size: int, name: str = "[memory]") -> Any:
-        return SimpleNamespace(name=lambda: name, start_ns=lambda: time, nbytes=lambda: size)
+@pytest.mark.parametrize("asked", ["auto", "gpu", "cpu"])
+def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_on(config: Any, epochs: int, extra: Any) -> RealRun:
+        measured.add(config.trainer["accelerator"])
+        return RealRun([], 0, None, "a GPU", None, None, {})
 
-    before = [event(1, 900), event(2, -800)]
-    after = [event(4, 50), event(5, 200), event(6, -250), event(7, 20)]
-    assert largest_sum([*after, event(3, 0, MARK), *before]) == 350
+    measured: set[str] = set()
+    monkeypatch.setattr("project.benchmark.devices.available_devices", lambda: ["cpu", "cuda"])
+    monkeypatch.setattr(memory, "usable", lambda device, precisions: ["32-true"])
+    monkeypatch.setattr(memory, "run_epochs", run_on)
+    flags = [*SMALL[:2], "--accelerator", asked]
+    memory.measure(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
+    assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
 def test_devices_has_a_row_per_precision_that_this_device_really_has(tmp_path: Path) -> None:
@@ -133,6 +125,7 @@ def test_devices_has_a_row_per_precision_that_this_device_really_has(tmp_path: P
     assert rows[0]["speed_up"] == 1
     assert rows[0]["accuracy_difference"] == 0
     assert rows[1]["accuracy_difference"] == pytest.approx(rows[1]["val/accuracy"] - rows[0]["val/accuracy"])
+    assert rows[0]["epoch_s"] == pytest.approx(256 / rows[0]["samples_per_sec"])
     assert "peak_allocated_gib" not in rows[0]  # the CPU's allocator does not tell
 
 
@@ -147,49 +140,31 @@ def test_accuracy_is_the_mean_over_seeds_beside_a_plain_loop(tmp_path: Path) -> 
     assert ours["times_faster_than_plain"] == pytest.approx(plain["to_target_s"] / ours["fit_s"])
 
 
-def test_a_pass_over_all_tables_measures_less_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(cli: Any, settings: Any) -> list[dict[str, Any]]:
-        counts.append(settings.n)
-        return []
-
-    counts: list[int] = []
-    monkeypatch.setattr("project.benchmark.threads.measure", measure)
-    for typed in ({}, {"n": 7}):
-        measure_table("threads", ["--data.source", "sample"], typed, whole_pass=True)
-    assert counts == [3, 7]
-
-
-def test_a_config_file_says_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(cli: Any, settings: Any) -> list[dict[str, Any]]:
-        measured.append((type(cli.model.network).__name__, cli.datamodule.batch_size))
-        return []
-
-    measured: list[tuple[str, int]] = []
-    monkeypatch.setattr("project.benchmark.overhead.measure", measure)
-    Path("mine.yaml").write_text("data: {batch_size: 32}\n")
-    for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
-        measure_table("overhead", flags, {})
-    assert measured == [("MLP", 64), ("ConvNet", 32), ("MLP", 16)]
-
-
-def test_plain_loop_has_the_examples_network() -> None:
+def test_the_networks_to_compare_with_are_the_published_ones() -> None:
     assert sum(p.numel() for p in ExampleNetwork().parameters()) == 1_199_882
+    assert sum(p.numel() for p in ResNet18().parameters()) == 11_175_370
 
 
-def test_threads_asks_every_setting_alone_and_beside_a_neighbour(tmp_path: Path) -> None:
-    rows = rows_of("threads", tmp_path)
-    assert {row["beside"] for row in rows} == {"nobody", "busy neighbour"}
-    assert {row["threads"] for row in rows} >= {1}
-    assert all(row["step_ms"] > 0 for row in rows)
+# How it is measured
 
 
 def test_variants_take_turns_and_every_other_round_runs_backwards() -> None:
     order: list[str] = []
-    out = io.StringIO()
-    alternate({name: lambda name=name: order.append(name) for name in "abc"}, 3, progress.Steps("t", 9, out))
+    with progress("t", 9) as bar:
+        alternate({name: lambda name=name: order.append(name) for name in "abc"}, 3, bar)
     assert "".join(order) == "abccbaabc"
-    assert out.getvalue().count("\n") == 9
-    assert "t 9/9" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with progress("devices", 2) as bar:
+        alternate({"cpu": lambda: None}, 2, bar)
+    shown = capsys.readouterr().err
+    assert ("devices" in shown) == terminal
+    assert ("0/2" in shown) == terminal
 
 
 def test_a_median_comes_with_n_and_spread() -> None:
@@ -197,43 +172,155 @@ def test_a_median_comes_with_n_and_spread() -> None:
     assert median_and_spread("ms", [4.0]) == {"ms": 4.0, "n": 1}
 
 
+def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks() -> None:
+    flags = [*SMALL, "--trainer.callbacks", "lightning.pytorch.callbacks.EMAWeightAveraging"]
+    config = configure(flags, "project.benchmark")
+    one, other, seeded = afresh(config), afresh(config), afresh(config, seed=1)
+    first, second = (next(module.parameters()) for module in (one.module, other.module))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, next(seeded.module.parameters()))
+    assert isinstance(one.trainer["callbacks"], EMAWeightAveraging)
+    assert one.trainer["callbacks"] is not other.trainer["callbacks"]
+    assert one.datamodule is config.datamodule
+
+
+def test_an_epoch_is_timed_whatever_limits_were_typed() -> None:
+    config = configure([*SMALL, "--max_steps", "1"], "project.benchmark")
+    run = run_epochs(config, 2, bare=True)
+    assert [epoch.epoch_s >= epoch.train_s > 0 for epoch in run.epochs] == [True, True]
+    assert (run.batches, run.train_samples) == (2, 256)
+
+
+def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(owner: type, name: str, event: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (method(*args), events.append(event)))
+
+    events: list[str] = []
+    noted(RunCheckpoint, "on_train_end", "saved")
+    noted(EpochClock, "_end_epoch", "ended")
+    run = run_epochs(configure(SMALL, "project.benchmark"), 1, watched=(RunCheckpoint,))
+    assert events == ["ended", "saved", "ended"]  # the first is that of no epoch, when the first one begins
+    assert len(run.epochs) == 1
+    assert list(run.inside_s) == ["RunCheckpoint"]
+
+
+def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(self: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        waits.append((device.type, non_blocking))
+        return self
+
+    waits: list[tuple[str, bool]] = []
+    loader = [(torch.zeros(2, 1, 4, 4), torch.zeros(2))]
+    monkeypatch.setattr("project.benchmark.loaders.synchronize", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    for device in ("cuda", "mps"):
+        time_epoch(lambda: loader, lambda images: images, torch.device(device), 1)  # type: ignore[arg-type, return-value]
+    assert waits == [("cuda", True)] * 2 + [("mps", False)] * 2
+
+
+def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
+    config = configure(SMALL, "project.benchmark")
+    data = InMemory.of(config, "train")
+    batch = data.normalizer(torch.device("cpu"))(data.images)
+    expected = (data.images.double() / 255 - data.mean[0]) / data.std[0]
+    assert torch.allclose(batch.double(), expected, atol=1e-5)
+    image, label = PerSampleImages(data)[3]
+    assert torch.allclose(image.double(), expected[3], atol=1e-5)
+    assert label == data.labels[3]
+    rgb = InMemory(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8), torch.tensor([0, 1]), [0.1] * 3, [0.5] * 3)
+    assert torch.allclose(PerSampleImages(rgb)[1][0], rgb.normalizer(torch.device("cpu"))(rgb.images)[1], atol=1e-5)
+
+
+# What is typed
+
+
+@pytest.mark.parametrize(
+    ("argv", "table", "rest"),
+    [
+        ([], None, []),
+        (["--data.root", "memory"], None, ["--data.root", "memory"]),
+        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),
+        (["--n", "3", "overhead"], "overhead", []),
+        (["overhead", "--data.root=loaders"], "overhead", ["--data.root=loaders"]),
+    ],
+)
+def test_the_table_is_told_from_the_values_of_fits_flags(argv: list[str], table: str | None, rest: list[str]) -> None:
+    found, _, flags = read_options(argv)
+    assert (found, flags) == (table, rest)
+
+
+def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(config: Any, settings: Any) -> list[dict[str, Any]]:
+        measured.append((type(config.module.network).__name__, settings.batch_size, settings.n))
+        return []
+
+    measured: list[tuple[str, int, int]] = []
+    monkeypatch.setattr("project.benchmark.overhead.measure", measure)
+    Path("mine.yaml").write_text("data: {batch_size: 32}\n")
+    for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
+        measure_table("overhead", flags, {})
+    assert measured == [("MLP", 64, 5), ("ConvNet", 32, 5), ("MLP", 16, 5)]
+    for typed in ({}, {"n": 7}):  # a pass over all tables measures less unless told otherwise
+        measure_table("overhead", [], typed, whole_pass=True)
+    assert [n for _, _, n in measured[3:]] == [3, 7]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["devcies"], "TABLE must be one of devices, loaders, memory, overhead, threads, accuracy, got devcies."),
+        (["devcies"], "TABLE must be one of devices, loaders, memory, overhead, accuracy, got devcies."),
         (["loaders", "--n", "0"], "--n must be at least 1, got 0."),
+        (["loaders", "--workers", "0", "-1"], "--workers must be at least 0, got -1."),
         (["accuracy", "--target", "99"], "--target must be above 0 and below 1, got 99.0. 0.99 is 99 %."),
         (["loaders", "--output", "x.txt"], "--output must end in .json or .csv, got x.txt."),
         (["loaders", "--plot", "x.jpg"], "--plot must end in .png, got x.jpg."),
         (["loaders", "--data.batch_sice", "3"], "--data.batch_sice"),
+        (["overhead", *TINY, "--model.lr", "-1"], "--model.lr must be above 0, got -1"),
+        (["memory", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(main, argv) == 2  # type: ignore[arg-type]
+    assert exit_code(main, argv) == 2
     error = capsys.readouterr().err.strip()
     assert said in error
     assert len(error.splitlines()) == 1
-
-
-def test_help_is_quick_and_names_every_table() -> None:
-    code = "import sys; from project.benchmark.__main__ import main; main(['--help'])"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
-    assert all(table in shown.stdout for table in TABLES)
-    loaded = "import sys\nfrom project.benchmark.__main__ import read_options\nread_options(['overhead'])\n"
-    loaded += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", loaded], check=True, env=os.environ)
-
-
-def test_a_bad_model_flag_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(UserError):
-        main(["overhead", *TINY, "--model.lr", "-1"])
     assert not Path("checkpoints").exists()
 
 
-def test_a_configurations_own_callbacks_are_measured_with_it() -> None:
-    flags = ["--data.source", "sample", "--trainer.callbacks", "lightning.pytorch.callbacks.EMAWeightAveraging"]
-    cli = ProjectCLI(flags)
-    add_callbacks(cli, [clock := EpochClock()])
-    first, second = cli.config_init.trainer.callbacks
-    assert isinstance(first, EMAWeightAveraging)
-    assert second is clock
+class Vectors(LightningDataModule):
+    """No images, and no batch_size."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.rand(8, 3), torch.rand(8)), 4)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("loaders", "the table loaders needs a data module with a batch_size, Vectors has none"),
+        ("devices", "--networks ResNet18 needs images"),
+        ("overhead", "need images and labels in memory (project.data.TensorImages), Vectors has none for train"),
+        ("accuracy", "need images and labels in memory (project.data.TensorImages), Vectors has none for train"),
+    ],
+)
+def test_data_that_a_table_cannot_use_is_one_line(table: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def configured(argv: list[str], prog: str) -> Any:
+        config = configure(SMALL, prog)
+        config.datamodule = Vectors()  # type: ignore[assignment]
+        if table != "loaders":
+            config.datamodule.batch_size = 4
+        return config
+
+    monkeypatch.setattr("project.engine.cli.configure", configured)
+    with pytest.raises(UserError, match=r"^[^\n]+$") as error:
+        measure_table(table, [], {"n": 1, "baseline": True})
+    assert said in str(error.value)
+
+
+def test_help_is_quick_and_names_every_table() -> None:
+    code = "import sys\nfrom project.benchmark.__main__ import main\n"
+    code += "try:\n    main(['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert shown.returncode == 0, shown.stderr
+    assert all(table in shown.stdout for table in TABLES)

@@ -4,96 +4,69 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models import resnet18
 
-from project.benchmark.flags import Settings
-from project.benchmark.steps import Steps
-from project.benchmark.timing import alternate, median_and_spread
-from project.benchmark.with_lightning import run_epochs
-from project.callbacks.memory import MemoryMonitor
-from project.engine.cli import ProjectCLI
-from project.engine.trainer import find
+from project.benchmark import Row, Settings
+from project.benchmark.timing import RealRun, alternate, median_and_spread, progress, run_epochs
+from project.engine.cli import Configuration, configure
+from project.errors import UserError
 
-RESNET = ["--model.network", "project.benchmark.resnet.ResNet18", "--model.lr", "1e-3"]
-SWEEP = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
-RESNET_ON_CPU = {"batch": 32, "steps": 2, "image_size": 32}  # a whole epoch would take minutes
+RESNET = ["--model.network", "project.benchmark.devices.ResNet18", "--model.lr", "1e-3"]
+# On a CPU a whole epoch of it would take minutes.
+RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--model.network.image_size", "32"]
+RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
+BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
 PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row.
+class ResNet18(nn.Module):
+    """A network large enough that precision shows: torchvision's ResNet-18 on images enlarged to ``image_size``.
 
-    Args:
-        device: "cpu", "cuda" or "mps".
-        network: "chosen" or "ResNet18".
-        precision: One of the Trainer's, or "tf32".
-        batch_size: Samples per step.
+    He et al. 2015, arXiv 1512.03385; 11.2 million parameters.
     """
 
-    device: str
-    network: str
-    precision: str
-    batch_size: int
+    def __init__(self, image_size: int = 64, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__()
+        self.size = (image_size, image_size)
+        self.blocks = resnet18(num_classes=num_classes)
+        self.blocks.conv1 = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
 
-    def flags(self) -> list[str]:
-        """Flags of ``fit`` that make this case of any configuration."""
-        trainer = "32-true" if self.precision == "tf32" else self.precision
-        matmul = "high" if self.precision == "tf32" else "highest"
-        flags = ["--accelerator", {"cuda": "gpu"}.get(self.device, self.device), "--devices", "1"]
-        flags += ["--precision", trainer, "--matmul_precision", matmul, "--data.batch_size", str(self.batch_size)]
-        if self.network == "ResNet18":
-            flags += RESNET
-            if self.device == "cpu":
-                flags += ["--limit_train_batches", str(RESNET_ON_CPU["steps"]), "--limit_val_batches", "0"]
-                flags += ["--model.network.image_size", str(RESNET_ON_CPU["image_size"])]
-        return flags
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, in_channels, height, width) → logits (batch, num_classes)."""
+        return self.blocks(F.interpolate(images, size=self.size, mode="bilinear", align_corners=False))
 
 
-def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
-    """One row per case. A measurement is the second epoch of a real run; its first one is the warm-up."""
-    cases = list(all_cases(cli, settings))
-    clis = {case: ProjectCLI([*settings.fit_flags, *case.flags()], "project.benchmark") for case in cases}
-    steps = Steps("devices", len(cases) * settings.n)
-    too_slow: set[Case] = set()
-    variants = {_name(case): partial(one_run, case, clis[case], too_slow) for case in cases}
-    results = alternate(variants, settings.n, steps)
-    steps.finish()
-    rows = [row_of(case, clis[case], [run for run in results[_name(case)] if run]) for case in cases]
-    add_comparisons(rows)
-    return rows
-
-
-def all_cases(cli: ProjectCLI, settings: Settings) -> Iterator[Case]:
-    """Networks × devices × precisions at the configured batch size, then batch sizes of the chosen network."""
-    wanted = cli.config_init.trainer.accelerator
-    devices = [name for name in available_devices() if wanted in ("auto", name, {"cuda": "gpu"}.get(name))]
-    for network in settings.networks:
-        for device in devices:
-            size = cli.datamodule.batch_size
-            if network == "ResNet18":
-                size = RESNET_ON_CPU["batch"] if device == "cpu" else 256
-            for precision in usable(device, settings.precisions):
-                yield Case(device, network, precision, size)
-    for device in devices:
-        if "chosen" in settings.networks and not settings.quick:
-            for size in settings.batch_sizes or SWEEP[device]:
-                if size != cli.datamodule.batch_size:
-                    yield Case(device, "chosen", usable(device, settings.precisions)[0], size)
+# Which devices and precisions there are, for every table.
 
 
 def available_devices() -> list[str]:
     """The CPU, and the kind of accelerator that can be used."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return ["cpu", *([found.type] if found is not None and found.type in SWEEP else [])]
+    return ["cpu", *([found.type] if found is not None and found.type in BATCH_SIZES else [])]
 
 
-def usable(device: str, precisions: list[str]) -> list[str]:
+def wanted_devices(config: Configuration) -> list[str]:
+    """The available devices that ``--accelerator`` names; a UserError where there is none."""
+    asked, found = config.trainer["accelerator"], available_devices()
+    wanted = [name for name in found if asked in ("auto", name) or (asked == "gpu" and name != "cpu")]
+    if not wanted:
+        raise UserError(f"--accelerator must be auto or what this machine has ({', '.join(found)}), got {asked}.")
+    return wanted
+
+
+def best_device(config: Configuration) -> torch.device:
+    """The device that ``--accelerator`` trains on."""
+    return torch.device(wanted_devices(config)[-1])
+
+
+def usable(device: str, precisions: Sequence[str]) -> list[str]:
     """The precisions a device really has: on the CPU 16-mixed becomes bf16-mixed, and TF32 is CUDA's."""
     known = {"cpu": ("32-true", "bf16-mixed"), "mps": ("32-true", "16-mixed", "bf16-mixed")}
     has_tf32 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
@@ -101,50 +74,103 @@ def usable(device: str, precisions: list[str]) -> list[str]:
     return [precision for precision in precisions if precision in allowed] or ["32-true"]
 
 
-def one_run(case: Case, cli: ProjectCLI, too_slow: set[Case]) -> dict[str, float | None] | None:
-    """Rate, accuracy and peak memory of one run of two epochs; None for a case that has been found too slow."""
-    if case in too_slow:
-        return None
-    began = time.perf_counter()
-    if case.device == "cuda":
-        torch.cuda.empty_cache()
-    epochs, trainer = run_epochs(cli, 2)
-    if time.perf_counter() - began > PATIENCE_S:
-        too_slow.add(case)
-    # the sampler's batch, which is no larger than the set
-    samples = int(trainer.num_training_batches) * trainer.train_dataloader.sampler.global_batch_size  # type: ignore[union-attr]
-    peak = find(trainer, MemoryMonitor).summary().get("memory/peak_allocated_gib")
-    return {"rate": samples / epochs[-1].train_s, "accuracy": epochs[-1].val_accuracy, "peak": peak}
+def device_flags(device: str, precision: str, batch_size: int) -> list[str]:
+    """Flags of ``fit`` for a device ("cpu", "cuda", "mps"), a precision (the Trainer's or "tf32") and a batch size."""
+    flags = ["--accelerator", "gpu" if device == "cuda" else device, "--devices", "1"]
+    flags += ["--precision", "32-true" if precision == "tf32" else precision]
+    flags += ["--matmul_precision", "high" if precision == "tf32" else "highest"]
+    return [*flags, "--data.batch_size", str(batch_size)]
 
 
-def row_of(case: Case, cli: ProjectCLI, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The table's row. ``epoch_s``: seconds for the training set at the measured rate, without validation."""
-    row: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if case.device == "cuda" else case.device,
-        "network": case.network if case.network != "chosen" else type(cli.model.network).__name__,
-        "precision": case.precision,
-        "batch_size": case.batch_size,
-        **median_and_spread("samples_per_sec", [run["rate"] for run in runs]),
-    }
-    row["epoch_s"] = cli.datamodule.num_samples("train") / row["samples_per_sec"]
-    accuracies = [run["accuracy"] for run in runs if run["accuracy"] is not None]
-    if accuracies:
-        row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
-    if runs[0]["peak"] is not None:
-        row["peak_allocated_gib"] = max(run["peak"] for run in runs)
-    return row
+def network_name(config: Configuration) -> str:
+    """The class of the module's network, or of the module where that is its own network."""
+    return type(getattr(config.module, "network", config.module)).__name__
 
 
-def add_comparisons(rows: list[dict[str, Any]]) -> None:
-    """Speed-up and accuracy difference against the CPU in float32, where it was measured alike."""
-    for row in rows:
-        like = [r for r in rows if all(r[key] == row[key] for key in ("network", "batch_size"))]
+# The table.
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    device: str  # "cpu", "cuda" or "mps"
+    network: str  # "chosen" or "ResNet18"
+    precision: str  # one of the Trainer's, or "tf32"
+    batch_size: int
+
+    def configure(self, fit_flags: Sequence[str]) -> Configuration:
+        """This case of any configuration."""
+        flags = [*fit_flags, *device_flags(self.device, self.precision, self.batch_size)]
+        if self.network == "ResNet18":
+            flags += RESNET + (RESNET_ON_CPU if self.device == "cpu" else [])
+        return configure(flags, "project.benchmark")
+
+
+def measure(config: Configuration, settings: Settings) -> list[Row]:
+    """One row per case. A measurement is the second epoch of a real run; its first one is the warm-up."""
+    images = len(getattr(config.datamodule, "image_shape", ())) == 3
+    if "ResNet18" in settings.networks and not (images and hasattr(config.module, "network")):
+        raise UserError(
+            "--networks ResNet18 needs images and a module with a network. Leave it out: --networks chosen."
+        )
+    configs = {case: case.configure(settings.fit_flags) for case in all_cases(config, settings)}
+    too_slow: set[Case] = set()
+    variants = {" ".join(map(str, case)): partial(one_run, case, configs[case], too_slow) for case in configs}
+    with progress("devices", len(configs) * settings.n) as bar:
+        results = alternate(variants, settings.n, bar)
+    rows = [
+        row_of(case, network_name(of_case), [run for run in runs if run])
+        for (case, of_case), runs in zip(configs.items(), results.values(), strict=True)
+    ]
+    for row in rows:  # against the CPU in float32, where it was measured alike
+        like = [r for r in rows if (r["network"], r["batch_size"]) == (row["network"], row["batch_size"])]
         base = next((r for r in like if (r["device"], r["precision"]) == ("cpu", "32-true")), None)
         if base is not None:
             row["speed_up"] = row["samples_per_sec"] / base["samples_per_sec"]
             if "val/accuracy" in row and "val/accuracy" in base:
                 row["accuracy_difference"] = row["val/accuracy"] - base["val/accuracy"]
+    return rows
 
 
-def _name(case: Case) -> str:
-    return f"{case.network} {case.device} {case.precision} batch {case.batch_size}"
+def all_cases(config: Configuration, settings: Settings) -> Iterator[Case]:
+    """Networks × devices × precisions at the configured batch size, then batch sizes of the chosen network."""
+    devices = wanted_devices(config)
+    for network in settings.networks:
+        for device in devices:
+            size = RESNET_BATCH[device] if network == "ResNet18" else settings.batch_size
+            for precision in usable(device, settings.precisions):
+                yield Case(device, network, precision, size)
+    if "chosen" in settings.networks and not settings.quick:
+        for device in devices:
+            for size in settings.batch_sizes or BATCH_SIZES[device]:
+                if size != settings.batch_size:
+                    yield Case(device, "chosen", usable(device, settings.precisions)[0], size)
+
+
+def one_run(case: Case, config: Configuration, too_slow: set[Case]) -> RealRun | None:
+    """One run of two epochs; None for a case that has been found too slow."""
+    if case in too_slow:
+        return None
+    began = time.perf_counter()
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
+    run = run_epochs(config, 2)
+    if time.perf_counter() - began > PATIENCE_S:
+        too_slow.add(case)
+    return run
+
+
+def row_of(case: Case, network: str, runs: list[RealRun]) -> Row:
+    """The table's row. ``epoch_s``: seconds for the training set at the measured rate, without validation."""
+    train_samples = runs[0].train_samples
+    samples = runs[0].batches * min(case.batch_size, train_samples or case.batch_size)
+    row: Row = {"device": runs[0].device, "network": network, "precision": case.precision}
+    row["batch_size"] = case.batch_size
+    row |= median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
+    if train_samples is not None:
+        row["epoch_s"] = train_samples / row["samples_per_sec"]
+    if accuracies := [run.val_accuracy for run in runs if run.val_accuracy is not None]:
+        row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
+    if peaks := [run.peak_allocated_gib for run in runs if run.peak_allocated_gib is not None]:
+        row["peak_allocated_gib"] = max(peaks)
+    return row

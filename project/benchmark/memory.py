@@ -6,59 +6,86 @@ from itertools import product
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.benchmark.devices import available_devices, usable
-from project.benchmark.flags import Settings
-from project.benchmark.peak_memory import PeakMemory
-from project.benchmark.steps import Steps
-from project.benchmark.with_lightning import Features, run_epochs
-from project.engine.cli import ProjectCLI
+from project.benchmark import Row, Settings
+from project.benchmark.devices import best_device, device_flags, network_name, usable
+from project.benchmark.timing import progress, run_epochs
+from project.callbacks.memory_use import memory_breakdown
+from project.engine.cli import Configuration, configure
+from project.hardware import GIB
+from project.live_memory import LiveMemory
 
 MIB = 1024**2
-ACCUMULATIONS = (1, 4)
-BATCH_SIZES = (256, 1024)
+ACCUMULATIONS, BATCH_SIZES = (1, 4), (256, 1024)
+STEPS = 3  # optimizer steps; the last is measured, the others make the optimizer's state and choose algorithms
+COLUMNS = {"weights": "weights_mib", "gradients": "gradients_mib", "optimizer state": "optimizer_mib"}
 
 
-def measure(cli: ProjectCLI, settings: Settings) -> list[dict[str, Any]]:
+def measure(config: Configuration, settings: Settings) -> list[Row]:
     """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
 
     ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
     the whole optimizer step; ``activations_mib`` is what it holds besides weights, gradients and optimizer state.
     """
-    device = available_devices()[-1] if cli.config_init.trainer.accelerator == "auto" else "cpu"
-    sizes = settings.batch_sizes or ([64] if settings.quick else list(BATCH_SIZES))
-    cases = list(product(usable(device, settings.precisions), (False, True), ACCUMULATIONS, sizes))
-    steps = Steps("memory", len(cases))
-    rows = []
-    for precision, recompute, parts, size in cases:
-        steps.begin(f"{precision}, checkpointing {recompute}, {parts} × {size // parts}")
-        one = case_cli(settings, device, precision, recompute, parts, size)
-        probe = PeakMemory()
-        run_epochs(one, 1, Features(extra=[probe]))
-        rows.append(
-            {
-                "device": torch.cuda.get_device_name() if device == "cuda" else device,
-                "network": type(one.model.network).__name__,
-                "precision": precision,
-                "activation_checkpointing": recompute,
-                "accumulation": parts,
-                "batch_size": size,
-                "peak_mib": probe.peak / MIB,
-                "n": 1,
-                **{f"{name}_mib": size / MIB for name, size in probe.parts.items()},
-                "activations_mib": max(0.0, probe.peak - sum(probe.parts.values())) / MIB,
-            }
-        )
-    steps.finish()
+    device = best_device(config).type
+    model = config.resolved["model"]
+    recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
+    sizes = settings.batch_sizes or ([64] if settings.quick else BATCH_SIZES)
+    cases = list(product(usable(device, settings.precisions), recomputes, ACCUMULATIONS, sizes))
+    rows: list[Row] = []
+    with progress("memory", len(cases)) as bar:
+        for precision, recompute, parts, size in cases:
+            row: Row = {"precision": precision, "activation_checkpointing": recompute}
+            row |= {"accumulation": parts, "batch_size": size}
+            bar.set_postfix(row)
+            flags = [*settings.fit_flags, *device_flags(device, precision, max(1, size // parts))]
+            flags += ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(STEPS * parts)]
+            flags += ["--limit_val_batches", "0"]
+            flags += ["--model.activation_checkpointing", "true"] if recompute else []
+            probe = PeakMemory()
+            run = run_epochs(configure(flags, "project.benchmark"), 1, extra=[probe])
+            bar.update()
+            row = {"device": run.device, "network": network_name(config), **row}
+            row |= {"peak_mib": probe.peak_bytes / MIB, "n": 1}
+            row |= {COLUMNS[name]: size / MIB for name, size in probe.parts.items()}
+            row["activations_mib"] = max(0.0, probe.peak_bytes - sum(probe.parts.values())) / MIB
+            rows.append(row)
     return rows
 
 
-def case_cli(settings: Settings, device: str, precision: str, recompute: bool, parts: int, size: int) -> ProjectCLI:
-    """A run of three optimizer steps of one combination."""
-    flags = ["--accelerator", {"cuda": "gpu"}.get(device, device), "--devices", "1", "--limit_val_batches", "0"]
-    flags += ["--precision", "32-true" if precision == "tf32" else precision]
-    flags += ["--matmul_precision", "high" if precision == "tf32" else "highest"]
-    flags += ["--model.activation_checkpointing", str(recompute).lower()]
-    flags += ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(3 * parts)]
-    flags += ["--data.batch_size", str(max(1, size // parts))]
-    return ProjectCLI([*settings.fit_flags, *flags], "project.benchmark")
+class PeakMemory(Callback):
+    """The most memory that tensors take during a run's last optimizer step, by what they are for.
+
+    On CUDA the allocator keeps the peak. The CPU's allocator keeps none: there :class:`LiveMemory` counts tensors. It
+    does not see what a library takes for itself during an operation (oneDNN's scratch memory).
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.parts: dict[str, float] = {}  # bytes by use after the step, as memory_breakdown names them
+        self._meter: LiveMemory | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx != (STEPS - 1) * trainer.accumulate_grad_batches:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            return
+        self._meter = LiveMemory()
+        self._meter.__enter__()
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        self._meter.count([*pl_module.parameters(), *pl_module.buffers(), *(p.grad for p in pl_module.parameters())])
+        self._meter.count([value for state in states for value in state.values()])
+        self._meter.count(batch if isinstance(batch, (tuple, list)) else [batch])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx + 1 != STEPS * trainer.accumulate_grad_batches:
+            return
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+        self.peak_bytes = self._meter.peak_bytes if self._meter is not None else torch.cuda.max_memory_allocated()
+        self.parts = {name: GIB * size for name, size in memory_breakdown(trainer).items()}

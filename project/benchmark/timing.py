@@ -1,40 +1,53 @@
-"""How everything here is timed: alternating runs, medians, and how far they spread."""
+"""How everything here is timed: alternating measurements, real runs by the epoch, and the conditions they hold for."""
 
 from __future__ import annotations
 
+import copy
+import io
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-from project.benchmark.steps import Steps
+from project import fit, hardware
+from project.engine import signals
+from project.engine.cli import Configuration
+from project.engine.run_folder import Run, choose
+from project.engine.summary import command_line, device_name, git_state, samples_of, versions
+from project.engine.trainer import build_trainer, own_callbacks, trainer_flags
+from project.errors import UserError
 
 T = TypeVar("T")
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it: only then may a clock be read."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def progress(table: str, total: int) -> Any:
+    """A bar over the measurements of a table, on stderr, so that the tables on stdout can be piped."""
+    return tqdm(total=total, desc=table, leave=False, disable=None)  # no bar in a log file
 
 
-def alternate(variants: Mapping[str, Callable[[], T]], rounds: int, steps: Steps) -> dict[str, list[T]]:
-    """Results of every variant, ``rounds`` of each, one after the other in turn.
+def alternate(variants: Mapping[str, Callable[[], T]], rounds: int, bar: Any) -> dict[str, list[T]]:
+    """Results of every variant (name → one measurement), ``rounds`` of each, one after the other in turn.
 
     In turn, and every other round backwards, so that a machine that grows slower or busier during the measurement
-    does so for all variants alike.
-
-    Args:
-        variants: Name → function that does one measurement.
-        rounds: Measurements per variant.
-        steps: Told of every measurement.
+    does so for all variants alike. ``bar`` moves on at every measurement.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in list(variants)[:: -1 if number % 2 else 1]:
-            steps.begin(f"{name} ({number + 1} of {rounds})")
+            bar.set_postfix_str(f"{name} ({number + 1} of {rounds})")
             results[name].append(variants[name]())
+            bar.update()
     return results
 
 
@@ -45,3 +58,229 @@ def median_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
     if len(values) > 1 and median:
         row["spread_pct"] = 100 * (max(values) - min(values)) / median
     return row
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it: only then may a clock be read."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# Real runs: built as ``fit`` builds them, timed by the epoch, in a folder that is thrown away.
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch's seconds."""
+
+    train_s: float  # of its training steps
+    epoch_s: float  # of the whole of it: training, validation, saving
+    train_cpu_s: float  # CPU seconds of all threads in the training steps; a busy neighbour changes them far less
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """What was measured of a run."""
+
+    epochs: list[Epoch]
+    batches: int  # per epoch
+    train_samples: int | None  # in the training set; None where its loader does not tell
+    device: str  # its name
+    val_accuracy: float | None  # the last, 0-1; None where none was logged
+    peak_allocated_gib: float | None  # None where the device's allocator does not tell
+    inside_s: dict[str, float]  # class of a watched callback → seconds inside its hooks
+
+
+class EpochClock(Callback):
+    """Times whole epochs and validations. Comes last among the callbacks, so that what the others do counts."""
+
+    def __init__(self) -> None:
+        self.epochs: list[Epoch] = []
+        self.validations: list[tuple[float, float]] = []  # (seconds since training began, val/accuracy)
+        self._train_began = self._began = self._cpu_began = 0.0
+        self._steps = (0.0, 0.0)  # seconds and CPU seconds of this epoch's training steps
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._train_began = time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_epoch(trainer)  # here, because what is saved of an epoch is saved when the next begins
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx + 1 == trainer.num_training_batches:
+            synchronize(trainer.strategy.root_device)
+            self._steps = (time.perf_counter() - self._began, time.process_time() - self._cpu_began)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if "val/accuracy" in trainer.callback_metrics and not trainer.sanity_checking:
+            accuracy = float(trainer.callback_metrics["val/accuracy"])
+            self.validations.append((time.perf_counter() - self._train_began, accuracy))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_epoch(trainer)  # after every on_train_end, where the last epoch's checkpoint is saved
+
+    def _end_epoch(self, trainer: Trainer) -> None:
+        if self._began:
+            synchronize(trainer.strategy.root_device)
+            train_s, train_cpu_s = self._steps
+            self.epochs.append(Epoch(train_s, time.perf_counter() - self._began, train_cpu_s))
+
+
+def time_hooks(callback: Callback, seconds: dict[str, float]) -> None:
+    """Add up in ``seconds``, by the callback's class, what its hooks take from now on."""
+    owner = type(callback).__name__
+
+    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                seconds[owner] = seconds.get(owner, 0.0) + time.perf_counter() - began
+
+        return run
+
+    for name in dir(type(callback)):
+        if name.startswith("on_") and getattr(type(callback), name) is not getattr(Callback, name, None):
+            setattr(callback, name, timed(getattr(callback, name)))
+
+
+def run_epochs(
+    config: Configuration,
+    epochs: int,
+    *,
+    without: Collection[type] = (),
+    trainer: Mapping[str, Any] | None = None,
+    bare: bool = False,
+    extra: Sequence[Callback] = (),
+    watched: tuple[type, ...] = (),
+) -> RealRun:
+    """Train the configured model afresh for some epochs. Nothing of it stays on disk.
+
+    Args:
+        config: The data module is used again, the module is made anew.
+        epochs: How many; the first one is the warm-up.
+        without: Classes of callbacks and loggers to leave out.
+        trainer: Trainer arguments in the place of the configured ones.
+        bare: Nothing of ours but the module, the data and the user's callbacks: Lightning's loop alone.
+        extra: Further callbacks.
+        watched: Classes of callbacks whose hooks are timed.
+    """
+    length = {"max_epochs": epochs, "max_steps": -1, "max_time": None}
+    config = afresh(config, trainer={**length, **(trainer or {})})
+    clock, session = EpochClock(), None
+    inside: dict[str, float] = {}
+    with scratch_run() as run:
+        if bare:
+            flags = trainer_flags(config)
+            flags |= {"callbacks": [*own_callbacks(flags), *extra, clock], "default_root_dir": run.folder}
+            lightning = build_trainer({**flags, "logger": False, "enable_progress_bar": False})
+        else:
+            session = fit.build(config, run, extra=[*extra, clock], without=without)
+            lightning = session.trainer
+        callbacks: list[Callback] = lightning.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, watched):
+                time_hooks(callback, inside)
+        try:
+            lightning.fit(config.module, datamodule=config.datamodule)
+        finally:
+            if session is not None and session.wandb is not None:
+                session.wandb.finish(0)
+            signals.resume_immediate()  # between two runs there is no step to wait for
+    if not all(epoch.train_s for epoch in clock.epochs):
+        raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
+    peak: float | None = None
+    if session is not None and session.memory is not None:  # feature: memory
+        peak = session.memory.summary().get("memory/peak_allocated_gib")  # feature: memory
+    return RealRun(
+        clock.epochs,
+        batches=int(lightning.num_training_batches),
+        train_samples=samples_of(lightning.train_dataloader),
+        device=device_name(lightning),
+        val_accuracy=clock.validations[-1][1] if clock.validations else None,
+        peak_allocated_gib=peak,
+        inside_s=inside,
+    )
+
+
+def afresh(config: Configuration, seed: int | None = None, trainer: Mapping[str, Any] | None = None) -> Configuration:
+    """The configuration with a new module and callbacks that have seen no run; ``trainer`` replaces arguments of it."""
+    callbacks = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
+    arguments = {**config.trainer, "callbacks": callbacks, **(trainer or {})}
+    return replace(config, module=config.fresh_module(seed), trainer=arguments)
+
+
+class SilentTerminal(io.StringIO):
+    """Claims to be a terminal, so that a run draws its progress bar, which costs what it costs."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def scratch_run() -> Iterator[Run]:
+    """A run in a temporary folder, whose lines nobody reads."""
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder,
+        redirect_stdout(SilentTerminal()),
+    ):
+        run = choose(Path(folder), None, None)
+        run.create()
+        yield run
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores this process may use, memory, and every GPU with its driver; what is not known is left out."""
+    cpu, gpus = hardware.cpu(), hardware.accelerators()
+    found = {"cpu": cpu["name"], "cpu_cores": cpu["cores"], "memory_gib": round(hardware.memory()["total_gib"], 1)}
+    if gpus:
+        found |= {"gpus": [gpu["name"] for gpu in gpus], "cuda": torch.version.cuda, "driver": gpus[0].get("driver")}
+    return {name: fact for name, fact in found.items() if fact is not None}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a result means nothing without, of this moment and this process. None is what cannot be known."""
+
+    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    command: str = field(default_factory=lambda: command_line().replace(".__main__", "", 1))
+    git: tuple[str | None, bool | None] = field(default_factory=git_state)  # commit, and whether files differ from it
+    hardware: dict[str, Any] = field(default_factory=machine)
+    versions: dict[str, str] = field(default_factory=versions)
+    cpu_threads: int = field(default_factory=torch.get_num_threads)
+    omp_wait_policy: str = field(default_factory=lambda: os.environ.get("OMP_WAIT_POLICY", "default"))
+    omp_spin_count: str = field(default_factory=lambda: os.environ.get("GOMP_SPINCOUNT", "default"))
+    # before the benchmark begins: the load of others
+    load_average: float | None = field(
+        default_factory=lambda: round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    )
+
+    @property
+    def quiet(self) -> bool | None:
+        """Whether nothing else was running."""
+        return None if self.load_average is None else self.load_average < 0.5
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON holds it; what is not known is left out."""
+        plain = {**asdict(self), "git_commit": self.git[0], "git_dirty": self.git[1], "quiet": self.quiet}
+        return {name: fact for name, fact in plain.items() if fact is not None and name != "git"}
+
+    def to_columns(self) -> dict[str, Any]:
+        """As a row of CSV holds it: flat, one column per version."""
+        plain = self.to_plain()
+        versions = {f"version_{name}": version for name, version in plain.pop("versions").items()}
+        return plain.pop("hardware") | plain | versions
+
+    @property
+    def line(self) -> str:
+        """For a person, above the tables."""
+        parts = [f"{self.hardware['cpu']}, {self.hardware['cpu_cores']} cores", *self.hardware.get("gpus", [])]
+        parts += [f"{name} {self.versions[name]}" for name in ("torch", "lightning") if name in self.versions]
+        line = " | ".join([*parts, f"commit {(self.git[0] or 'unknown')[:7]}", self.date])
+        busy = f"\nthe machine was busy (load average {self.load_average}): compare ratios, not seconds"
+        return line + (busy if self.quiet is False else "")
