@@ -15,8 +15,8 @@ from project.benchmark import Row, Settings
 from project.benchmark.devices import best_device
 from project.benchmark.overhead import InMemory, PerSampleImages
 from project.benchmark.timing import alternate, median_and_spread, progress, synchronize
-from project.data.sampler import TensorImages, TrainBatchSampler, make_loader
 from project.engine.cli import Configuration
+from project.engine.exact_loading import ExactLoader
 
 BATCHES = 200  # per measurement, at most one epoch
 Way = Callable[[], "DataLoader[Any]"]
@@ -73,10 +73,18 @@ def ways_to_load(config: Configuration, samples: InMemory, settings: Settings, p
 
 def our_loader(datamodule: Any, workers: int, pinned: bool) -> DataLoader[Any]:
     """The training loader of a run with another number of workers."""
-    data: TensorImages = datamodule.train_dataloader().dataset
-    sampler = TrainBatchSampler(len(data), datamodule.batch_size)
-    options = {"pin_memory": pinned, "prefetch_factor": 2, "seed": 0, "image_shape": datamodule.image_shape}
-    return make_loader(data, sampler, num_workers=workers, **options)
+    given = datamodule.train_dataloader()
+    plain: DataLoader[Any] = DataLoader(
+        given.dataset,
+        given.batch_size,
+        shuffle=True,
+        drop_last=given.drop_last,
+        num_workers=workers,
+        pin_memory=pinned,
+        collate_fn=given.collate_fn,
+        persistent_workers=workers > 0,
+    )
+    return ExactLoader.of(plain, training=True, seed=0)
 
 
 def time_epoch(

@@ -23,6 +23,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from project import fit, hardware
 from project.engine import signals
 from project.engine.cli import Configuration
+from project.engine.exact_loading import ExactLoading
+from project.engine.log_steps import synchronize
 from project.engine.run_folder import Run, choose
 from project.engine.summary import command_line, device_name, git_state, samples_of, versions
 from project.engine.trainer import build_trainer, own_callbacks, trainer_flags
@@ -58,12 +60,6 @@ def median_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
     if len(values) > 1 and median:
         row["spread_pct"] = 100 * (max(values) - min(values)) / median
     return row
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it: only then may a clock be read."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 # Real runs: built as ``fit`` builds them, timed by the epoch, in a folder that is thrown away.
@@ -179,6 +175,7 @@ def run_epochs(
             flags = trainer_flags(config)
             flags |= {"callbacks": [*own_callbacks(flags), *extra, clock], "default_root_dir": run.folder}
             lightning = build_trainer({**flags, "logger": False, "enable_progress_bar": False})
+            ExactLoading().install(lightning)  # the loaders that all the others train with
         else:
             session = fit.build(config, run, extra=[*extra, clock], without=without)
             lightning = session.trainer
