@@ -32,7 +32,7 @@ from project.engine.progress import progress_callback
 from project.engine.ranks import is_rank_zero
 from project.engine.restore import init_weights, read_configuration
 from project.engine.run_folder import Run
-from project.engine.summary import RunTimer, Summary, closing_lines
+from project.engine.summary import RunTimer, Summary, closing_lines, stopped_lines
 from project.engine.trainer import (
     build_trainer,
     loggers_of,
@@ -165,17 +165,18 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
             )
         summary = summarize(config, job, session)  # before the test's precision is set
         summary.metrics |= test_best(trainer, config, session.checkpoint.best_path)
-        if trainer.is_global_zero:
-            summary.write(job.folder / "summary.json")
         finished = True
-        signals.resume_immediate()  # nothing is left that could be lost
+        signals.resume_immediate()  # no step is left that could be lost
         publish(config, job, session, summary)
+        if trainer.is_global_zero:  # last: a run that has a summary lacks nothing
+            summary.write(job.folder / "summary.json")
         status = 0
         return summary
     except signals.Stopped as stop:
         status = stop.exit_code
         if not finished:
             publish_stopped(config, job, session, stop)
+        say(stopped_lines(job.folder, trainer.global_step))
         raise
     finally:
         close(session, status)

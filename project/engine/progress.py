@@ -11,6 +11,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
+MONITORED = ("throughput/", "memory/", "optimizer/")  # what a line for people leaves out
+MOST_SHOWN = 6
+
+
+def _in_order(name: str) -> tuple[int, int]:
+    """Training before validation, losses before the rest."""
+    return (1 if name.startswith("val") else 0, 0 if "loss" in name else 1)
+
 
 class EpochLines(Callback):
     """One plain line per epoch on rank 0, as a log file wants it.
@@ -35,9 +43,11 @@ class EpochLines(Callback):
     def _print_epoch(self, trainer: Trainer) -> None:
         if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
             return
-        parts = [f"epoch {trainer.current_epoch}/{trainer.max_epochs}"]
-        metrics, shown = trainer.callback_metrics, ("train/loss", "train/accuracy", "val/loss", "val/accuracy")
-        parts += [f"{name} {float(metrics[name]):.4f}" for name in shown if name in metrics]
+        of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+        parts = [f"epoch {trainer.current_epoch}{of}"]
+        metrics = trainer.callback_metrics
+        shown = sorted(name for name in metrics if not name.startswith(MONITORED))
+        parts += [f"{name} {float(metrics[name]):.4f}" for name in sorted(shown, key=_in_order)[:MOST_SHOWN]]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
         print("  ".join(parts), flush=True)

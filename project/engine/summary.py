@@ -241,6 +241,16 @@ def command_line() -> str:
     return " ".join([program, *map(shlex.quote, sys.argv[1:])])
 
 
+def stopped_lines(folder: Path, step: int) -> list[str]:
+    """What is printed when a run was asked to stop: what is saved, and the command that goes on."""
+    if not (folder / "last.ckpt").exists():
+        return ["nothing was saved yet."]
+    go_on = f"python -m project.fit --run_name {shlex.quote(folder.name)} --ckpt_path auto"
+    root = os.path.relpath(folder.parent)
+    go_on += "" if root == "checkpoints" else f" --default_root_dir {shlex.quote(root)}"
+    return [f"stopped after step {step:,}; saved in {os.path.relpath(folder)}/last.ckpt. To go on:", f"  {go_on}"]
+
+
 def closing_lines(summary: Summary, folder: Path, wandb_folder: Path | None, advice: str | None) -> str:
     """What is printed at the end of a run."""
     shown = shlex.quote(os.path.relpath(folder))
