@@ -41,10 +41,9 @@ from project.engine.training import (
     refusals_as_errors,
     summarize,
     test_best,
-    wandb_folder,
 )
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger
+from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger, offline_folders
 
 
 @dataclass
@@ -81,7 +80,7 @@ def main(argv: list[str]) -> int:
         raise
     if session.trainer.is_global_zero:
         advice = session.throughput.advice() if session.throughput else None
-        print(closing_lines(summary, run.folder, wandb_folder(run.folder), advice))
+        print(closing_lines(summary, run.folder, offline_folders(run.folder), advice))
     return 0
 
 
@@ -112,7 +111,7 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = (), witho
         None if OptimizerMonitor in off else OptimizerMonitor(),
         throughput,
         memory,
-        WandbStart(),
+        WandbStart(wandb, checkpoint) if wandb is not None else None,
         predictions,
         MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,
         progress_callback(flags),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import traceback
@@ -34,10 +33,10 @@ from project.engine.summary import (
     versions,
 )
 from project.errors import UserError
-from project.loggers.wandb import STOP_PATIENCE, WandbRunLogger
+from project.loggers.wandb import WandbRunLogger
 
-# Seconds for the report, and for W&B's pictures, of a run that was asked to stop, which has ten for everything
-REPORT_PATIENCE, PICTURES_PATIENCE = 4.0, 1.0
+# Seconds for the report of a run that was asked to stop, which has ten for everything
+REPORT_PATIENCE = 4.0
 
 
 @contextmanager
@@ -125,16 +124,8 @@ def publish(config: Configuration, run: Run, session: Any, summary: Summary, sto
     except Exception as error:
         rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is not affected.")
         return
-    wandb: WandbRunLogger | None = session.wandb
-    if wandb is None or (stopped_by and not wandb.is_up):
-        return
-    try:
-        from project.loggers.wandb_pictures import log_results
-
-        with time_limit(PICTURES_PATIENCE if stopped_by else None):
-            log_results(wandb, record, run.folder)
-    except Exception as error:
-        rank_zero_warn(f"W&B got no pictures ({type(error).__name__}: {error}). The run is not affected.")
+    if session.wandb is not None:
+        session.wandb.record = record
 
 
 def gather(config: Configuration, session: Any, summary: Summary, stopped_by: str | None = None) -> RunRecord:
@@ -193,10 +184,4 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 def finish_wandb(logger: WandbRunLogger | None, exit_code: int) -> None:
     """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
     if logger is not None:
-        logger.finish(exit_code, patience=STOP_PATIENCE if exit_code else None)
-
-
-def wandb_folder(folder: Path) -> Path | None:
-    """The newest offline W&B folder of a run, None where there is none."""
-    found = sorted((folder / "wandb").glob("offline-run-*"), key=os.path.getmtime)
-    return found[-1] if found else None
+        logger.finish(exit_code)
