@@ -13,29 +13,17 @@ import json
 from typing import Any, NoReturn
 
 from project.errors import UserError
+from project.loggers.panels import PANELS
 
 STEP = "trainer/global_step"
-# Section → panels: title → metrics, or the key of a chart, a table or a page that a run logs at its end
+# Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.
 LINES: dict[str, dict[str, list[str]]] = {
-    "Training": {
-        "Loss": ["train/loss", "val/loss"],
-        "Accuracy (fraction)": ["train/accuracy", "val/accuracy"],
-        "Learning rate": ["optimizer/lr"],
-        "Gradient norm": ["optimizer/grad_norm"],
-        "Loss scale (16-mixed)": ["optimizer/loss_scale"],
-    },
-    "Throughput": {
-        "Samples per second": ["throughput/samples_per_sec"],
-        "Waiting for data (% of the time)": ["throughput/data_wait_pct"],
-        "Step (ms)": ["throughput/step_ms"],
-        "GPU (%)": ["throughput/gpu_utilization_pct", "throughput/mfu_pct"],
-    },
-    "Memory": {
-        "Host, resident (GiB)": ["memory/rss_gib"],
-        "Device (GiB)": ["memory/peak_reserved_gib", "memory/peak_allocated_gib", "memory/allocated_gib"],
-        "Device, peak reserved (%)": ["memory/peak_reserved_pct"],
-    },
-    "Mistakes": {},
+    section: {
+        f"{panel.title} ({panel.unit})" if panel.unit else panel.title: list(panel.lines)
+        for panel in PANELS
+        if panel.section == section
+    }
+    for section in ("Training", "Throughput", "Memory", "Mistakes")
 }
 BARS: dict[str, dict[str, str]] = {
     "Training": {"Best validation accuracy": "val/accuracy.max", "Test accuracy": "test/accuracy"},

@@ -44,8 +44,8 @@ from project.engine.trainer import (
 )
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import WandbStart, make_wandb_logger
-from project.publish import Session, close, publish, publish_stopped, summarize, wandb_folder
+from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders
+from project.publish import Session, close, publish, publish_stopped, summarize
 
 MONITORS: dict[str, type[Callback]] = {
     "throughput": ThroughputMonitor,  # feature: throughput
@@ -83,7 +83,7 @@ def train_in(config: Configuration, job: Run, told: list[str], changed: bool = F
         raise
     advice = None
     advice = session.throughput.advice() if session.throughput else None  # feature: throughput
-    say([closing_lines(summary, job.folder, wandb_folder(job.folder), advice)])
+    say([closing_lines(summary, job.folder, offline_folders(job.folder), advice)])
     return 0
 
 
@@ -121,7 +121,7 @@ def build(
         throughput,  # feature: throughput
         memory,  # feature: memory
         MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
-        WandbStart(),
+        WandbStart(wandb, best) if wandb is not None else None,
         predictions,
         progress_callback(flags),
         *own_callbacks(flags),

@@ -66,7 +66,7 @@ class Best:
     score: float | None = None
     epoch: int | None = None
     step: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # all that was logged with it
+    metrics: dict[str, float] = field(default_factory=dict)  # what its validation logged
 
     @classmethod
     def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
@@ -103,7 +103,7 @@ class Best:
         better = self.score is None or (score >= self.score if self.mode == "max" else score <= self.score)
         if better:
             self.score, self.epoch, self.step = score, epoch, step
-            self.metrics = {name: float(value) for name, value in logged.items()}
+            self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val")}
         return better
 
     def forget(self) -> None:
