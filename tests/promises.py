@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw
 
 from project import fit
 from project.engine.checkpoint_files import load, read
+from tests.commands import complete
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ("throughput/", "memory/")  # columns that time and memory fill, which no two runs share
@@ -126,4 +127,4 @@ def run_process(command: list[str], timeout: float = 240) -> subprocess.Complete
     left_out = ("LOCAL_RANK", "PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
     environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "WANDB_MODE": "disabled"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    return complete(command, timeout, cwd=ROOT, env=environment)
