@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 
 from project.data import BatchedDataModule, Split, TensorImages
-from project.image_files import fit_picture
 
 
 class TensorFiles(BatchedDataModule):
@@ -32,4 +32,5 @@ class TensorFiles(BatchedDataModule):
 
     def prepare_image(self, pixels: np.ndarray) -> np.ndarray:
         """For ``predict``: a picture, float (height, width, 3) in 0-1, as an input, uint8 (2, 12, 20): red and blue."""
-        return fit_picture(pixels, (3, 12, 20))[[0, 2]]
+        picture = ImageOps.fit(Image.fromarray((pixels * 255).round().astype(np.uint8)), (20, 12))
+        return np.asarray(picture).transpose(2, 0, 1)[[0, 2]]
