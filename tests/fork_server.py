@@ -155,22 +155,26 @@ def serve(control: socket.socket) -> dict[str, Any]:
                 request: dict[str, Any] = json.loads(lines.readline())
             pid = os.fork()
             if not pid:
-                os.setsid()
                 libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != server:
                     os._exit(1)
-                os.dup2(descriptors[1], 1)
-                os.dup2(descriptors[2], 2)
-                others = [theirs for _, theirs in alive.values()]
-                for number in (*descriptors[1:], *alive):
-                    os.close(number)
-                for theirs in (control, reports, *others):
-                    theirs.close()
+                leave([control, reports, *(theirs for _, theirs in alive.values())], list(alive), *descriptors[1:])
                 return request
             for descriptor in descriptors[1:]:
                 os.close(descriptor)
             reports.sendall(f"{pid}\n".encode())
             alive[os.pidfd_open(pid)] = pid, reports
+
+
+def leave(sockets: list[socket.socket], pidfds: list[int], stdout: int, stderr: int) -> None:
+    """In a child: close the server's files, take over its own output, in a session of its own."""
+    os.setsid()
+    for theirs in sockets:
+        theirs.close()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for number in (stdout, stderr, *pidfds):
+        os.close(number)
 
 
 def reap(pidfd: int, pid: int, reports: socket.socket) -> None:

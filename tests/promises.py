@@ -16,7 +16,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from project import fit
-from project.engine.checkpoint_files import load, read
+from project.engine.checkpoint_files import read
+from project.engine.restore import load
 from tests.commands import complete
 
 ROOT = Path(__file__).parents[1]

@@ -15,8 +15,8 @@ import yaml
 
 from project import fit
 from project.data import MNISTDataModule
-from project.engine.checkpoint_files import load
 from project.engine.cli import ProjectCLI, for_loading
+from project.engine.restore import load
 from tests.commands import SMALL, checkpoint, command, rows, run, start, summary
 
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json", "report.html"]

@@ -21,7 +21,7 @@ from project import fit
 from project.callbacks import test_predictions
 from project.callbacks.test_predictions import TestPredictions
 from project.data import MNISTDataModule
-from project.engine.checkpoint_files import load
+from project.engine.restore import load
 from project.engine.summary import Mistake, RunRecord, Summary
 from project.report import page, write_report
 from project.report.charts import MOST_POINTS, thinned

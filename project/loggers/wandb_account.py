@@ -1,4 +1,4 @@
-"""How runs would log to W&B, by the environment alone: no network, no import of wandb or Lightning."""
+"""Whether W&B has an account here, and how a run would log to it. Standard library only, so that asking is quick."""
 
 from __future__ import annotations
 
@@ -6,46 +6,50 @@ import netrc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 from urllib.parse import urlparse
+
+Mode = Literal["online", "offline", "disabled", "refused"]
+MEANINGS: dict[Mode, str] = {
+    "online": "runs go online",
+    "offline": "runs are kept offline, for wandb sync",
+    "disabled": "switched off",
+    "refused": "but WANDB_MODE wants online runs, fit will refuse",
+}
 
 
 @dataclass(frozen=True)
 class WandbState:
-    """How ``fit`` would log to W&B."""
+    """How runs are logged to W&B."""
 
-    mode: str  # online, offline, disabled, or refused: WANDB_MODE wants online runs and there is no API key
+    mode: Mode
     logged_in: bool
-    text: str  # the same for a person
+    text: str  # for a person, without the key
 
 
 def has_wandb_key() -> bool:
-    """Whether a W&B API key is configured."""
-    return wandb_mode(os.environ).logged_in
+    """Whether a W&B API key is configured (environment or netrc); no network is touched."""
+    return _key_from(os.environ) is not None
 
 
 def wandb_mode(environ: Mapping[str, str]) -> WandbState:
-    """Online where an API key is configured, else offline; ``WANDB_MODE`` and ``WANDB_DISABLED`` win."""
-    logged_in = "WANDB_API_KEY" if environ.get("WANDB_API_KEY") else _wandb_netrc(environ)
-    mode = environ.get("WANDB_MODE", "").lower()
-    if mode == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+    """What ``WANDB_MODE`` and the like ask for; without them online where an API key is configured, else offline."""
+    key_from = _key_from(environ)
+    asked = environ.get("WANDB_MODE", "").lower()
+    mode: Mode = "offline" if asked in ("offline", "dryrun") or not key_from else "online"
+    if asked == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
         mode = "disabled"
-    elif mode in ("online", "run") and not logged_in:
+    elif asked in ("online", "run") and not key_from:
         mode = "refused"
-    else:
-        mode = "offline" if mode in ("offline", "dryrun") or not logged_in else "online"
-    login = f"logged in ({logged_in})" if logged_in else "not logged in (wandb login)"
-    then = {
-        "online": "runs go online",
-        "offline": "runs are kept offline, for wandb sync",
-        "disabled": "switched off",
-        "refused": "but WANDB_MODE wants online runs, fit will refuse",
-    }
-    return WandbState(mode, bool(logged_in), f"{login}: {then[mode]}")
+    login = f"logged in ({key_from})" if key_from else "not logged in (wandb login)"
+    return WandbState(mode, key_from is not None, f"{login}: {MEANINGS[mode]}")
 
 
-def _wandb_netrc(environ: Mapping[str, str]) -> str | None:
-    path = environ.get("NETRC", str(Path.home() / ".netrc"))
+def _key_from(environ: Mapping[str, str]) -> str | None:
+    """Where the API key stands: the variable's name or the netrc file; None without one."""
+    if environ.get("WANDB_API_KEY"):
+        return "WANDB_API_KEY"
+    path = environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         hosts = netrc.netrc(path).hosts
     except (OSError, netrc.NetrcParseError):
