@@ -117,15 +117,15 @@ def test_evaluation_does_not_depend_on_batch_size_or_workers(workplace: Path, tr
 def test_a_launcher_s_world_that_contradicts_the_flags_is_an_error(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from project.engine.cli import ProjectCLI
+    from project.engine.cli import configure
     from project.engine.trainer import trainer_flags
     from project.errors import UserError
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert trainer_flags(ProjectCLI([]))["devices"] == 2
+    assert trainer_flags(configure([], "project.fit"))["devices"] == 2
     with pytest.raises(UserError, match="the launcher started"):
-        trainer_flags(ProjectCLI(["--devices", "3"]))
+        trainer_flags(configure(["--devices", "3"], "project.fit"))
 
 
 def test_the_ranks_generators_and_metrics_are_all_in_the_checkpoint(workplace: Path) -> None:

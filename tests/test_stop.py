@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from project import fit
 from tests.commands import CPU2, SMALL, assert_same_run, checkpoint, command, family, run, start, summary, wait_for
 
 STOPS = int(os.environ.get("PROJECT_STOPS", "1"))  # 20 in the long form
@@ -77,11 +78,15 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
     assert process.returncode == 143
 
 
-def test_a_signal_after_the_training_ends_at_once_and_the_run_stays_finished(workplace: Path) -> None:
-    after = "import os, signal; training.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
-    code = f"from project import entry, fit, training; {after}; entry.run(fit.main)"
+def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
+    after = "import os, signal; fit.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
+    code = f"from project import fit; from project.engine import command; {after}; command.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
-    assert subprocess.run(words, timeout=60).returncode == 143
+    ended = subprocess.run(words, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 143
+    assert "--run_name r --ckpt_path auto" in ended.stdout
+    assert not Path("checkpoints/r/summary.json").exists()
+    assert fit.main(["--run_name", "r", "--ckpt_path", "auto"]) == 0
     assert summary(Path("checkpoints/r"))["finished"]
 
 
