@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from tests.fork_server import Forked, can_fork
 
@@ -24,8 +27,9 @@ Process = subprocess.Popen[bytes] | Forked
 SMALL = [
     *("--data.source", "sample", "--data.train_samples", "3200", "--data.val_samples", "200"),
     *("--data.test_samples", "200", "--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
-    *("--model.network", "MLP"),
+    *("--model.network", "MLP", "--report", "false"),  # the report is half of such a run's time
 ]
+REPORTED = [*SMALL, "--report", "true"]
 # With batch normalisation, whose running statistics every rank gathers from its own batches
 CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]
 CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
@@ -98,6 +102,36 @@ def popen(
     return subprocess.Popen(
         words, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, cwd=cwd, env=env, start_new_session=True
     )
+
+
+@functools.cache
+def made_once(name: str, *arguments: str, wandb: str = "disabled") -> Path:
+    """The folder of a finished run, trained once for all tests of all pytest processes. Read only.
+
+    What it printed is in ``output.txt``, two folders above.
+    """
+    root = Path(os.environ["TESTS_SHARED_FOLDER"]) / name
+    environment = {**os.environ, "WANDB_MODE": wandb}
+    with FileLock(f"{root}.lock"):
+        folder = root / "checkpoints" / name
+        if not (root / "output.txt").exists():
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir()
+            done = run("fit", *arguments, "--run_name", name, cwd=root, env=environment)
+            assert done.returncode == 0, done.stderr
+            (root / "output.txt").write_text(done.stdout + done.stderr)
+    return folder
+
+
+def finished_run() -> Path:
+    """A small run on one process, with a report and W&B offline."""
+    return made_once("small", *REPORTED, wandb="offline")
+
+
+def two_rank_run() -> Path:
+    """A small run on two processes, with a report and W&B offline; every rank takes half of each batch of 64."""
+    flags = ["--data.batch_size", "32", "--data.test_samples", "199", "--model.schedule", "constant"]
+    return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline")
 
 
 def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: float = 120) -> bool:
