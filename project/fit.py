@@ -111,7 +111,9 @@ def build(
     best = Best.of(config.module, options.monitor, options.mode)
     timer, csv, predictions = RunTimer(), MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
     wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
-    checkpoint = RunCheckpoint.of(config, job, best, csv, changed, requeue_signal(config))
+    checkpoint = RunCheckpoint(
+        job, config.resolved, best, csv, options.checkpoint_every, changed, requeue_signal(config)
+    )
     throughput = None if ThroughputMonitor in off else ThroughputMonitor()  # feature: throughput
     memory = None if MemoryMonitor in off else MemoryMonitor()  # feature: memory
     callbacks: list[Callback | None] = [
