@@ -11,6 +11,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
+from project.engine.ranks import is_rank_zero
+
 MONITORED = ("throughput/", "memory/", "optimizer/")  # what a line for people leaves out
 MOST_SHOWN = 6
 
@@ -74,6 +76,12 @@ def progress_callback(flags: dict[str, Any]) -> Callback | None:
     flags["enable_progress_bar"] = own or bar
     # a refresh every 50 steps costs nothing that can be measured; every step costs a third of a small model's run
     return QuietBar(refresh_rate=50) if bar else EpochLines() if enabled else None
+
+
+def say(*lines: str) -> None:
+    """Print lines, on rank 0."""
+    for line in lines if is_rank_zero() else ():
+        print(line, flush=True)
 
 
 # Lightning's and wandb's advice that does not hold here, with the reason
