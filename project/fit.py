@@ -79,9 +79,6 @@ def build(
         extra: Further callbacks, behind all others.
         without: Classes of callbacks and loggers to leave out.
         changed: Whether a resumed run's configuration differs from its checkpoint's.
-
-    Raises:
-        UserError: Lightning refuses a flag, or flags contradict the launcher or the machine.
     """
     flags, options, off = trainer_flags(config), config.options, tuple(without)
     best = Best.of(config.module, options.monitor, options.mode)
