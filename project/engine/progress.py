@@ -17,11 +17,6 @@ MONITORED = ("throughput/", "memory/", "optimizer/")  # what a line for people l
 MOST_SHOWN = 6
 
 
-def _in_order(name: str) -> tuple[int, int]:
-    """Training before validation, losses before the rest."""
-    return (1 if name.startswith("val") else 0, 0 if "loss" in name else 1)
-
-
 class EpochLines(Callback):
     """One plain line per epoch on rank 0, as a log file wants it.
 
@@ -48,8 +43,10 @@ class EpochLines(Callback):
         of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
         parts = [f"epoch {trainer.current_epoch}{of}"]
         metrics = trainer.callback_metrics
-        shown = sorted(name for name in metrics if not name.startswith(MONITORED))
-        parts += [f"{name} {float(metrics[name]):.4f}" for name in sorted(shown, key=_in_order)[:MOST_SHOWN]]
+        shown = [name for name in metrics if not name.startswith(MONITORED) and not name.endswith(("_step", "_epoch"))]
+        # training before validation, losses before the rest
+        shown.sort(key=lambda name: (name.startswith("val"), "loss" not in name, name))
+        parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
         print("  ".join(parts), flush=True)
