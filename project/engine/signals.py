@@ -16,7 +16,7 @@ import threading
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a closed terminal is a reason to save, too
-# Several ranks start up together and stop together at the first step; if that has not come by then, end anyway.
+# Ranks that receive a signal during start-up stop together at the first step, or each one after this time.
 START_UP_PATIENCE_S = 8.0
 
 
@@ -30,7 +30,7 @@ class Stopped(BaseException):
 
 
 class _State:
-    """The process's one record of what it was asked to do (a signal handler has no other place to note it)."""
+    """What this process was asked to do. It is global because a signal handler has no other place to note it."""
 
     requested: int = 0
     importing: bool = False
@@ -75,7 +75,7 @@ def defer(shared: bool = False) -> None:
 
 
 def resume_immediate() -> None:
-    """Training is over (or the step that could save is gone): a signal ends the process at once again."""
+    """Training is over: from now on a signal ends the process at once."""
     _State.deferring = False
 
 
@@ -92,7 +92,7 @@ def _note(signum: int, _: FrameType | None) -> None:
     if not _State.deferring:
         raise Stopped(signum)
     if first and os.environ.get("LOCAL_RANK", "0") == "0":
-        # os.write: print() may not be called again while it is running
+        # os.write: a signal may interrupt print(), which cannot be called inside itself
         os.write(
             sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: saving this step, then stopping ...\n".encode()
         )
