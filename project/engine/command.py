@@ -172,7 +172,7 @@ KINDS = {
 
 
 def explain(message: str, options: list[str]) -> str:
-    """A parser's error, which recites every type that was tried, as one line a person can act upon.
+    """A parser's error, which lists every type that was tried, as one line that names the fix.
 
     It names the option, the value received, what is allowed, and the nearest real option where it is a typing error.
 

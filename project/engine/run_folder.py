@@ -44,14 +44,14 @@ class Run:
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 
     _lock: Any = None
-    _created: bool = False  # by this process, where nothing was
+    _created: bool = False  # this process made the folder
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     def to_plain(self) -> dict[str, Any]:
-        """The decision as JSON can carry it to other ranks."""
+        """Plain values, for JSON and the other ranks."""
         paths = {"folder": str(self.folder), "checkpoint": self.checkpoint and str(self.checkpoint)}
         return paths | {name: getattr(self, name) for name in ("finished", "fork", "notes", "run_id")}
 
@@ -62,7 +62,7 @@ class Run:
         return cls(**plain | paths)
 
     def elsewhere(self, folder: str) -> Run:
-        """The same run in another folder; its own, which was made for the name alone, is gone."""
+        """The same run in another folder. The folder made for its name is removed."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
         return Run(Path(folder) / self.name, self.checkpoint, fork=self.fork)

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and SLURM's signal: noted at once, acted upon between two steps.
+"""SIGTERM, Ctrl-C and SLURM's signal: noted at once, handled at the next step boundary.
 
 Lightning's own handler broadcasts to the other ranks from inside the signal handler, which can interrupt a collective
 and hang, and ends a terminated run with exit code 0. Here a handler only notes the signal.
@@ -15,7 +15,7 @@ import sys
 import threading
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a closed terminal is a reason to save, too
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 # Ranks that receive a signal during start-up stop together at the first step, or each one after this time.
 START_UP_PATIENCE_S = 8.0
 
@@ -39,8 +39,8 @@ class _State:
 
 
 def install() -> None:
-    """Take over the signals of the main thread. Until :func:`imports_are_done` one ends the process: nothing can be
-    lost yet, and an import that is cut in two could not tell what happened.
+    """Take over the signals in the main thread. Until :func:`imports_are_done` a signal ends the process: there is
+    nothing to save yet, and an exception inside an import would show up as an ImportError.
     """
     if threading.current_thread() is threading.main_thread():
         _State.importing = True
@@ -80,7 +80,7 @@ def resume_immediate() -> None:
 
 
 def training_begins() -> None:
-    """The ranks have met and step boundaries follow: start-up's time limit is off."""
+    """All ranks have started and step boundaries follow: the time limit of the start-up ends."""
     _State.shared = False
 
 
