@@ -17,7 +17,7 @@ from project.hardware import GIB
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of every tensor that is made while this is active and still alive. Costs microseconds per call.
 
-    What one operation needs only inside itself is not seen. A compiled network runs eagerly meanwhile.
+    Temporary memory inside one operation is not counted. A compiled network runs eagerly meanwhile.
 
     Args:
         limit_bytes: Raise ``torch.OutOfMemoryError`` when more than this is alive; None for no limit.

@@ -1,4 +1,4 @@
-"""The command line of ``fit`` and its kin: LightningCLI, with every Trainer flag also flat and errors in one line."""
+"""The command line of ``fit`` and ``test``: LightningCLI with flat Trainer flags and errors of one line."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DEFAULTS: dict[str, Any] = {
     "trainer.max_epochs": 5,
     # our loaders shard, shuffle and resume; Lightning's replacement would pad evaluation sets
     "trainer.use_distributed_sampler": False,
-    "trainer.num_sanity_val_steps": 0,  # tests run the real thing; a user pays for two batches at every start
+    "trainer.num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
 DEFAULT_MODEL = "project.model.MNISTClassifier"
 DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
 DEFAULT_DATA = "project.data.MNISTDataModule"
-# No settings of the run: config.yaml leaves them out
+# Options of one launch, not settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
 MONITORS = ("throughput", "memory", "optimizer")
 LARGEST_SEED = 2**32 - 1
@@ -99,7 +99,7 @@ class CommandLine:
             if flag and flag[1] in FLAT:
                 spelled.append(f"--trainer.{word[2:]}")
             elif (before == "--model.network" or option == "--model.network") and name in networks.__all__:
-                # torchvision, which torchmetrics imports, has an MLP, too
+                # torchvision has an MLP, too, and torchmetrics imports it
                 spelled.append(f"{option}{'=' if option else ''}{networks.__name__}.{name}")
             else:
                 spelled.append(word)
@@ -232,7 +232,7 @@ class ProjectCLI(LightningCLI):
             return
         model, data = self.line.class_of("model"), self.line.class_of("data")
         if model is None or model.rpartition(".")[2] == DEFAULT_MODEL.rpartition(".")[2]:
-            # not where a network is named: ConvNet's sizes would stay as arguments of that one
+            # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
             network = {} if self.line.names_a_network else {"init_args": {"network": DEFAULT_NETWORK}}
             parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, **network}})
         if data is None and not (model and _brings_loaders(model)):
@@ -256,7 +256,7 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"--seed_everything must be between 0 and {LARGEST_SEED}, got {seed}.")
 
     def instantiate_classes(self) -> None:
-        """What a constructor refuses is the user's mistake; jsonargparse wraps it in a recital of types."""
+        """Turn what a constructor refuses into one line; jsonargparse wraps it in a list of types."""
         try:
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
@@ -277,14 +277,14 @@ def _brings_loaders(class_path: str) -> bool:
     module_name, _, name = class_path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name, None) if module_name else None
-    except Exception:  # the parser says what is wrong with it
+    except Exception:  # the parser reports the reason
         return False
     return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
 @dataclass
 class Configuration:
-    """What a command line means, with its classes made."""
+    """What a command line means: its objects, and its values."""
 
     module: LightningModule
     datamodule: LightningDataModule | None

@@ -1,7 +1,7 @@
-"""The one place that touches private names of Lightning, torch and torchmetrics: a function each, and why it is needed.
+"""The only file that uses private names of Lightning, torch and torchmetrics: one function each, with its reason.
 
-:func:`check` looks every name up once when a run starts. A name that another version no longer has then ends in one
-line, and not in a signal that is swallowed or a sum that is lost in the middle of a run.
+:func:`check` looks up every name once when a run starts. If a version lacks one, the run ends with one line, instead
+of ignoring a signal or losing a sum later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
-# module: names below it that the functions here use. Attributes that only instances have stand with their class's file.
+# module: names in it that the functions here use. For an attribute of instances, another name of the same file.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
@@ -60,7 +60,7 @@ def check() -> None:
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from taking over SIGTERM, and its ranks from asking each other about it at every step.
+    """Keep Lightning from handling SIGTERM, and from a broadcast about it between ranks at every step.
 
     Buys: a stop at the same step on all ranks, without a broadcast inside a signal handler (it hung 1 time in 8), and
     no wait for the device at every step. Public way missing: the Trainer has no switch for its handlers (Lightning
@@ -71,10 +71,10 @@ def leave_signals_alone(trainer: Trainer) -> None:
 
 
 def release_child_processes() -> None:
-    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero.
+    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code.
 
-    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's thread
-    takes no orders.
+    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's
+    thread cannot be stopped.
     """
     for thread in threading.enumerate():
         if thread.name == "child-process-observer":
@@ -84,7 +84,7 @@ def release_child_processes() -> None:
 def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
     """The averaged weights that ``WeightAveraging`` callbacks hold.
 
-    Buys: the same running statistics on every rank. Public way missing: the callback shows its model to nobody.
+    Buys: the same running statistics on every rank. Public way missing: the callback has no attribute for its model.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
@@ -101,7 +101,7 @@ def metric_states(module: LightningModule) -> dict[str, Any]:
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Go on with the sums that :func:`metric_states` found.
+    """Restore the sums that :func:`metric_states` returned.
 
     Public way missing: a metric's count of updates can be read and not set, and without it ``compute`` warns.
     """
@@ -113,7 +113,7 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
 
 
 def training_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far.
+    """The sums of ``self.log(..., on_epoch=True)`` in this training epoch so far.
 
     Buys: the logged mean of an epoch that was interrupted is that of the undisturbed one. Public way missing:
     Lightning's checkpoints do not hold it (issue 17543).
@@ -128,7 +128,7 @@ def training_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 
 def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Tensor]]) -> None:
-    """Add sums of :func:`training_sums` to what has been logged since; what has been added is taken out of ``sums``.
+    """Add sums of :func:`training_sums` to what has been logged since, and remove them from ``sums``.
 
     Lightning makes an entry when its value is logged for the first time, so this is called after the next batches.
     """
@@ -144,9 +144,9 @@ def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Tensor]]) -> N
 
 
 def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
-    """Make what ``self.log`` has summed up in evaluation steps that of all ranks, weighted by samples.
+    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in evaluation steps.
 
-    Buys: evaluation metrics do not depend on the number of devices, also those of a module that knows nothing of
+    Buys: evaluation metrics do not depend on the number of devices, even if the module's author ignored
     ranks. Public way missing: ``sync_dist=True`` divides the ranks' counts of samples as whole numbers, so that ranks
     of 17 and 16 samples count 16 each, and only the module's author could set it.
     """
