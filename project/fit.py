@@ -47,11 +47,13 @@ from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders
 from project.publish import Session, close, publish, publish_stopped, summarize
 
+# feature: throughput, memory, optimizer
 MONITORS: dict[str, type[Callback]] = {
     "throughput": ThroughputMonitor,  # feature: throughput
     "memory": MemoryMonitor,  # feature: memory
     "optimizer": OptimizerMonitor,  # feature: optimizer
 }
+# end feature: throughput, memory, optimizer
 
 
 def main(argv: list[str]) -> int:
@@ -107,7 +109,8 @@ def build(
         UserError: Lightning refuses a flag, or flags contradict the launcher or the machine.
     """
     flags, options = trainer_flags(config), config.options
-    off = (*without, *(kind for kind in MONITORS.values() if kind not in chosen_monitors(options.monitors)))
+    off = tuple(without)
+    off += unwanted_monitors(options.monitors)  # feature: throughput, memory, optimizer
     best = Best.of(config.module, options.monitor, options.mode)
     timer, csv, predictions = RunTimer(), MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
     wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
@@ -182,13 +185,17 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
         close(session, status)
 
 
-def chosen_monitors(text: str) -> list[type[Callback]]:
-    """The classes that ``--monitors`` names."""
+# feature: throughput, memory, optimizer
+def unwanted_monitors(text: str) -> tuple[type[Callback], ...]:
+    """The classes that ``--monitors`` does not name."""
     names = list(MONITORS) if text == "all" else [] if text == "none" else [part.strip() for part in text.split(",")]
     for name in names:
         if name not in MONITORS:
             raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {name}.")
-    return [MONITORS[name] for name in names]
+    return tuple(kind for name, kind in MONITORS.items() if name not in names)
+
+
+# end feature: throughput, memory, optimizer
 
 
 def say(lines: list[str]) -> None:
