@@ -19,7 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import project.data  # noqa: F401 - known to the parser by their short names
-from project.engine.command import explain
+from project.engine.command import explain, option_names
 from project.engine.progress import silence_unfounded_advice
 from project.errors import UserError
 from project.model import networks
@@ -38,6 +38,7 @@ DEFAULT_DATA = "project.data.MNISTDataModule"
 # end feature: mnist
 # No settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
+MONITORS = ("throughput", "memory", "optimizer")
 LARGEST_SEED = 2**32 - 1
 
 
@@ -180,23 +181,23 @@ def _read_config(name: str) -> dict[str, Any]:
     return content
 
 
+def known_options(parser: LightningArgumentParser) -> list[str]:
+    """Every option that ``--help`` shows, Trainer flags flat and nested."""
+    shown = option_names(parser)
+    return [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
+
+
 class OneLineParser(LightningArgumentParser):
     """Parser whose errors are a :class:`UserError` of one line, and whose help shows Trainer flags flat."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), option_names(self)))
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known_options(self)))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         return re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
 
     def format_usage(self) -> str:
         return f"usage: python -m {self.prog} [--config FILE] [--run_name NAME] [--precision P] [--option VALUE ...]\n"
-
-
-def option_names(parser: LightningArgumentParser) -> list[str]:
-    """Every option that ``--help`` shows, Trainer flags flat and nested."""
-    shown: list[str] = re.findall(r"(?m)^\s+(?:-\w, )?(--[\w.]+)", parser.format_help())
-    return [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
 
 
 class ProjectCLI(LightningCLI):
@@ -259,7 +260,7 @@ class ProjectCLI(LightningCLI):
             try:
                 self.config = parser.parse_args(words)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-                raise UserError(explain(str(error), option_names(parser))) from None
+                raise UserError(explain(str(error), known_options(parser))) from None
         self.config.pop("config", None)
         seed = self.config.get("seed_everything")
         if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:
@@ -312,6 +313,17 @@ class Configuration:
         """The run's seed."""
         chosen = self.options.seed_everything
         return chosen if isinstance(chosen, int) and not isinstance(chosen, bool) else 42
+
+    @cached_property
+    def monitors(self) -> list[str]:
+        """The monitors that ``--monitors`` names."""
+        text = self.options.monitors
+        names = (
+            list(MONITORS) if text == "all" else [] if text == "none" else [part.strip() for part in text.split(",")]
+        )
+        if unknown := [name for name in names if name not in MONITORS]:
+            raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
+        return names
 
     def fresh_module(self, seed: int | None = None) -> LightningModule:
         """A new module of the same class and arguments, its random weights made by ``seed`` (default: the run's)."""

@@ -111,8 +111,8 @@ def _for_use(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def init_weights(module: LightningModule, name: str) -> list[str]:
-    """Give a new run's module the weights of another run's checkpoint, by matching names and shapes.
+def start_from(module: LightningModule, name: str | None) -> list[str]:
+    """Give a new run's module the weights of another run's checkpoint (``--init_weights``), by names and shapes.
 
     Returns:
         Lines that say what was taken and what was not.
@@ -120,6 +120,8 @@ def init_weights(module: LightningModule, name: str) -> list[str]:
     Raises:
         UserError: There is no such checkpoint, or nothing of it fits.
     """
+    if name is None:
+        return []
     path = find_checkpoint(name)
     given, own = read(path)["state_dict"], module.state_dict()
     fitting = {key: value for key, value in given.items() if key in own and own[key].shape == value.shape}
@@ -127,8 +129,7 @@ def init_weights(module: LightningModule, name: str) -> list[str]:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
     lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
-    left = sorted(own.keys() - fitting.keys())
-    if left:
+    if left := sorted(own.keys() - fitting.keys()):
         lines.append(
             f"--init_weights: these keep their random start: {', '.join(left[:8])}{' ...' if left[8:] else ''}"
         )
