@@ -59,10 +59,10 @@ def clone(tmp_path: Path) -> Path:
         ("a.yaml", "P: w-b\nwandb --P w-b\n", "P: thing\nwandb --P thing\n"),
         ("a.yaml", "command: [python, -m, P.fit]\n", "command: [python, -m, N.fit]\n"),
         ("README.md", "# P\nA P in P/data, `P`.\n", "# N\nA P in N/data, `N`.\n"),
-        ("README.md", "```\ndocker run P --x\nP: a\nwandb --P b\n```\n", "```\ndocker run N --x\nP: a\nwandb --P b\n```\n"),
+        ("README.md", "```\ndocker run P --x\nP: a\nwandb --P b\n", "```\ndocker run N --x\nP: a\nwandb --P b\n"),
         ("pyproject.toml", '[P]\nname = "P"\n[P.urls]\n', '[P]\nname = "N"\n[P.urls]\n'),
         ("pyproject.toml", 'all = ["P[dev]"]\npath = "P/a.py" # P\n', 'all = ["N[dev]"]\npath = "N/a.py" # P\n'),
-        ("Dockerfile", '# docker build -t P .\nCOPY P P\n["-m", "P.fit"]\n', '# docker build -t N .\nCOPY N N\n["-m", "N.fit"]\n'),
+        ("Dockerfile", '# docker build -t P .\nCOPY P P\n["P.fit"]\n', '# docker build -t N .\nCOPY N N\n["N.fit"]\n'),
         (".dockerignore", "!P/\n", "!N/\n"),
         ("run", "#!/bin/sh\n# a P\n[[ $m == P.* ]] && ls P/*.py\n", "#!/bin/sh\n# a P\n[[ $m == N.* ]] && ls N/*.py\n"),
         ("LICENSE", "The P maintainers, P/data\n", "The P maintainers, P/data\n"),
@@ -245,22 +245,21 @@ def dangling(clone: Path, package: str) -> list[str]:
         defined.setdefault(parent, set()).add(name)
     found = []
     for path, text in code.items():
-        mentions = [
-            *re.findall(rf"(?<![\w./-]){package}(?:\.[a-z]\w*)+(?:\.[A-Z]\w*)?", text),
-            *(name.replace("/", ".") for name in re.findall(rf"(?<![\w./-]){package}(?:/\w+)+(?=\.py\b)", text)),
-        ]
-        if path.suffix == ".py":
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in (package, "tests"):
-                    mentions += [f"{node.module}.{alias.name}" for alias in node.names]
-        # prefixes, so that a method of a class is looked for no further than the class
-        for mention in sorted({*mentions} - {f"{package}.rename"}):
-            parent, _, name = mention.rpartition(".")
-            while parent and parent not in defined and parent.rpartition(".")[2][:1].isupper():
-                parent, _, name = parent.rpartition(".")
-            if mention not in defined and name not in defined.get(parent, {name} if parent.count(".") > 1 else ()):
-                found.append(f"{path}: {mention}".replace(f"{package}.", f"{NAME}."))
-    return found
+        mentions = re.findall(rf"(?<![\w./-]){package}(?:\.[a-zA-Z]\w*)+", text)
+        mentions += [name.replace("/", ".") for name in re.findall(rf"(?<![\w./-]){package}(?:/\w+)+(?=\.py\b)", text)]
+        for node in ast.walk(ast.parse(text if path.suffix == ".py" else "")):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (package, "tests"):
+                mentions += [f"{node.module}.{alias.name}" for alias in node.names]
+        found += [f"{path}: {name}" for name in sorted({*mentions}) if not is_there(name, defined)]
+    return [line.replace(f"{package}.", f"{NAME}.").replace(f"{package}/", f"{NAME}/") for line in found]
+
+
+def is_there(mention: str, defined: dict[str, set[str]]) -> bool:
+    """Whether a dotted name is that of a module, or of something in one."""
+    module, rest = mention, ""
+    while module and module not in defined:
+        module, _, rest = module.rpartition(".")
+    return bool(module) and (not rest or rest in defined[module])
 
 
 def names_in(text: str) -> set[str]:

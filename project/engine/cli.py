@@ -38,7 +38,11 @@ DEFAULT_DATA = "project.data.MNISTDataModule"
 # end feature: mnist
 # No settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
-MONITORS = ("throughput", "memory", "optimizer")
+MONITORS: tuple[str, ...] = (
+    "throughput",  # feature: throughput
+    "memory",  # feature: memory
+    "optimizer",  # feature: optimizer
+)
 LARGEST_SEED = 2**32 - 1
 
 
@@ -58,15 +62,13 @@ OPTIONS = (
     Option("init_weights", str | None, None, "Start a new run from the weights of another run's checkpoint."),
     Option("monitor", str | None, None, "The metric that best.ckpt follows (default: the module's own choice)."),
     Option("mode", str | None, None, "Whether its largest (max) or smallest (min) value is the best."),
-    Option(
-        "monitors", str, "all", "Any of throughput,memory,optimizer; all or none."
-    ),  # feature: throughput, memory, optimizer
+    Option("monitors", str, "all", f"Any of {','.join(MONITORS)}; all or none."),
     Option("report", bool, True, "Write report.html at the end."),  # feature: report
     Option("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
     Option("matmul_precision", str | None, None, "float32 matrix products: highest, high (TF32) or medium (bfloat16)."),
-    Option(
-        "memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."
-    ),  # feature: memory
+    # feature: memory
+    Option("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),
+    # end feature: memory
     Option("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     Option("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
 )

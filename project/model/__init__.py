@@ -1,7 +1,9 @@
 """Yours: what is trained. Networks, and the Lightning modules that give them a loss, metrics and an optimizer."""
 
-from project.model.classifier import ImageClassifier
-from project.model.classifier import MNISTClassifier  # feature: mnist
+from project.model.classifier import (
+    ImageClassifier,
+    MNISTClassifier,  # feature: mnist
+)
 from project.model.networks import MLP, ConvNet
 from project.model.supervised import SupervisedModule
 
