@@ -214,9 +214,9 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
     if path.name in LEFT_ALONE:
         return text
     rules = [
-        (rf"(?<![\w.\-/\[]){old}(?=\.[\w{{*\"'])", new),  # old.fit, old.{module}, "old."; not data.old.x, [old.urls]
+        (rf"(?<![\w.\-/\[]){old}(?=\.[\w{{*])", new),  # old.fit, old.{module}; not data.old.x, [old.urls]
         (rf"(?<![\w.\-/])((?:\.{{1,2}}/)*){old}(?=/)", rf"\1{new}"),  # old/data, ./old/data; not entity/old/run
-        (rf"(?<!\w)(from|import|-m)(\s+){old}(?![\w\-])", rf"\1\2{new}"),
+        (rf"(?<=\bfrom ){old}(?= import\b)|(?<=\bimport ){old}(?![\w\-])|(?<=-m ){old}(?![\w\-])", new),
         (rf"\b{old.upper()}_(?=[A-Z])", f"{new.upper()}_"),  # environment variables
     ]
     if path.name == "pyproject.toml":

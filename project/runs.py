@@ -89,9 +89,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--seeds", action="store_true", help="one line per configuration: mean and std over its seeds")
     parser.add_argument("--output", metavar="FILE", help="also write what is printed: .json or .csv")
-    parser.add_argument(
-        "--report", metavar="FILE.html", help="one offline page: curves, settings, seeds"
-    )  # feature: report
+    # feature: report
+    parser.add_argument("--report", metavar="FILE.html", help="one offline page: curves, settings, seeds, test results")
+    # end feature: report
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
     report = check_output(args.report, (".html",), "--report") if args.report else None  # feature: report

@@ -13,7 +13,7 @@ from project import rename
 from project.engine import command as entry
 from project.rename import CLONE, FEATURES, PACKAGE, SHARED, features_here, renamed, texts, without_marked
 
-NAME = "handwriting"
+NAME, LONGER = "digits", "handwriting"
 MADE_UP = ["--config", "configs/examples/tabular.yaml", "--max_epochs", "2"]  # an example that brings its data
 DIGITS = ["--data.source", "sample", "--data.train_samples", "640", "--data.val_samples", "64", "--max_epochs", "1"]
 
@@ -51,8 +51,7 @@ def clone(tmp_path: Path) -> Path:
         ("a.py", '"P.model.ConvNet", f"python -m P.fit {y}"\n', '"N.model.ConvNet", f"python -m N.fit {y}"\n'),
         ("a.py", '"""This P: see :mod:`P.fit`."""  # a P\n', '"""This P: see :mod:`N.fit`."""  # a P\n'),
         ("a.py", '"import P.fit; me/P/runs, wandb.ai/me/P"\n', '"import N.fit; me/P/runs, wandb.ai/me/P"\n'),
-        ("a.py", 'word.startswith("P.") or "-m P." in word\n', 'word.startswith("N.") or "-m N." in word\n'),
-        ("a.py", 'f"P.{x}", f"-m P.{x}", f"a P. {x}"\n', 'f"N.{x}", f"-m N.{x}", f"a P. {x}"\n'),
+        ("a.py", 'f"P.{x}", f"-m P.{x}", f"from P. {x}"\n', 'f"N.{x}", f"-m N.{x}", f"from P. {x}"\n'),
         ("a.py", 'os.environ["P_KILLS"], WANDB_P_KILLS\n', 'os.environ["N_KILLS"], WANDB_P_KILLS\n'),
         ("a.py", 'DEFAULT_PROJECT = "w-b"  # a w-b\n', 'DEFAULT_PROJECT = "thing"  # a w-b\n'),
         ("a.yaml", "P: mnist\nclass_path: P.model.MLP # this P\n", "P: mnist\nclass_path: N.model.MLP # this P\n"),
@@ -121,31 +120,32 @@ def test_every_mark_names_features_and_ends_and_every_pattern_finds_a_file() -> 
 
 
 def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path) -> None:
-    told = python(clone, "-m", f"{PACKAGE}.rename", NAME)
+    before = dangling(clone, PACKAGE)
+    told = python(clone, "-m", f"{PACKAGE}.rename", LONGER)
     assert told.returncode == 0, told.stderr
-    assert f"moved {PACKAGE}/ to {NAME}/" in told.stdout
+    assert f"moved {PACKAGE}/ to {LONGER}/" in told.stdout
     assert not (clone / PACKAGE).exists()
     assert leftovers(clone, PACKAGE) == []
-    assert problems(clone, NAME) == []
+    assert dangling(clone, LONGER) == before
 
-    refused = python(clone, "-m", f"{NAME}.rename", "numerals")
+    refused = python(clone, "-m", f"{LONGER}.rename", "numerals")
     assert refused.returncode == 2
     assert "uncommitted changes" in refused.stderr
     git(clone, "add", "--all")
     git(clone, "commit", "--quiet", "-m", "Rename")
 
-    shown = python(clone, "-m", f"{NAME}.fit", "--print_config")
+    shown = python(clone, "-m", f"{LONGER}.fit", "--print_config")
     assert shown.returncode == 0, shown.stderr
-    assert f"class_path: {NAME}." in shown.stdout
+    assert f"class_path: {LONGER}." in shown.stdout
     tests = python(
         clone, "-m", "pytest", "-q", "-n", "0", "tests/test_packaging.py", "tests/test_tables.py", "-k", "not install"
     )
     assert tests.returncode == 0, tests.stdout
 
-    again = python(clone, "-m", f"{NAME}.rename", "numerals", "--without", "report,sweep")
+    again = python(clone, "-m", f"{LONGER}.rename", "numerals", "--without", "report,sweep")
     assert again.returncode == 0, again.stderr
-    assert leftovers(clone, NAME) == []
-    assert problems(clone, "numerals") == []
+    assert leftovers(clone, LONGER) == []
+    assert {*dangling(clone, "numerals")} <= {*before}
 
 
 @pytest.mark.parametrize("feature", sorted(features_here()))
@@ -234,7 +234,7 @@ def dangling(clone: Path, package: str) -> list[str]:
 
     README and comments are read as well: a sentence that sends its reader to a command that is gone is a mistake.
     """
-    code = {path: text for path, text in files(clone).items() if path != Path("tests/test_rename.py")}
+    code = {path: text for path, text in files(clone).items() if path.name not in ("test_rename.py", "rename.py")}
     defined = {}
     for path, text in code.items():
         if path.suffix == ".py":
@@ -251,12 +251,12 @@ def dangling(clone: Path, package: str) -> list[str]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (package, "tests"):
                 mentions += [f"{node.module}.{alias.name}" for alias in node.names]
         found += [f"{path}: {name}" for name in sorted({*mentions}) if not is_there(name, defined)]
-    return [line.replace(f"{package}.", f"{NAME}.").replace(f"{package}/", f"{NAME}/") for line in found]
+    return [re.sub(rf"\b{package}(?=[./])", NAME, line) for line in found]
 
 
 def is_there(mention: str, defined: dict[str, set[str]]) -> bool:
     """Whether a dotted name is that of a module, or of something in one."""
-    module, rest = mention, ""
+    module, rest = mention.removesuffix(".__init__"), ""
     while module and module not in defined:
         module, _, rest = module.rpartition(".")
     return bool(module) and (not rest or rest in defined[module])
