@@ -15,15 +15,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.callbacks.memory_use import (
-    GIB,
     HEADLINE,
     add_activations,
     explain,
-    is_out_of_memory,
     memory_breakdown,
     possible_savings,
 )
 from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values
+from project.hardware import GIB
+from project.live_memory import is_out_of_memory
 
 MIB = 1024**2
 STATUS = Path("/proc/self/status")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
 from project.engine.lightning_internals import record_memory_history, write_memory_snapshot
 from project.errors import UserError
+from project.hardware import GIB
 
-GIB = 1024**3
 ACTIVATIONS = "activations and the rest"
 
 
@@ -70,17 +68,6 @@ def table(breakdown: dict[str, float]) -> str:
 
 
 HEADLINE = "Out of memory"
-# Out-of-memory messages of cuBLAS, cuDNN and MPS; Lightning's is_oom_error knows those of CUDA and the CPU
-OUT_OF_MEMORY = ("MPS backend out of memory", "_STATUS_ALLOC_FAILED", "nable to find an engine")
-
-
-def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an exception says that a device's or the host's memory is used up."""
-    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if not (isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str)):
-        return False
-    return is_oom_error(exception) or any(words in exception.args[0] for words in OUT_OF_MEMORY)
 
 
 def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:

@@ -114,7 +114,7 @@ class CommandParser(argparse.ArgumentParser):
     """:class:`argparse.ArgumentParser` without abbreviations, whose errors are a :class:`UserError`.
 
     Args:
-        prog: Module name, such as ``project.predict``.
+        prog: Module name, such as ``project.test``.
         doc: The module's docstring: its first line says what the command does, the rest are examples.
     """
 

@@ -18,14 +18,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import hardware
-from project.callbacks.memory_use import is_out_of_memory
 from project.engine import signals
 from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import leave_signals_alone
 from project.engine.summary import samples_of
 from project.engine.trainer import build_trainer
-from project.live_memory import LiveMemory
+from project.live_memory import LiveMemory, is_out_of_memory
 
 WARM_UP_SECONDS = 1.0
 # Of the free host memory: temporary memory inside operations is not counted, and other programs need memory, too.
