@@ -322,20 +322,21 @@ def test_the_summary_is_the_median_over_windows(tmp_path):
 
 def test_rates_of_several_ranks_are_totals_over_their_mean_time():
     window = Window(started=10.0, batches=4, steps=2, samples=30, waited=0.5)
-    assert window.totals(now=12.0) == [2.0, 4, 30, 0.5]
-    assert rates([window.totals(12.0), [4.0, 4, 18, 1.0]], steps=2) == pytest.approx(
+    assert window.totals(12.0) == [2.0, 4, 30, 0.5, 0.0, 0]  # no GPU
+    assert rates([window.totals(12.0, 40.0), [4.0, 4, 18, 1.0, 60.0, 1]], steps=2) == pytest.approx(
         {
             "throughput/samples_per_sec": 48 / 3,
             "throughput/device_samples_per_sec": 48 / 6,
             "throughput/batches_per_sec": 8 / 3,
             "throughput/step_ms": 1500.0,
             "throughput/data_wait_pct": 25.0,
+            "throughput/gpu_utilization_pct": 50.0,
         }
     )
 
 
 def test_samples_are_left_out_where_a_batch_does_not_tell():
-    assert "throughput/samples_per_sec" not in rates([[1.0, 4, 0, 0.0]], steps=4)
+    assert "throughput/samples_per_sec" not in rates([[1.0, 4, 0, 0.0, 0.0, 0]], steps=4)
 
 
 @pytest.mark.parametrize(
