@@ -28,12 +28,12 @@ class GpuUtilization:
 
     def __init__(self, read: Callable[[], float] | None, interval_seconds: float = INTERVAL_SECONDS) -> None:
         self.paused = False  # whether what the GPU does now is not to be counted
-        self._read, self._interval = read, interval_seconds
         self._samples: list[float] = []
         self._mean: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpu-utilization", daemon=True)
+        self._thread: threading.Thread | None = None
         if read is not None:
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
             self._thread.start()
 
     @classmethod
@@ -43,8 +43,8 @@ class GpuUtilization:
 
     def stop(self) -> None:
         """End the thread; returns when it has."""
-        self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
+            self._ended.set()
             self._thread.join(timeout=5)
 
     def mean(self) -> float | None:
@@ -58,11 +58,10 @@ class GpuUtilization:
         """Drop what was sampled so far."""
         self._samples, self._mean = [], None
 
-    def _run(self) -> None:
-        assert self._read is not None
-        while not self._stop.wait(self._interval):
+    def _run(self, read: Callable[[], float], interval_seconds: float) -> None:
+        while not self._ended.wait(interval_seconds):
             try:
-                sample = float(self._read())
+                sample = float(read())
             except Exception:  # whatever the driver's library raises: the metric is left out
                 self.forget()
                 return
@@ -157,7 +156,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
     words = re.split(r"[\s\-]+", device_name.lower())
     chip = " ".join(word for word in words if not re.fullmatch(r"nvidia|tesla|geforce|\d+gb|hbm3e?", word))
     chip = re.sub(r"^(a100|a30) (sxm4|pcie)$", r"\1", chip)  # equally fast in either form
-    rates = {name.strip(): [*map(float, numbers)] for name, *numbers in _rows(DATA_CENTER, 3)}
+    rates = {name.strip(): [float(rate) for rate in row] for name, *row in _rows(DATA_CENTER, 3)}
     rates |= {
         f"rtx {name.strip()}": [float(rate), float(rate), 2 * float(rate)] for name, rate in _rows(GEFORCE_RTX, 1)
     }

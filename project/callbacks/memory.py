@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,14 +50,12 @@ class MemoryMonitor(Callback):
     Device metrics are those of the rank that has most. Growth over epochs that looks like a leak is reported in a
     warning, with numbers. An out-of-memory error gets advice added to its message, and goes on its way.
 
-    ``allocator`` makes the device's allocator, ``host`` reads the host's memory.
+    ``read`` is :func:`device_memory` or its like, ``host`` reads the host's memory.
     """
 
-    def __init__(
-        self, allocator: Callable[[torch.device], Allocator | None] | None = None, host: HostMemory | None = None
-    ) -> None:
-        self._make_allocator, self._host = allocator or Allocator.of, host or HostMemory()
-        self._allocator: Allocator | None = None
+    def __init__(self, read: Callable[..., dict[str, int]] | None = None, host: HostMemory | None = None) -> None:
+        self._read, self._host = read or device_memory, host or HostMemory()
+        self._device = torch.device("cpu")
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
         self._parts: dict[str, float] = {}
@@ -89,11 +86,10 @@ class MemoryMonitor(Callback):
         return list(self._leaks.values())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._allocator = allocator = self._make_allocator(trainer.strategy.root_device)
+        self._device = trainer.strategy.root_device
         self._growth = [(MemoryGrowth("host", least_mib=2), self._host.process_rss)]
-        if allocator is not None:
-            self._growth.append((MemoryGrowth("device", least_mib=0.5), lambda: allocator.read()["allocated"]))
-        self._read_peaks()
+        if self._read_peaks():
+            self._growth.append((MemoryGrowth("device", least_mib=0.5), lambda: self._read(self._device)["allocated"]))
         self._window_peaks, self._step_peak, self._logged_at = {}, None, -1
         self._parts_due, self._precision = SETTLING_STEPS, str(trainer.precision)
 
@@ -124,17 +120,14 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not is_out_of_memory(exception) or HEADLINE in str(exception):
             return
-        now, total = (self._allocator.read(), self._allocator.total) if self._allocator else ({}, None)
+        now = self._read(self._device)
         peak_gib = max(self._run.get("memory/peak_allocated_gib", 0.0), now.get("peak_allocated", 0) / GIB)
         # in the message, so that it is the last thing on the screen whoever prints the error
-        exception.args = (f"{exception}\n\n{explain(trainer, peak_gib, total)}",)
+        exception.args = (f"{exception}\n\n{explain(trainer, peak_gib, now.get('total'))}",)
 
     def _read_peaks(self, of_training: bool = False) -> dict[str, int]:
         """Read the allocator, keep its peaks for the window, and reset them: the one place that does."""
-        if self._allocator is None:
-            return {}
-        now = self._allocator.read()
-        self._allocator.reset_peak()
+        now = self._read(self._device, reset_peaks=True)
         for name in now.keys() & {"peak_allocated", "peak_reserved"}:
             self._window_peaks[name] = max(self._window_peaks.get(name, 0), now[name])
         if of_training and "peak_allocated" in now:
@@ -144,9 +137,9 @@ class MemoryMonitor(Callback):
     def _log(self, trainer: Trainer, module: LightningModule, epoch_end: bool = False) -> None:
         sizes = self._read_peaks(of_training=True) | self._window_peaks
         self._window_peaks = {}
-        metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
-        if self._allocator is not None and self._allocator.total and "peak_reserved" in sizes:
-            metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / self._allocator.total
+        metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
+        if "peak_reserved" in sizes:
+            metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
         host = [self._host.rss() / GIB, self._host.peak_rss() / GIB]
         rss, peak_rss, *columns = zip(*gather_over_ranks(trainer, [*host, *metrics.values()]), strict=True)
         metrics = {name: max(ranks) for name, ranks in zip(metrics, columns, strict=True)}
@@ -159,53 +152,40 @@ class MemoryMonitor(Callback):
         log_values(module, {**metrics, "memory/rss_gib": sum(rss)}, epoch_end)
 
 
-class Allocator:
-    """What PyTorch's allocator of one CUDA or MPS device says, in bytes."""
+def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
+    """Bytes, as PyTorch's allocator of a device tells them; nothing on the CPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.on_cuda = device, device.type == "cuda"
-        self.total: int | None = (
-            torch.cuda.get_device_properties(device).total_memory
-            if self.on_cuda
-            else torch.mps.recommended_max_memory()
-        )
-
-    @classmethod
-    def of(cls, device: torch.device) -> Allocator | None:
-        """The allocator of a device, None for the CPU, which has none to ask."""
-        return cls(device) if device.type in ("cuda", "mps") else None
-
-    def read(self) -> dict[str, int]:
-        """``allocated`` (in tensors), ``reserved`` (held from the device), and on CUDA ``peak_allocated`` and
-        ``peak_reserved``, the most since the last :meth:`reset_peak`. MPS keeps no peaks.
-        """
-        if not self.on_cuda:
-            return {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
-        stats, kinds = torch.cuda.memory_stats(self.device), ("allocated", "reserved")
-        now = {kind: stats.get(f"{kind}_bytes.all.current", 0) for kind in kinds}
-        return now | {f"peak_{kind}": stats.get(f"{kind}_bytes.all.peak", 0) for kind in kinds}
-
-    def reset_peak(self) -> None:
-        """Begin to look for peaks anew."""
-        if self.on_cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
+    ``allocated`` in tensors, ``reserved`` from the device, its ``total``, and on CUDA ``peak_allocated`` and
+    ``peak_reserved``, the most since the last reset.
+    """
+    if device.type == "mps":
+        now = {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
+        return {**now, "total": torch.mps.recommended_max_memory()}
+    if device.type != "cuda":
+        return {}
+    stats, kinds = torch.cuda.memory_stats(device), ("allocated", "reserved")
+    now = {kind: stats.get(f"{kind}_bytes.all.current", 0) for kind in kinds}
+    now |= {f"peak_{kind}": stats.get(f"{kind}_bytes.all.peak", 0) for kind in kinds}
+    if reset_peaks:
+        torch.cuda.reset_peak_memory_stats(device)
+    return {**now, "total": torch.cuda.get_device_properties(device).total_memory}
 
 
 class HostMemory:
     """Resident set sizes (bytes) of this rank. Pages that processes share count once in each of them."""
 
-    def __init__(self) -> None:
-        self._processes: dict[int, psutil.Process] = {}
-
     def process_rss(self) -> int:
         """Of this process alone."""
-        return self._rss(os.getpid())
+        return int(psutil.Process().memory_info().rss)
 
     def rss(self) -> int:
         """Of this process and the workers that its loaders have started."""
+        total = self.process_rss()
         # Python's own list of children: psutil's walks through all processes of the machine, some milliseconds
-        workers = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-        return self.process_rss() + sum(map(self._rss, workers))
+        for child in multiprocessing.active_children():
+            with suppress(psutil.NoSuchProcess):  # a worker that has just ended
+                total += int(psutil.Process(child.pid).memory_info().rss)
+        return total
 
     def peak_rss(self) -> int:
         """The most this process has had since it was started, 0 where the system does not tell.
@@ -217,21 +197,9 @@ class HostMemory:
                 return int(found[1]) * 1024
         return 0
 
-    def _rss(self, pid: int) -> int:
-        try:
-            if pid not in self._processes:
-                self._processes[pid] = psutil.Process(pid)
-            return int(self._processes[pid].memory_info().rss)
-        except psutil.NoSuchProcess:  # a worker that has just ended
-            self._processes.pop(pid, None)
-            return 0
-
 
 class MemoryGrowth:
-    """Watches one kind of memory at epoch ends: a leak adds much the same amount every epoch.
-
-    Growth of less than ``least_mib`` per epoch is not reported; allocators and loggers grow a little, too.
-    """
+    """Watches one kind of memory at epoch ends. Allocators and loggers grow, too: less than ``least_mib`` per epoch."""
 
     def __init__(self, place: str, least_mib: float) -> None:
         self.place, self.least_mib = place, least_mib
@@ -240,8 +208,8 @@ class MemoryGrowth:
     def note(self, used_bytes: int) -> str | None:
         """Add an epoch's end. Returns the report, with numbers, while the growth looks like a leak.
 
-        That is: each of the last four epochs added at least ``least_mib``, and at least a third of what the one that
-        added most did (a cache that fills up adds less and less).
+        That is: each of the last four epochs added ``least_mib``, and a third of what the one that added most did (a
+        cache that fills up adds less and less).
         """
         self.mib.append(used_bytes / MIB)
         recent = self.mib[-EPOCHS - 1 :]

@@ -157,11 +157,12 @@ class ThroughputMonitor(Callback):
         self._utilization.forget()
 
     def _close(self) -> tuple[list[float], int]:
-        """End the window once the device has caught up, and begin the next. Returns its totals and optimizer steps."""
+        """End the window once the device has caught up, and begin the next. Returns what :func:`rates` takes."""
         self.validation.close()
         self.wait_for_device(self._device)
-        ended, self.window = self.window, Window(started=self.clock())
-        return ended.totals(self.window.started, self._utilization.mean()), ended.steps
+        ended, self.window, percent = self.window, Window(started=self.clock()), self._utilization.mean()
+        gpu = [0.0, 0] if percent is None else [percent, 1]
+        return [self.window.started - ended.started, ended.batches, ended.samples, ended.waited, *gpu], ended.steps
 
     def _log(
         self, trainer: Trainer, module: LightningModule, totals: list[float], steps: int, epoch_end: bool = False
@@ -240,14 +241,12 @@ class Window:
     samples: int = 0  # 0 where a batch does not tell
     waited: float = 0.0  # seconds in which training waited for the next batch
 
-    def totals(self, now: float, gpu_pct: float | None = None) -> list[float]:
-        """What is summed over ranks: seconds, batches, samples, seconds waited, GPU utilization, GPUs that tell it."""
-        gpu = (0.0, 0) if gpu_pct is None else (gpu_pct, 1)
-        return [now - self.started, self.batches, self.samples, self.waited, *gpu]
-
 
 def rates(totals: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
-    """The ``throughput/*`` metrics of one window, from :meth:`Window.totals` of every rank and its optimizer steps."""
+    """The ``throughput/*`` metrics of a window of so many optimizer steps.
+
+    ``totals`` of every rank: seconds, batches, samples, seconds waited, GPU utilization (%), GPUs that tell it (0, 1).
+    """
     seconds, batches, samples, waited, gpu_pct, gpus = (sum(column) for column in zip(*totals, strict=True))
     if seconds <= 0 or not steps:
         return {}
