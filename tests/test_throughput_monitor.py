@@ -421,10 +421,12 @@ class Readings:
 
     def __init__(self, *values: float) -> None:
         self.values = list(values)
-        self.drained, self.over = threading.Event(), threading.Event()
+        self.made, self.drained, self.over = threading.Event(), threading.Event(), threading.Event()
         self.sampler = GpuUtilization(self.read, interval_seconds=0.001)
+        self.made.set()
 
     def read(self) -> float:
+        self.made.wait(10)  # the sampler's thread may be quicker than the line that names it
         if not self.values:
             self.drained.set()
             self.over.wait(10)
