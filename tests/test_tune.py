@@ -29,7 +29,6 @@ from project.tune.short_training import (
     Measured,
     TrainingSteps,
     free_memory,
-    is_out_of_memory,
     one_device_flags,
     scratch_trainer,
 )

@@ -1,10 +1,12 @@
-"""What a training run uses memory for, and how much of it could be saved."""
+"""What the memory of a training run is used for, and what could be saved of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from project.engine.lightning_internals import record_memory_history, write_memory_snapshot
 from project.errors import UserError
@@ -12,7 +14,55 @@ from project.hardware import GIB
 
 ACTIVATIONS = "activations and the rest"
 HEADLINE = "Out of memory"
-# What cuBLAS, cuDNN and MPS say when memory is used up, besides what Lightning's is_oom_error knows of CUDA and the CPU
+# Allocations and frees kept in a snapshot, the newest: enough for a few hundred steps in some ten megabytes.
+MAX_ENTRIES = 100_000
+
+
+def memory_breakdown(trainer: Trainer) -> dict[str, float]:
+    """GiB of this rank's ``weights`` (with buffers), ``gradients`` and ``optimizer state``: exact, from the tensors.
+
+    Taken right after an optimizer step: Lightning clears gradients in the next one, and some optimizers make their
+    state in the first.
+    """
+
+    def size_gib(tensors: Iterable[object]) -> float:
+        own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]  # a rank's own shard
+        return sum(tensor.numel() * tensor.element_size() for tensor in own if isinstance(tensor, Tensor)) / GIB
+
+    module = trainer.lightning_module
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    return {
+        "weights": size_gib([*module.parameters(), *module.buffers()]),
+        "gradients": size_gib(parameter.grad for parameter in module.parameters()),
+        "optimizer state": size_gib(value for state in states for value in state.values()),
+    }
+
+
+def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str, float]:
+    """The parts with ``activations and the rest``: the training peak less those, where it is known."""
+    if peak_bytes is None or not parts:
+        return dict(parts)
+    return {**parts, ACTIVATIONS: max(0.0, peak_bytes / GIB - sum(parts.values()))}
+
+
+def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, float]:
+    """Share of the peak (0-100) that each measure would save at most under a Trainer's ``precision``.
+
+    Empty where activations are unknown.
+    """
+    activations, total = breakdown.get(ACTIVATIONS), sum(breakdown.values())
+    if activations is None or not total:
+        return {}
+    saved = {
+        "half the batch size, --accumulate_grad_batches doubled": activations / 2,
+        "activation checkpointing": activations,  # what it leaves depends on the network
+    }
+    if precision.startswith("32"):
+        saved["--precision bf16-mixed"] = activations / 2  # 16-bit activations; weights stay float32
+        saved["--precision bf16-true"] = total / 2
+    elif precision.endswith("mixed"):
+        saved["--precision bf16-true"] = (total - activations) / 2
+    return {measure: 100 * gib / total for measure, gib in saved.items()}
 
 
 def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
@@ -41,7 +91,7 @@ def table(breakdown: dict[str, float]) -> str:
 
 
 def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
-    """Three things to try, the cheapest first; only flags that the run's module and data module have."""
+    """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
     precision, evaluating = str(trainer.precision), flag == "eval_batch_size"
     smaller = f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
     accumulate = f"--accumulate_grad_batches {2 * trainer.accumulate_grad_batches}"

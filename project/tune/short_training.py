@@ -26,7 +26,7 @@ from project.engine.ranks import launched_world
 from project.engine.summary import samples_of
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError
-from project.live_memory import LiveMemory
+from project.live_memory import LiveMemory, is_out_of_memory
 
 WARM_UP_SECONDS = 1.0
 # Of the free host memory: temporary memory inside operations is not counted, and other programs need memory, too.
