@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from project.errors import UserError
-from project.loggers.panels import PANELS, STEP
+from project.loggers import PANELS, STEP
 
 # Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.
 LINES: dict[str, dict[str, list[str]]] = {
