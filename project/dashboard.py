@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from project.errors import UserError
-from project.loggers.panels import PANELS
+from project.loggers import PANELS
 
 STEP = "trainer/global_step"
 # Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.

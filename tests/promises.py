@@ -1,8 +1,7 @@
-"""The promises that hold for any data set and network, as tests to inherit: see test_examples.py."""
+"""The promises that hold for any task, as tests to inherit: see test_examples.py and test_mnist_promises.py."""
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -16,19 +15,23 @@ import torch
 from PIL import Image, ImageDraw
 
 from project import fit
+from project import test as test_command
 from project.engine.checkpoint_files import read
 from project.engine.restore import load
+from tests.commands import assert_same_run, complete, rows, summary
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ("throughput/", "memory/")  # columns that time and memory fill, which no two runs share
+EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
 
 
-class PromiseSuite:
-    """What every run keeps, whatever it trains on. A subclass says how it is started, and inherits the tests."""
+class TaskSuite:
+    """A task trains, reports, keeps its best epoch and can be tested. A subclass says how it is started."""
 
-    interrupt_at = 12  # optimizer step, in the middle of an epoch
-    signal = "SIGTERM"
-    least_accuracy = 0.5  # on the test set, after the few steps of these runs
+    monitor: str | None = "val/accuracy"  # what best.ckpt must follow; None: nothing can be followed, the last is best
+    mode = "max"
+    logged = {"train/loss", "train/accuracy", "val/loss", "val/accuracy"}
+    reached: tuple[str, float] | None = ("test/accuracy", 0.5)  # after these few steps; None: there is no test set
+    takes_pictures = True  # whether predict and export are for it
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -43,8 +46,10 @@ class PromiseSuite:
             patch.syspath_prepend(str(ROOT))  # the examples are imported as a user's file in the clone is
             patch.chdir(ROOT)
             folder = tmp_path_factory.mktemp(cls.__name__)
-            common = ["--accelerator", "cpu", "--max_epochs", "2", "--log_every_n_steps", "3"]
-            yield [*cls.arguments(folder / "data"), *common, "--default_root_dir", str(folder / "runs")]
+            common = ["--accelerator", "cpu", "--log_every_n_steps", "3"]
+            arguments = cls.arguments(folder / "data")
+            common += [] if "--max_epochs" in arguments else ["--max_epochs", "2"]
+            yield [*arguments, *common, "--default_root_dir", str(folder / "runs")]
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -54,47 +59,46 @@ class PromiseSuite:
         return Path(flags[-1]) / "undisturbed"
 
     def test_trains_and_reports(self, undisturbed: Path) -> None:
-        summary = json.loads((undisturbed / "summary.json").read_text())
-        assert summary["test/accuracy"] >= self.least_accuracy, summary
-        assert summary["throughput/samples_per_sec"] > 0
-        assert summary["memory/peak_rss_gib"] > 0
-        logged = {name for row in metric_rows(undisturbed) for name in row}
-        assert {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "optimizer/lr"} <= logged
+        facts = summary(undisturbed)
+        assert facts["throughput/samples_per_sec"] > 0
+        assert facts["memory/peak_rss_gib"] > 0
+        assert {*self.logged, "optimizer/lr"} <= {name for row in rows(undisturbed) for name in row}
         for name in ("best.ckpt", "last.ckpt", "config.yaml"):
             assert (undisturbed / name).is_file()
+        if self.reached is None:
+            assert not [name for name in facts if name.startswith("test")]
+        else:
+            name, bound = self.reached
+            assert facts[name] <= bound if self.mode == "min" else facts[name] >= bound, facts
 
-    def test_a_run_that_was_stopped_and_resumed_is_bit_identical(self, flags: list[str], undisturbed: Path) -> None:
-        command = [sys.executable, "-m", "tests.interrupted", str(self.interrupt_at), self.signal]
-        named = [*flags, "--run_name", "stopped", "--checkpoint_every", "5"]
-        ended = run_process([*command, *named])
-        assert ended.returncode == {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}[self.signal], ended.stderr
-        folder = undisturbed.with_name("stopped")
-        saved = read(folder / "last.ckpt")["global_step"]
-        assert 0 < saved <= self.interrupt_at + 1, saved  # asked to stop within a step, a run ends after it
-        assert not (folder / "summary.json").exists()
+    def test_the_best_checkpoint_is_of_the_best_epoch_by_the_followed_metric(self, undisturbed: Path) -> None:
+        facts, best, last = summary(undisturbed), *(read(undisturbed / f"{name}.ckpt") for name in ("best", "last"))
+        if self.monitor is None:
+            assert "monitor" not in facts
+            assert best["global_step"] == last["global_step"] == facts["steps"]
+            return
+        assert (facts["monitor"], facts["mode"]) == (self.monitor, self.mode)
+        of_epochs = [row for row in rows(undisturbed) if self.monitor in row]
+        values = [float(row[self.monitor]) for row in of_epochs]
+        wanted = (max if self.mode == "max" else min)(values)
+        epoch = max(index for index, value in enumerate(values) if value == wanted)  # of equal ones the latest
+        assert facts["best_epoch"] == epoch
+        assert facts[self.monitor] == pytest.approx(wanted)
+        assert best["run"]["metrics"][self.monitor] == pytest.approx(wanted)
+        assert best["global_step"] == int(of_epochs[epoch]["step"]) + 1
 
-        assert fit.main([*named, "--ckpt_path", "auto"]) == 0
-        for name in ("last.ckpt", "best.ckpt"):
-            ours, theirs = (read(run / name)["state_dict"] for run in (folder, undisturbed))
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
-        assert metric_rows(folder) == metric_rows(undisturbed)
-
-    def test_two_processes_measure_what_one_does(self, flags: list[str], undisturbed: Path, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "project.test", "--ckpt_path", str(undisturbed / "best.ckpt")]
-        devices = ["--accelerator", "cpu", "--devices", "2", "--strategy", "ddp"]
-        ended = run_process([*command, *devices, "--output", str(tmp_path / "metrics.json")])
-        assert ended.returncode == 0, ended.stderr
-        summary = json.loads((undisturbed / "summary.json").read_text())
-        found = json.loads((tmp_path / "metrics.json").read_text())
-        assert found["world_size"] == 2
-        assert found["test/accuracy"] == summary["test/accuracy"]
-        assert found["test/loss"] == pytest.approx(summary["test/loss"], rel=1e-6)
+    def test_the_checkpoint_alone_gives_the_summarys_test_metrics(self, undisturbed: Path, tmp_path: Path) -> None:
+        if self.reached is None:
+            pytest.skip("this task has no test set")
+        words = ["--ckpt_path", str(undisturbed / "best.ckpt"), "--accelerator", "cpu"]
+        assert test_command.main([*words, "--output", str(tmp_path / "metrics.json")]) == 0
+        assert_same_metrics(undisturbed, tmp_path / "metrics.json")
 
     def test_predicts_pictures_from_the_checkpoint_alone(self, undisturbed: Path, tmp_path: Path) -> None:
-        from project import predict
-
-        data = load(undisturbed / "best.ckpt").datamodule
+        if not self.takes_pictures:
+            pytest.skip("its inputs are no pictures")
+        predict = pytest.importorskip("project.predict")
+        data: Any = load(undisturbed / "best.ckpt").datamodule
         picture = Image.new("RGB", (90, 120), "white")
         ImageDraw.Draw(picture).ellipse((30, 30, 60, 90), outline="black", width=8)
         picture.save(tmp_path / "picture.png")
@@ -106,25 +110,62 @@ class PromiseSuite:
 
     @pytest.mark.skipif(importlib.util.find_spec("project.export") is None, reason="there is no export command")
     def test_exports_a_model_that_answers_like_the_checkpoint(self, undisturbed: Path) -> None:
+        if not self.takes_pictures:
+            pytest.skip("see the tests of export")
         pytest.importorskip("onnxruntime")
-        from project import export
+        export = pytest.importorskip("project.export")
 
         assert export.main(["--ckpt_path", str(undisturbed / "best.ckpt")]) in (0, None)  # compares the answers
         assert list(undisturbed.rglob("*.onnx"))
 
 
-def metric_rows(folder: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv without empty cells and without what is measured by a clock."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return [
-            {key: value for key, value in row.items() if value and not key.startswith(MEASURED)}
-            for row in csv.DictReader(file)
-        ]
+class PromiseSuite(TaskSuite):
+    """Besides: a run that is killed or stopped loses nothing, and two processes measure what one does."""
+
+    interrupt_at = 12  # step, in the middle of an epoch
+    signal = "SIGTERM"
+
+    def test_a_run_that_was_stopped_and_resumed_is_bit_identical(self, flags: list[str], undisturbed: Path) -> None:
+        command = [sys.executable, "-m", "tests.interrupted", str(self.interrupt_at), self.signal]
+        named = [*flags, "--run_name", "stopped", "--checkpoint_every", "5"]
+        ended = run_process([*command, *named])
+        assert ended.returncode == EXIT_CODES[self.signal], ended.stderr
+        folder = undisturbed.with_name("stopped")
+        before = read(folder / "last.ckpt")
+        # asked to stop within a step, a run ends after it; and there is something left to repeat
+        assert 0 < before["global_step"] < read(undisturbed / "last.ckpt")["global_step"]
+        assert before["run"]["state"]["place"] == "batch"
+        assert not (folder / "summary.json").exists()
+
+        assert fit.main([*named, "--ckpt_path", "auto"]) == 0
+        assert_same_run(undisturbed, folder)
+        ours, theirs = summary(folder), summary(undisturbed)
+        assert [ours.get(name) for name in theirs if "test" in name] == [v for k, v in theirs.items() if "test" in k]
+
+    def test_two_processes_measure_what_one_does(self, undisturbed: Path, tmp_path: Path) -> None:
+        if self.reached is None:
+            pytest.skip("this task has no test set")
+        command = [sys.executable, "-m", "project.test", "--ckpt_path", str(undisturbed / "best.ckpt")]
+        devices = ["--accelerator", "cpu", "--devices", "2", "--strategy", "ddp"]
+        ended = run_process([*command, *devices, "--output", str(tmp_path / "metrics.json")])
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads((tmp_path / "metrics.json").read_text())["world_size"] == 2
+        assert_same_metrics(undisturbed, tmp_path / "metrics.json")
 
 
-def run_process(command: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run a command in the clone with as many threads as this process has: sums are then of the same order."""
+def assert_same_metrics(folder: Path, output: Path) -> None:
+    """What ``project.test`` wrote are the test metrics of the run: accuracies exactly, the rest but for rounding."""
+    found, facts = json.loads(output.read_text()), summary(folder)
+    names = [name for name in facts if name.startswith(("test/", "test_"))]
+    assert names
+    for name in names:
+        exactly = "accuracy" in name
+        assert found[name] == (facts[name] if exactly else pytest.approx(facts[name], rel=1e-6)), name
+
+
+def run_process(command: list[str], timeout: float = 240, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command with as many threads as this process has: sums are then of the same order."""
     left_out = ("LOCAL_RANK", "PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
     environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "WANDB_MODE": "disabled"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    return complete(command, timeout, cwd=cwd, env=environment)

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from project import fit
 from project.engine import command as entry
 from tests import made_data
-from tests.promises import ROOT, PromiseSuite
+from tests.promises import ROOT, PromiseSuite, TaskSuite
 
 CONFIGS = ROOT / "configs" / "examples"
 EXAMPLES = sorted(CONFIGS.glob("*.py"))
@@ -30,11 +30,30 @@ REACHED: dict[str, tuple[str, float] | None] = {
 }
 
 
-class TestFashionMNIST(PromiseSuite):
+class TestAutoEncoder(PromiseSuite):
+    """Lightning's own example: nothing of this project in it."""
+
+    monitor, mode, logged = "val_loss", "min", {"train_loss", "val_loss"}
+    reached = ("test_loss", 0.3)
+    takes_pictures = False
+    interrupt_at, signal = 40, "SIGKILL"
+
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
-        made_data.make_idx_files(folder / "FashionMNIST" / "raw")
-        return [*example("fashion_mnist", folder), "--data.batch_size", "48"]
+        classes = ["--model", "tests.other_tasks.TestedAutoEncoder", "--data", "tests.other_tasks.NoisyWaves"]
+        return [*classes, "--monitor", "val_loss", "--mode", "min"]
+
+
+class TestGAN(PromiseSuite):
+    """Manual optimization with two optimizers, loaders of the module's own, nothing that could be followed."""
+
+    monitor, logged, reached = None, {"g_loss", "d_loss"}, None
+    takes_pictures = False
+    interrupt_at = 55
+
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        return example("gan")
 
 
 class TestPngFolder(PromiseSuite):
@@ -48,15 +67,22 @@ class TestPngFolder(PromiseSuite):
         return [*example("png_folder", folder), "--data.batch_size", "30", "--data.num_workers", "2"]
 
 
-class TestTensorFiles(PromiseSuite):
+class TestFashionMNIST(TaskSuite):
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        made_data.make_idx_files(folder / "FashionMNIST" / "raw")
+        return [*example("fashion_mnist", folder), "--data.batch_size", "48"]
+
+
+class TestTensorFiles(TaskSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
         made_data.make_tensor_files(folder)
         return [*example("tensor_dataset", folder), "--data.batch_size", "40"]
 
 
-class TestFinetunedBackbone(PromiseSuite):
-    least_accuracy = 0.0  # frozen at random weights, early layers are no use; with the real ones they would be
+class TestFinetunedBackbone(TaskSuite):
+    reached = ("test/accuracy", 0.0)  # frozen at random weights, early layers are no use; real ones would be
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -65,8 +91,38 @@ class TestFinetunedBackbone(PromiseSuite):
         return [*example("finetune_backbone", folder), *size]
 
 
-def example(name: str, root: Path) -> list[str]:
-    return ["--config", str(CONFIGS / f"{name}.yaml"), "--data.root", str(root)]
+class TestImageRegression(TaskSuite):
+    monitor, mode, logged = "val/mae", "min", {"train/loss", "train/mae", "val/loss", "val/mae"}
+    reached = ("test/mae", 0.15)
+    takes_pictures = False
+
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        return [*example("image_regression"), "--max_epochs", "4"]
+
+
+class TestMultiLabel(TaskSuite):
+    monitor, logged = "val/f1", {"train/loss", "train/f1", "val/loss", "val/f1"}
+    reached = ("test/f1", 0.8)
+    takes_pictures = False
+
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        return [*example("multi_label"), "--max_epochs", "4"]
+
+
+class TestTabular(TaskSuite):
+    monitor, logged = "val/r2", {"train/loss", "train/r2", "val/loss", "val/r2"}
+    reached = ("test/r2", 0.3)
+    takes_pictures = False
+
+    @classmethod
+    def arguments(cls, folder: Path) -> list[str]:
+        return [*example("tabular"), "--max_epochs", "8"]
+
+
+def example(name: str, root: Path | None = None) -> list[str]:
+    return ["--config", str(CONFIGS / f"{name}.yaml"), *(["--data.root", str(root)] if root else [])]
 
 
 @pytest.mark.parametrize("name", sorted(REACHED))
@@ -149,7 +205,7 @@ def test_a_newcomers_mistake_is_told_in_one_line(
 
 
 @pytest.mark.skipif("FASHION_MNIST_ROOT" not in os.environ, reason="needs FASHION_MNIST_ROOT/FashionMNIST/raw")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fashion_mnist_reaches_090_on_the_full_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 

@@ -16,7 +16,8 @@ import torch
 
 from project.engine.checkpoint_files import read
 from tests import made_data
-from tests.promises import ROOT, metric_rows
+from tests.commands import rows
+from tests.promises import ROOT
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TIMEOUT = 200
@@ -65,7 +66,7 @@ def only_run(place: Path, name: str) -> Path:
 def assert_same(one: Path, other: Path) -> None:
     ours, theirs = (read(folder / "last.ckpt")["state_dict"] for folder in (one, other))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    assert metric_rows(one) == metric_rows(other)
+    assert rows(one) == rows(other)
 
 
 @pytest.fixture(scope="module")

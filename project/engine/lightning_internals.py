@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,10 @@ NAMES = {
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
-    "torch.nn": ["Module._compiled_call_impl"],
-    "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],
+    "torch.nn": ["Module._compiled_call_impl"],  # feature: profiler
+    "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, benchmark, memory
+    "torch.utils._pytree": ["tree_leaves"],  # feature: tune, benchmark, memory
 }
 
 
@@ -178,6 +181,7 @@ def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
             logged.cumulated_batch_size = torch.tensor(sum(count for _, count in values), device=logged.value.device)
 
 
+# feature: profiler
 def profiled_module(profiler: Profiler) -> LightningModule:
     """The module that is trained, as the Trainer tells its profiler before ``setup``.
 
@@ -187,11 +191,19 @@ def profiled_module(profiler: Profiler) -> LightningModule:
     return module
 
 
+# end feature: profiler
+
+
+# feature: throughput
 def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:
     """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
     inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
 
 
+# end feature: throughput
+
+
+# feature: profiler
 def surround_compiled_call(
     network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
 ) -> Callable[[], None] | None:
@@ -214,6 +226,10 @@ def surround_compiled_call(
     return lambda: setattr(network, "_compiled_call_impl", compiled)
 
 
+# end feature: profiler
+
+
+# feature: memory
 def record_memory_history(max_entries: int | None) -> None:
     """Record CUDA allocations and frees with their stacks, the newest ``max_entries``; None ends it.
 
@@ -228,6 +244,31 @@ def record_memory_history(max_entries: int | None) -> None:
 def write_memory_snapshot(path: Path) -> None:
     """Write what :func:`record_memory_history` has recorded, for PyTorch's memory viewer."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+# end feature: memory
+
+
+# feature: tune, benchmark, memory
+def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
+    """A block in which ``seen`` is called with the tensors that every operation of torch returns.
+
+    Buys memory counted tensor by tensor on the CPU, whose allocator keeps no count. Public way missing: PyTorch has
+    ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            seen(tree_leaves(result))
+            return result
+
+    return Results()
+
+
+# end feature: tune, benchmark, memory
 
 
 def _on_cpu(value: Any) -> Any:
