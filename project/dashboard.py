@@ -1,41 +1,29 @@
 """Build a saved W&B workspace for this project's runs: Training, Throughput, Memory, Mistakes.
 
 python -m project.dashboard --entity ME --project mnist-lightning
-python -m project.dashboard --entity ME --project mnist-lightning --print
+python -m project.dashboard --print      # what would be saved; needs no login and no network
 
-Needs a W&B login and the optional extra ``dashboard`` (wandb-workspaces); ``--print`` needs no login and no network.
+Saving needs a W&B login; both need the optional extra ``dashboard`` (wandb-workspaces).
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 from project.errors import UserError
+from project.loggers.panels import PANELS
 
 STEP = "trainer/global_step"
-# Section → panels: title → metrics, or the key of a chart, a table or a page that a run logs at its end
+# Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.
 LINES: dict[str, dict[str, list[str]]] = {
-    "Training": {
-        "Loss": ["train/loss", "val/loss"],
-        "Accuracy (fraction)": ["train/accuracy", "val/accuracy"],
-        "Learning rate": ["optimizer/lr"],
-        "Gradient norm": ["optimizer/grad_norm"],
-        "Loss scale (16-mixed)": ["optimizer/loss_scale"],
-    },
-    "Throughput": {
-        "Samples per second": ["throughput/samples_per_sec"],
-        "Waiting for data (% of the time)": ["throughput/data_wait_pct"],
-        "Step (ms)": ["throughput/step_ms"],
-        "GPU (%)": ["throughput/gpu_utilization_pct", "throughput/mfu_pct"],
-    },
-    "Memory": {
-        "Host, resident (GiB)": ["memory/rss_gib"],
-        "Device (GiB)": ["memory/peak_reserved_gib", "memory/peak_allocated_gib", "memory/allocated_gib"],
-        "Device, peak reserved (%)": ["memory/peak_reserved_pct"],
-    },
-    "Mistakes": {},
+    section: {
+        f"{panel.title} ({panel.unit})" if panel.unit else panel.title: list(panel.lines)
+        for panel in PANELS
+        if panel.section == section
+    }
+    for section in ("Training", "Throughput", "Memory", "Mistakes")
 }
 BARS: dict[str, dict[str, str]] = {
     "Training": {"Best validation accuracy": "val/accuracy.max", "Test accuracy": "test/accuracy"},
@@ -57,49 +45,28 @@ TABLES: dict[str, list[str]] = {"Mistakes": ["test/mistakes"]}
 MEDIA: dict[str, dict[str, str]] = {"Mistakes": {"Run report": "report"}}
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """argparse, its errors as a :class:`UserError`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message + ". See python -m project.dashboard --help.")
-
-
 def main(argv: list[str]) -> int:
     """Save or print the workspace that ``argv`` names."""
-    parser = OneLineParser(
-        prog="python -m project.dashboard", description="Build a saved W&B workspace.", allow_abbrev=False
-    )
-    parser.add_argument("--entity", required=True, help="W&B user or team")
-    parser.add_argument("--project", required=True, help="W&B project of the runs")
+    from project.engine.command import CommandParser
+    from project.loggers.wandb_account import has_wandb_key
+
+    parser = CommandParser("project.dashboard", __doc__)
+    parser.add_argument("--entity", help="W&B user or team")
+    parser.add_argument("--project", help="W&B project of the runs")
     parser.add_argument("--name", default="Training, throughput, memory, mistakes", help="what the workspace is called")
     parser.add_argument("--print", action="store_true", help="print the specification as JSON and save nothing")
     options = parser.parse_args(argv)
-    for option in ("entity", "project", "name"):
-        if not getattr(options, option).strip():
-            raise UserError(f"--{option} must not be empty.")
-    if not options.print:
-        require_login()
-    workspace = build_workspace(options.entity, options.project, options.name)
-    if options.print:
-        print(json.dumps(specification(workspace), indent=2))
-        return 0
-    print(save(workspace))
-    return 0
-
-
-def require_login() -> None:
-    """Check for a W&B API key, without a network.
-
-    Raises:
-        UserError: There is none.
-    """
-    from project.loggers.wandb import has_wandb_key
-
-    if not has_wandb_key():
+    for option in () if options.print else ("entity", "project", "name"):
+        if not (getattr(options, option) or "").strip():
+            raise UserError(f"--{option} must be given, to save a workspace. To look at it: --print.")
+    if not options.print and not has_wandb_key():
         raise UserError(
             "saving a workspace needs a W&B login, and no API key is configured. Run wandb login, or see what would be "
             "saved with --print."
         )
+    workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
+    print(json.dumps(specification(workspace), indent=2, default=str) if options.print else save(workspace))
+    return 0
 
 
 def build_workspace(entity: str, project: str, name: str) -> Any:
@@ -135,9 +102,10 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
 
 
 def specification(workspace: Any) -> dict[str, Any]:
-    """What would be sent to W&B, as plain values."""
-    spec: dict[str, Any] = json.loads(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True))
-    return spec
+    """The workspace as plain values."""
+    return dataclasses.asdict(
+        workspace, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and k[0] != "_"}
+    )
 
 
 def save(workspace: Any) -> str:

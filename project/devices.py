@@ -1,6 +1,7 @@
 """What this machine has, and the flags of fit that suit it.
 
 python -m project.devices
+python -m project.devices --measure      # also which precision is fastest here, in a few seconds
 python -m project.devices --output devices.json --data.root /data
 """
 
@@ -8,15 +9,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
-MNIST_FILES = tuple(
-    f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
-)
+from project.errors import UserError
+
+# A GPU that computes this much for others, or has less than this part of its memory free, is taken.
+BUSY_PCT, LEAST_FREE = 30, 0.5
+# Seconds of measuring, and by how much another precision must be faster to be recommended.
+MEASURE_SECONDS, LEAST_GAIN = 1.5, 1.05
 
 
 def main(argv: list[str]) -> int:
@@ -25,29 +30,36 @@ def main(argv: list[str]) -> int:
     from project.tables import check_output, format_table, write_rows
 
     parser = CommandParser("project.devices", __doc__)
+    parser.add_argument("--measure", action="store_true", help="time training steps in the precisions this machine has")
     parser.add_argument("--output", metavar="FILE.json", help="also write everything as JSON")
     parser.add_argument("--data.root", dest="root", default="data", metavar="DIR", help="where to look for MNIST")
     args = parser.parse_args(argv)
     output = check_output(args.output, (".json",)) if args.output else None
 
     from project import hardware
+    from project.loggers.wandb_account import wandb_mode
 
     facts: dict[str, Any] = {"cpu": hardware.cpu(), "memory": hardware.memory()}
     say("CPU", cpu_line(facts["cpu"]))
     say("memory", f"{facts['memory']['total_gib']:.1f} GiB, {facts['memory']['available_gib']:.1f} GiB available")
-    facts["wandb"] = wandb_state(os.environ)
+    facts["wandb"] = asdict(wandb_mode(os.environ))
     say("W&B", facts["wandb"]["text"])
-    facts["mnist"] = mnist_state(Path(args.root))
-    say("MNIST", facts["mnist"]["text"])
+    facts["mnist"] = mnist_state(Path(args.root))  # feature: mnist
+    say("MNIST", facts["mnist"]["text"])  # feature: mnist
 
     facts["accelerators"] = hardware.accelerators()
     if facts["accelerators"]:
         print("\n" + format_table(facts["accelerators"]))
     else:
         say("GPU", hardware.unusable_gpus() or "none")
-    flags = recommend(facts["cpu"], facts["accelerators"])
+    chosen, _ = choose_gpus(facts["accelerators"])
+    if args.measure:
+        facts["step_ms"] = measure(chosen, precisions(facts["cpu"], chosen))
+    flags = recommend(facts["cpu"], facts["accelerators"], facts.get("step_ms"))
+    # feature: mnist
     if facts["mnist"]["found"] and args.root != "data":
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
+    # end feature: mnist
     facts["recommended"] = {
         "command": " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)]),
         "reasons": {flag.flag: flag.reason for flag in flags},
@@ -75,56 +87,22 @@ def cpu_line(cpu: Mapping[str, Any]) -> str:
     return f"{cpu['name']}, {cores}, {' and '.join(has) if has else 'no bfloat16 arithmetic'}"
 
 
-def wandb_state(environ: Mapping[str, str]) -> dict[str, Any]:
-    """How ``fit`` would log to W&B: ``mode`` (online, offline, disabled, refused), ``logged_in``, ``text``. No network.
-
-    Decides as :mod:`project.loggers.wandb` does, whose import would bring Lightning's seconds with it.
-    """
-    logged_in = "WANDB_API_KEY" if environ.get("WANDB_API_KEY") else _wandb_netrc(environ)
-    mode = environ.get("WANDB_MODE", "").lower()
-    if mode == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
-        mode = "disabled"
-    elif mode in ("online", "run") and not logged_in:
-        mode = "refused"
-    else:
-        mode = "offline" if mode in ("offline", "dryrun") or not logged_in else "online"
-    login = f"logged in ({logged_in})" if logged_in else "not logged in (wandb login)"
-    then = {
-        "online": "runs go online",
-        "offline": "runs are kept offline, for wandb sync",
-        "disabled": "switched off",
-        "refused": "but WANDB_MODE wants online runs, fit will refuse",
-    }
-    return {"mode": mode, "logged_in": bool(logged_in), "text": f"{login}: {then[mode]}"}
-
-
-def _wandb_netrc(environ: Mapping[str, str]) -> str | None:
-    import netrc
-
-    path = environ.get("NETRC", str(Path.home() / ".netrc"))
-    try:
-        hosts = netrc.netrc(path).hosts
-    except (OSError, netrc.NetrcParseError):
-        return None
-    own_server = urlparse(environ.get("WANDB_BASE_URL", "")).hostname
-    return path if any(host == own_server or "wandb" in host for host in hosts) else None
-
-
+# feature: mnist
 def mnist_state(root: Path) -> dict[str, Any]:
     """Whether the four files of the full set lie below ``root``: ``found``, ``folder``, ``text``."""
     folder = root / "MNIST" / "raw"
-    missing = [name for name in MNIST_FILES if not any((folder / f"{name}{end}").is_file() for end in ("", ".gz"))]
+    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+    names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in kinds]
+    missing = [name for name in names if not any((folder / f"{name}{end}").is_file() for end in ("", ".gz"))]
     text = f"found in {folder}" if not missing else f"not in {folder}: fit downloads it, or uses the bundled digits"
-    if missing and len(missing) < len(MNIST_FILES):
+    if 0 < len(missing) < len(names):
         text = f"incomplete in {folder}: {', '.join(missing)} missing"
     return {"found": not missing, "folder": str(folder), "text": text}
 
 
+# end feature: mnist
+
 # Which flags of ``fit`` suit a machine, each with its reason: facts in, advice out.
-
-
-# A GPU that computes this much for others, or has less than this part of its memory free, is taken.
-BUSY_PCT, LEAST_FREE = 30, 0.5
 
 
 @dataclass(frozen=True)
@@ -136,36 +114,57 @@ class Flag:
     reason: str
 
 
-def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
-    """Flags for :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`."""
-    if not accelerators:
-        return [
+def recommend(
+    cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]], step_ms: Mapping[str, float] | None = None
+) -> list[Flag]:
+    """Flags for :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`.
+
+    Args:
+        cpu: The CPU.
+        accelerators: What PyTorch can use beside it.
+        step_ms: What :func:`measure` found here; without it no precision but the exact one is recommended.
+    """
+    chosen, why = choose_gpus(accelerators)
+    if not chosen:
+        cores = "the only core" if cpu["cores"] == 1 else f"all {cpu['cores']} cores"
+        flags = [
             Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use"),
-            Flag("--devices", "1", f"one process runs {_cores(cpu)} as threads; more processes would only share them"),
-            Flag("--precision", *cpu_precision(cpu)),
+            Flag("--devices", "1", f"one process runs {cores} as threads; more processes would only share them"),
         ]
-    if accelerators[0]["type"] == "mps":
-        return [
-            Flag("--accelerator", "mps", f"{accelerators[0]['name']} is here"),
-            Flag("--devices", "1", "a Mac has one GPU"),
-            Flag("--precision", "32-true", "every operation has it on MPS; mixed precision saves little there"),
+    else:
+        here = f"{chosen[0]['name']} is here"
+        devices = str(len(chosen))
+        if len(chosen) < len(accelerators):  # a comma makes it a list of indices, not a count
+            devices = ",".join(str(row["index"]) for row in chosen) + ("," if len(chosen) == 1 else "")
+        flags = [
+            Flag("--accelerator", "mps" if chosen[0]["type"] == "mps" else "gpu", here),
+            Flag("--devices", devices, why),
         ]
-    chosen, devices_reason = choose_gpus(accelerators)
-    precision, precision_reason = gpu_precision(chosen)
-    flags = [
-        Flag("--accelerator", "gpu", f"{chosen[0]['name']} is here"),
-        Flag("--devices", _device_list(chosen, accelerators), devices_reason),
-    ]
-    if len(chosen) > 1:
-        flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
-    flags.append(Flag("--precision", precision, precision_reason))
-    if all(row.get("tf32") for row in chosen):
-        flags.append(Flag("--matmul_precision", "high", "what stays in float32 runs as TF32 on the tensor cores"))
-    return flags
+        if len(chosen) > 1:
+            flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
+    others = [name for name in precisions(cpu, chosen) if name != "32-true"]
+    if not step_ms:
+        hint = f"; --measure compares it with {' and '.join(others)}" if others else ""
+        return [*flags, Flag("--precision", "32-true", f"float32 throughout{hint}")]
+    best = min(step_ms, key=lambda name: step_ms[name])
+    best = best if step_ms["32-true"] >= LEAST_GAIN * step_ms[best] else "32-true"
+    measured = ", ".join(f"{ms:.2f} ms in {name}" for name, ms in step_ms.items())
+    return [*flags, Flag("--precision", best, f"measured here: a step of the default network takes {measured}")]
+
+
+def precisions(cpu: Mapping[str, Any], chosen: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The values of ``--precision`` that have their own arithmetic in the hardware and could be faster."""
+    if not chosen:
+        return ["32-true", *(["bf16-mixed"] if cpu.get("bf16") else [])]
+    if all(row.get("bf16") for row in chosen):
+        return ["32-true", "bf16-mixed"]  # bf16 needs no loss scaling, which 16-mixed does
+    return ["32-true", *(["16-mixed"] if all(row.get("tensor_cores") for row in chosen) else [])]
 
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
     """The largest set of equal GPUs that nobody else is using, and why it is that one."""
+    if not accelerators:
+        return [], ""
     idle = [row for row in accelerators if not is_busy(row)]
     if not idle:
         freest = max(accelerators, key=lambda row: row.get("memory_free_gib", 0.0))
@@ -186,33 +185,54 @@ def is_busy(row: Mapping[str, Any]) -> bool:
     return bool(row.get("utilization_pct", 0) > BUSY_PCT or free < LEAST_FREE * row["memory_total_gib"])
 
 
-def gpu_precision(chosen: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Value of ``--precision`` and its reason."""
-    if all(row.get("bf16") for row in chosen):
-        return "bf16-mixed", "bfloat16 tensor cores: half the memory of activations, and no loss scaling as in float16"
-    if all(row.get("tensor_cores") for row in chosen):
-        return "16-mixed", "float16 tensor cores; bfloat16 comes with compute capability 8.0"
-    if chosen[0]["type"] == "rocm":
-        return "32-true", "safe on every AMD GPU; try bf16-mixed on MI200 and later"
-    return "32-true", "no tensor cores: 16 bits would save memory but not time"
+def measure(
+    chosen: Sequence[Mapping[str, Any]], names: Sequence[str], seconds: float = MEASURE_SECONDS
+) -> dict[str, float]:
+    """Milliseconds of a training step of the default network at batch 128, by precision, on one device.
 
+    Precisions take turns, and the median counts: a neighbour who wakes up slows all of them.
 
-def cpu_precision(cpu: Mapping[str, Any]) -> tuple[str, str]:
-    """Value of ``--precision`` and its reason. The figure: steps of 128 on one core of an EPYC with AVX512-BF16."""
-    if cpu.get("bf16"):
-        return "bf16-mixed", "this CPU multiplies bfloat16: 1.7 times the default network's speed where it was measured"
-    return "32-true", "this CPU has no bfloat16 arithmetic: fewer bits would be slower"
+    Raises:
+        UserError: The network cannot be trained here.
+    """
+    import torch
+    from lightning.fabric import Fabric
 
+    from project.model import ConvNet
 
-def _cores(cpu: Mapping[str, Any]) -> str:
-    return "the only core" if cpu["cores"] == 1 else f"all {cpu['cores']} cores"
+    kind, index = ("mps" if chosen[0]["type"] == "mps" else "gpu", chosen[0]["index"]) if chosen else ("cpu", None)
 
+    def stepper(precision: str) -> Callable[[], None]:
+        devices = 1 if index is None else [index]
+        fabric = Fabric(accelerator=kind, devices=devices, precision=precision)  # type: ignore[arg-type]
+        network = ConvNet().to(memory_format=torch.channels_last)
+        model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters()))
+        images = torch.rand(128, 1, 28, 28, device=fabric.device).contiguous(memory_format=torch.channels_last)
+        labels = torch.arange(128, device=fabric.device) % 10
 
-def _device_list(chosen: Sequence[Mapping[str, Any]], accelerators: Sequence[Mapping[str, Any]]) -> str:
-    if len(chosen) == len(accelerators):
-        return str(len(chosen))
-    # a comma makes it a list of indices, not a count
-    return ",".join(str(row["index"]) for row in chosen) + ("," if len(chosen) == 1 else "")
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            fabric.backward(loss)
+            optimizer.step()
+
+        return step
+
+    try:
+        steps = {name: stepper(name) for name in names}
+        times: dict[str, list[float]] = {name: [] for name in names}
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times[names[0]]) < 4:
+            for name, step in steps.items():
+                started = time.perf_counter()
+                for _ in range(5):
+                    step()
+                if chosen:  # a GPU's step returns before it is done
+                    torch.accelerator.synchronize(index)
+                times[name].append((time.perf_counter() - started) / 5 * 1000)
+    except RuntimeError as error:
+        raise UserError(f"--measure: a training step failed: {' '.join(str(error).split())[:300]}") from error
+    return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round is warm-up
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ class UserError(Exception):
     """
 
 
+class BadImage(Exception):
+    """A file that holds no usable image, or no usable input of another kind. The message is the reason alone."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``" Did you mean X?"`` for the known name closest to ``name``, or ``""`` when none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -1,72 +1,81 @@
-"""Turn a checkpoint into ONNX, torch.export and safetensors files, checked against it on the test images.
+"""Turn a checkpoint into ONNX, torch.export and safetensors files, checked against it on the test set.
 
 python -m project.export
 python -m project.export --ckpt_path checkpoints/mine/best.ckpt --output_dir exported
 
-Writes model.onnx, model.pt2 and model.safetensors beside the checkpoint. The first two take `images`, float32 in 0-1,
-(batch, channels, height, width), and give `logits` (batch, classes): normalisation is inside.
+Writes model.onnx, model.pt2 and model.safetensors beside the checkpoint. The first two are the module's own `forward`.
+Of an image classifier: `images`, float32 in 0-1, (batch, channels, height, width), to `logits` (batch, classes).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import itertools
+import json
 import os
 import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from project.errors import UserError
+from project.tables import check_output, format_table, write_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from project.engine.restore import Loaded
+
+    Outputs = dict[str, Tensor]
 
 NAMES = ("model.onnx", "model.pt2", "model.safetensors")
+PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors")
+# Single samples, a size that fits no vector unit, and many: kernels and so rounding differ between them.
+BATCH_SIZES = (1, 7, 1024)
+# Largest difference of a value: float32 rounding of the sums, times 10. Relative for networks with larger values.
+ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE = 1e-4, 1e-5
+MOST_SAMPLES = 10_000
 
 
 def main(argv: list[str]) -> int:
     """Export as ``argv`` says. Returns 1, and leaves no new file, where an export disagrees with the checkpoint."""
-    from project.engine.command import CommandParser, add_checkpoint, add_output
+    from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports
 
     parser = CommandParser("project.export", __doc__)
     add_checkpoint(parser)
     parser.add_argument("--output_dir", metavar="DIR", help="folder for the files (default: the checkpoint's)")
     add_output(parser)
-    parser.add_argument("--data.root", metavar="DIR", help="where the test images are (default: as in training)")
-    parser.add_argument(
-        "--data.source", metavar="auto|mnist|sample", help="which test images (default: as in training)"
-    )
+    parser.add_argument("--data.root", metavar="DIR", help="where the test set is (default: as in training)")
+    parser.add_argument("--data.source", metavar="auto|mnist|sample", help="which test set (default: as in training)")
     args = parser.parse_args(argv)
-
-    from project.engine.command import quick_imports
-    from project.tables import check_output, format_table, write_rows
-
     output = check_output(args.output) if args.output else None
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        fix = "Run pip install '.[export]' first."
+        raise UserError(f"export needs {', '.join(missing)}, which training does not. {fix}")
 
     with quick_imports():
-        from project.engine.checkpoint_files import load
+        from project.engine.restore import load
         from project.engine.run_folder import find_checkpoint
-        from project.export_files import require_packages
 
-    require_packages()
     checkpoint = find_checkpoint(args.ckpt_path)
     folder = writable_folder(Path(args.output_dir) if args.output_dir else checkpoint.parent)
-    typed = {name: getattr(args, name) for name in ("data.root", "data.source")}
-    loaded = load(checkpoint, [word for name, value in typed.items() if value for word in (f"--{name}", value)])
-
-    from project.export_files import (
-        InferenceGraph,
-        compare,
-        metadata,
-        test_images,
-        write_onnx,
-        write_pt2,
-        write_safetensors,
-    )
-
-    images, labels, source = test_images(loaded, as_in_training=not any(typed.values()))
-    graph = InferenceGraph(loaded)
-    facts = metadata(loaded, images, labels, source)
-    print(f"{checkpoint}: exporting, then comparing on {len(images):,} {source} images", flush=True)
+    typed = [
+        word for name in ("data.root", "data.source") if (value := getattr(args, name)) for word in (f"--{name}", value)
+    ]
+    loaded = load(checkpoint, typed)
+    samples = find_samples(loaded, as_in_training=not typed)
+    exported = trace(loaded, samples)
+    facts = metadata(loaded, samples)
+    print(f"{checkpoint}: comparing the exports on {len(samples.inputs[0]):,} samples ({samples.source})", flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
-        onnx, pt2, safetensors = (Path(scratch) / name for name in NAMES)
-        exported = graph.export()
-        write_onnx(onnx, exported, facts)
-        write_pt2(pt2, exported, facts)
-        write_safetensors(safetensors, loaded, facts)
-        rows = compare(loaded, images, onnx, pt2, safetensors)
+        write_files(Path(scratch), loaded, exported, samples, facts)
+        rows = compare(Path(scratch), loaded, samples)
         print(format_table(rows))
         if output:
             write_rows(output, rows)
@@ -81,20 +90,300 @@ def main(argv: list[str]) -> int:
 
 
 def writable_folder(folder: Path) -> Path:
-    """``folder``, made if it is missing.
-
-    Raises:
-        UserError: It cannot be made or written to.
-    """
-    from project.errors import UserError
-
+    """``folder``, made if it is missing; a :class:`UserError` where it cannot be made or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"--output_dir must be a folder that can be made, got {folder} ({error.strerror}).") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--output_dir must be a folder you may write to, got {folder}. Name another one.")
+        raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({error.strerror}).") from None
     return folder
+
+
+# What goes in and what comes out.
+
+
+@dataclass
+class Samples:
+    """What the exports are traced with and compared on."""
+
+    inputs: tuple[Tensor, ...]  # of forward, each (count, ...), as the data module's loader gives them
+    names: list[str]  # of the inputs
+    source: str  # where they are from
+    outputs: list[str]  # names of what forward returns
+    labels: Tensor | None = None  # (count,), of a classifier's test set
+    classes: tuple[str, ...] = ()  # of a classifier
+
+    @property
+    def exported(self) -> tuple[Tensor, ...]:
+        """The inputs of the exports: images are float32 in 0-1."""
+        return tuple(x.float() / 255 if self.names == ["images"] and x.element_size() == 1 else x for x in self.inputs)
+
+
+def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
+    """The test set, at most ``MOST_SAMPLES``; else the module's ``example_input_array``; else random images.
+
+    Args:
+        loaded: The checkpoint.
+        as_in_training: Where the run trained on the bundled digits, take those of them; else look for the data anew.
+
+    Raises:
+        UserError: The module has no ``forward``, there is nothing to give to it, or it fails.
+    """
+    import torch
+    from lightning.pytorch import LightningModule
+
+    module, data, name = loaded.module, loaded.datamodule, type(loaded.module).__name__
+    if type(module).forward is LightningModule.forward:
+        raise UserError(f"export traces the module's forward, and {name} has none. Write one.")
+    shape, example = tuple(getattr(data, "image_shape", ())), module.example_input_array
+    if isinstance(example, Mapping):
+        raise UserError(f"{name}.example_input_array must be a tensor or a tuple of tensors for export, got a dict.")
+    example = (example,) if isinstance(example, torch.Tensor) else example
+    inputs, labels, source = test_set(loaded, len(example or (0,)), as_in_training)
+    if not inputs and example:
+        inputs, source = tuple(torch.cat([x, x]) for x in example), f"example_input_array; {source}"
+    elif not inputs and shape:
+        generator = torch.Generator().manual_seed(0)
+        inputs = (torch.randint(256, (1000, *shape), dtype=torch.uint8, generator=generator),)
+        source = f"random images; {source}"
+    elif not inputs:
+        give = "Give the module an example_input_array, a tensor with a batch dimension, or the data module a test set."
+        raise UserError(f"export has nothing to trace {name} with: {source}. {give}")
+    names = ["images"] if shape else list(inspect.signature(module.forward).parameters)[: len(inputs)]
+    try:
+        answer = reference(loaded, tuple(x[:2] for x in inputs))
+    except Exception as error:
+        raise UserError(f"{name}.forward fails on {source}: {first_line(error)}") from error
+    classes = tuple(getattr(module, "class_names", None) or getattr(data, "class_names", None) or ())
+    if list(answer) == ["output"] and classes and answer["output"].shape[1:] == (len(classes),):
+        return Samples(inputs, names, source, ["logits"], labels, classes)
+    return Samples(inputs, names, source, list(answer))
+
+
+def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Tensor, ...], Tensor | None, str]:
+    """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
+    import torch
+
+    data: Any = loaded.datamodule
+    try:
+        # feature: mnist
+        if as_in_training and loaded.run.get("data_source") == "sample":
+            data.stay_with("sample")  # `auto` would look for the full set first
+        # end feature: mnist
+        data.prepare_data()
+        data.setup("test")
+        batches: list[Any] = []
+        for batch in data.test_dataloader():
+            batch = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
+            batches.append((batch,) if isinstance(batch, torch.Tensor) else tuple(batch))
+            if sum(len(batch[0]) for batch in batches) >= MOST_SAMPLES:
+                break
+        inputs = [torch.cat(parts)[:MOST_SAMPLES] for parts in zip(*batches, strict=True)]
+    except Exception as error:  # somebody else's data are missing in their own way: an export does not need them
+        return (), None, f"no test set: {first_line(error)}"
+    labels = inputs[count] if len(inputs) > count and inputs[count].dtype == torch.int64 else None
+    return tuple(inputs[:count]), labels, f"{getattr(data, 'data_source', type(data).__name__)} test"
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def named(output: Any) -> Outputs:
+    """Outputs by name, numbers in float32: ``output``, or ``output_0``, ... of a tuple, or a dict's own keys."""
+    parts = dict(output) if isinstance(output, Mapping) else {"output": output}
+    if isinstance(output, tuple | list):
+        parts = {f"output_{index}": part for index, part in enumerate(output)}
+    for part in parts.values():
+        if not hasattr(part, "is_floating_point"):
+            raise UserError(f"it must return a tensor, a tuple or a dict of tensors, got a {type(part).__name__}")
+    return {name: part.float() if part.is_floating_point() else part for name, part in parts.items()}
+
+
+def reference(loaded: Loaded, inputs: tuple[Tensor, ...]) -> Outputs:
+    """What the checkpoint itself answers."""
+    import torch
+
+    with torch.inference_mode():
+        batches = zip(*(x.split(1000) for x in inputs), strict=True)
+        answers = [named(loaded.module(*batch)) for batch in batches]
+    return {name: torch.cat([answer[name] for answer in answers]) for name in answers[0]}
+
+
+# The three files.
+
+
+def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
+    """The module's forward as a graph with a free batch size; outputs in float32.
+
+    Raises:
+        UserError: It does what cannot be put into a graph.
+    """
+    import torch
+
+    class Graph(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = loaded.module
+
+        def forward(self, *inputs: Tensor) -> Any:
+            outputs = named(self.module(*inputs))
+            return outputs["output"] if list(outputs) == ["output"] else outputs
+
+    example = tuple(x[:2].clone() for x in samples.exported)
+    sizes = ({0: torch.export.Dim("batch", min=1)},) * len(example)
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(Graph().eval(), example, dynamic_shapes=(sizes,))
+    except Exception as error:
+        raise UserError(f"{type(loaded.module).__name__}.forward cannot be exported: {first_line(error)}") from error
+    for node in exported.graph.nodes:
+        node.meta.pop("stack_trace", None)  # source lines with the paths of this machine
+    return exported
+
+
+def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
+    """What every file says of itself: text values; ``classes``, ``mean`` and ``std`` as JSON."""
+    import torch
+
+    from project import __version__
+
+    sizes = [f"{x.dtype}, (batch, {', '.join(map(str, x.shape[1:]))})" for x in samples.exported]
+    facts: dict[str, Any] = {
+        "classes": json.dumps(samples.classes, ensure_ascii=False) if samples.classes else None,
+        "input": "; ".join(map(": ".join, zip(samples.names, sizes, strict=True))).replace("torch.", ""),
+        "output": ", ".join(samples.outputs),
+        "network": type(network_of(loaded)).__name__,
+        "run_name": loaded.run.get("run_name"),
+        "checkpoint": loaded.path.name,
+        "trained_on": loaded.run.get("data_source"),
+        **{name: value for name, value in (loaded.run.get("metrics") or {}).items() if name.startswith("val")},
+        "project_version": __version__,
+        "torch_version": torch.__version__,
+    }
+    for name in ("mean", "std"):
+        values = [getattr(owner, name, None) for owner in (loaded.module, loaded.datamodule)]
+        for value in (value for value in values if value is not None):
+            channels = torch.as_tensor(value).flatten().tolist()
+            facts.setdefault(name, json.dumps([round(channel, 6) for channel in channels]))
+    if samples.labels is not None:
+        right = reference(loaded, samples.inputs)["output"].argmax(dim=1) == samples.labels
+        facts["test/accuracy"] = round(float(right.double().mean()), 6)
+        facts["test_samples"] = f"{len(right)} of {samples.source}"
+    return {key: str(value) for key, value in facts.items() if value is not None}
+
+
+def network_of(loaded: Loaded) -> nn.Module:
+    """The network inside the module, or the module where it has none of that name."""
+    network = getattr(loaded.module, "network", None)
+    return network if hasattr(network, "state_dict") else loaded.module  # type: ignore[return-value]
+
+
+def write_files(
+    folder: Path, loaded: Loaded, exported: torch.export.ExportedProgram, samples: Samples, facts: dict[str, str]
+) -> None:
+    """Write ONNX (graph and weights in one file), torch.export (``metadata.json`` inside) and the network's weights.
+
+    Raises:
+        UserError: The graph does what ONNX has no operator for.
+    """
+    import onnx
+    import torch
+    from safetensors.torch import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # internal ones, such as about weights that share a group
+        torch.export.save(exported, folder / NAMES[1], extra_files={"metadata.json": json.dumps(facts, indent=2)})
+        try:
+            program = torch.onnx.export(
+                exported,
+                dynamo=True,
+                input_names=samples.names,
+                output_names=samples.outputs,
+                external_data=False,
+                verbose=False,
+            )
+        except Exception as error:
+            raise UserError(f"{type(loaded.module).__name__} has no form in ONNX: {first_line(error)}") from error
+    assert program is not None
+    model = program.model_proto
+    for part in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output, model.graph):
+        del part.metadata_props[:]  # torch's notes on where each node came from
+    symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param  # such as s34
+    for value in (*model.graph.value_info, *model.graph.input, *model.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param:
+                size.dim_param = size.dim_param.replace(symbol, "batch")
+    for key, text in facts.items():
+        model.metadata_props.add(key=key, value=text)
+    onnx.checker.check_model(model, full_check=True)
+    (folder / NAMES[0]).write_bytes(model.SerializeToString())
+    # clones: safetensors refuses tensors that share memory, as tied weights do
+    weights = {name: value.detach().clone().contiguous() for name, value in network_of(loaded).state_dict().items()}
+    (folder / NAMES[2]).write_bytes(save(weights, facts))  # save_file would make it readable by its owner alone
+
+
+# The files against the checkpoint they were made of.
+
+
+def runners(folder: Path, samples: Samples) -> dict[str, Callable[[tuple[Tensor, ...]], list[Tensor]]]:
+    """Inputs → outputs, by ONNX Runtime on the CPU and by the ``torch.export`` archive."""
+    import onnxruntime
+    import torch
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()  # its default ignores a container's limit
+    session = onnxruntime.InferenceSession(folder / NAMES[0], options, providers=["CPUExecutionProvider"])
+    program = torch.export.load(folder / NAMES[1]).module()
+
+    def run_onnx(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        fed = {name: x.numpy() for name, x in zip(samples.names, inputs, strict=True)}
+        return [torch.from_numpy(output) for output in session.run(samples.outputs, fed)]
+
+    def run_pt2(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        with torch.inference_mode():
+            return list(named(program(*inputs)).values())
+
+    return {"onnx": run_onnx, "torch.export": run_pt2}
+
+
+def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, Any]]:
+    """One row per file and batch size: labels that differ, the largest difference of a value, whether that agrees."""
+    import torch
+    from safetensors.torch import load_file
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    expected, rows = reference(loaded, samples.inputs), []
+    for (kind, runner), batch_size in itertools.product(runners(folder, samples).items(), BATCH_SIZES):
+        batches = list(zip(*(x.split(batch_size) for x in samples.exported), strict=True))
+        started = time.perf_counter()
+        bar = tqdm(batches, desc=f"{kind}, batches of {batch_size}", leave=False, disable=None)  # no bar in a log file
+        parts = zip(*(runner(batch) for batch in bar), strict=True)
+        found = dict(zip(expected, map(torch.cat, parts), strict=True))
+        seconds = time.perf_counter() - started
+        differs = difference(loaded, samples, expected, found)
+        rows.append({"file": kind, "batch_size": batch_size, **differs, "seconds": seconds})
+    network_of(loaded).load_state_dict(load_file(folder / NAMES[2]))
+    found = reference(loaded, samples.inputs)
+    return [*rows, {"file": "safetensors", **difference(loaded, samples, expected, found)}]
+
+
+def difference(loaded: Loaded, samples: Samples, expected: Outputs, found: Outputs) -> dict[str, Any]:
+    """How outputs differ from the checkpoint's; whether that matters is for the module's ``outputs_agree`` to say."""
+    import torch
+
+    pairs = list(zip(expected.values(), found.values(), strict=True))
+    row: dict[str, Any] = {"samples": len(pairs[0][0])}
+    if samples.classes:
+        row["different_labels"] = int((pairs[0][0].argmax(dim=1) != pairs[0][1].argmax(dim=1)).sum())
+    row["largest_difference"] = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    if (own := getattr(loaded.module, "outputs_agree", None)) is not None:
+        agrees = bool(own(*pairs[0]) if len(pairs) == 1 else own(expected, found))
+    else:
+        agrees = all(torch.allclose(a, b, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE) for a, b in pairs)
+    return row | {"agrees": agrees and not row.get("different_labels")}
 
 
 if __name__ == "__main__":

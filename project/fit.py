@@ -44,8 +44,8 @@ from project.engine.trainer import (
 )
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import WandbStart, make_wandb_logger
-from project.publish import Session, close, publish, publish_stopped, summarize, wandb_folder
+from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders
+from project.publish import Session, close, publish, publish_stopped, summarize
 
 MONITORS: dict[str, type[Callback]] = {
     "throughput": ThroughputMonitor,  # feature: throughput
@@ -83,7 +83,7 @@ def train_in(config: Configuration, job: Run, told: list[str], changed: bool = F
         raise
     advice = None
     advice = session.throughput.advice() if session.throughput else None  # feature: throughput
-    say([closing_lines(summary, job.folder, wandb_folder(job.folder), advice)])
+    say([closing_lines(summary, job.folder, offline_folders(job.folder), advice)])
     return 0
 
 
@@ -111,7 +111,9 @@ def build(
     best = Best.of(config.module, options.monitor, options.mode)
     timer, csv, predictions = RunTimer(), MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
     wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
-    checkpoint = RunCheckpoint.of(config, job, best, csv, changed, requeue_signal(config))
+    checkpoint = RunCheckpoint(
+        job, config.resolved, best, csv, options.checkpoint_every, changed, requeue_signal(config)
+    )
     throughput = None if ThroughputMonitor in off else ThroughputMonitor()  # feature: throughput
     memory = None if MemoryMonitor in off else MemoryMonitor()  # feature: memory
     callbacks: list[Callback | None] = [
@@ -121,7 +123,7 @@ def build(
         throughput,  # feature: throughput
         memory,  # feature: memory
         MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
-        WandbStart(),
+        WandbStart(wandb, best) if wandb is not None else None,
         predictions,
         progress_callback(flags),
         *own_callbacks(flags),

@@ -77,27 +77,18 @@ def accelerators() -> list[dict[str, Any]]:
     import torch
 
     if torch.cuda.is_available():
-        driver = nvidia_driver()
+        driver = {"driver": version} if (version := nvidia_driver()) else {}
         rows = []
         for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            row = {"index": index, **cuda_facts(properties, torch.version.hip is not None)}
-            row |= nvml_facts(str(getattr(properties, "uuid", "")))
-            if "memory_free_gib" not in row:
-                row |= _cuda_memory(index)
-            rows.append(row | ({"driver": driver} if driver else {}))
+            facts = cuda_facts(torch.cuda.get_device_properties(index), torch.version.hip is not None)
+            rows.append({"index": index, **facts, **gpu_load(index), **driver})
         return rows
     if torch.backends.mps.is_available():
         total = torch.mps.recommended_max_memory()
-        return [
-            {
-                "index": 0,
-                "type": "mps",
-                "name": _sysctl("machdep.cpu.brand_string") or "Apple GPU",
-                "memory_total_gib": total / GIB,
-                "memory_free_gib": (total - torch.mps.driver_allocated_memory()) / GIB,
-            }
-        ]
+        free = total - torch.mps.driver_allocated_memory()
+        name = _sysctl("machdep.cpu.brand_string") or "Apple GPU"
+        sizes = {"memory_total_gib": total / GIB, "memory_free_gib": free / GIB}
+        return [{"index": 0, "type": "mps", "name": name, **sizes}]
     return []
 
 
@@ -107,46 +98,32 @@ def cuda_facts(properties: Any, rocm: bool = False) -> dict[str, Any]:
     Tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA C++ programming guide, "Compute
     Capabilities"). Of an AMD GPU only name and memory are told.
     """
-    facts = {
-        "type": "rocm" if rocm else "cuda",
-        "name": properties.name,
-        "memory_total_gib": properties.total_memory / GIB,
-    }
+    name, capability = properties.name, (properties.major, properties.minor)
+    facts = {"type": "rocm" if rocm else "cuda", "name": name, "memory_total_gib": properties.total_memory / GIB}
     if rocm:
         return facts
-    capability = (properties.major, properties.minor)
     return facts | {
         "compute_capability": f"{properties.major}.{properties.minor}",
-        "tensor_cores": capability >= (7, 0) and not WITHOUT_TENSOR_CORES.search(properties.name),
+        "tensor_cores": capability >= (7, 0) and not WITHOUT_TENSOR_CORES.search(name),
         "bf16": capability >= (8, 0),
         "tf32": capability >= (8, 0),
     }
 
 
-def _cuda_memory(index: int) -> dict[str, float]:
-    """Free memory without NVML's help; costs a CUDA context, half a GiB, on that GPU."""
+def gpu_load(index: int) -> dict[str, Any]:
+    """Free memory and utilisation of a GPU, by whomever it is used."""
     import torch
 
-    try:
-        free, _ = torch.cuda.mem_get_info(index)
-    except (RuntimeError, AssertionError):  # the GPU is another process's alone, or has no memory left for a context
-        return {}
-    return {"memory_free_gib": free / GIB}
-
-
-def nvml_facts(uuid: str) -> dict[str, Any]:
-    """Free memory and utilisation of the GPU with this UUID, as NVIDIA's management library tells them, or {}."""
     facts: dict[str, Any] = {}
-    with suppress(Exception):  # a missing package, library, driver or permission, or a slice (MIG) without the counter
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-            facts["memory_free_gib"] = pynvml.nvmlDeviceGetMemoryInfo(handle).free / GIB
-            facts["utilization_pct"] = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        finally:
-            pynvml.nvmlShutdown()
+    # each fails without its library, driver or permission, and on a slice (MIG) without the counter
+    with suppress(Exception):
+        total = torch.cuda.get_device_properties(index).total_memory
+        facts["memory_free_gib"] = (total - torch.cuda.device_memory_used(index)) / GIB
+    with suppress(Exception):
+        facts["utilization_pct"] = int(torch.cuda.utilization(index))
+    if "memory_free_gib" not in facts:
+        with suppress(Exception):
+            facts["memory_free_gib"] = torch.cuda.mem_get_info(index)[0] / GIB  # costs a CUDA context, half a GiB
     return facts
 
 
@@ -157,8 +134,7 @@ def nvidia_driver() -> str | None:
 
         pynvml.nvmlInit()
         try:
-            version = pynvml.nvmlSystemGetDriverVersion()
-            return version.decode() if isinstance(version, bytes) else str(version)
+            return str(pynvml.nvmlSystemGetDriverVersion())
         finally:
             pynvml.nvmlShutdown()
     return None

@@ -1,51 +1,68 @@
-"""Label image files: any size, format and colours.
+"""Label image files of any size, format and colours.
 
 python -m project.predict digit.png
 python -m project.predict scans/ "photos/*.jpg" --output labels.csv
 python -m project.predict scans/ --contact_sheet prepared.png     # what the network is shown
+
+The module's `predict_step` answers, and its answer becomes the columns. What turns a file into an input is the data
+module's `prepare_file(path)`, or its `prepare_image(pixels)`; without either, the middle of the picture is scaled.
 """
 
 from __future__ import annotations
 
+import glob
+import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from project.errors import BadImage, UserError
+from project.tables import check_output, format_cell, format_table, write_rows
+
 if TYPE_CHECKING:
-    import numpy as np
+    from torch import Tensor
 
-    from project.engine.checkpoint_files import Loaded
+    from project.engine.restore import Loaded
 
-
+Row = dict[str, Any]
 BATCH_SIZE = 256
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "AVIF", "JPEG2000", "ICO", "TGA", "PCX")
+# A 12-megapixel photo as floats takes 150 MB. A digit that fills a fiftieth of it is still 40 pixels high at this size.
+LONGEST_SIDE = 2048
 DIGITS = [str(digit) for digit in range(10)]
+# The contact sheet, in pixels: an image, two lines of text below it, space around. It shows the first MOST_SHOWN.
+TILE, CAPTION, MARGIN, MOST_SHOWN = 84, 30, 8, 1000
+UNSURE, UNSURE_COLOUR = 0.9, "#c05000"  # probability below which a label is coloured
 
 
 def main(argv: list[str]) -> int:
     """Predict as ``argv`` says. Returns 2 where a file had to be skipped."""
     from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports
-    from project.tables import check_output, format_table, write_rows
 
     parser = CommandParser("project.predict", __doc__)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders (with what is below them) and globs")
     add_checkpoint(parser)
     add_output(parser)
-    parser.add_argument("--contact_sheet", metavar="FILE.png", help="draw the prepared images with their labels")
+    parser.add_argument("--contact_sheet", metavar="FILE.png", help="draw the prepared images with their predictions")
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
     sheet = check_output(args.contact_sheet, (".png",), "--contact_sheet") if args.contact_sheet else None
-
-    from project.image_files import find_images
-
-    paths = find_images(args.images)
+    find_files(args.images)  # a mistyped word is told before torch is imported
 
     with quick_imports():
-        from project.engine.checkpoint_files import load
+        from project.engine.restore import load
         from project.engine.run_folder import find_checkpoint
 
     loaded = load(find_checkpoint(args.ckpt_path))
-    rows, prepared, bad = predict_files(loaded, paths)
+    _, says = choose_preparation(loaded)
+    paths = find_files(args.images, None if hasattr(loaded.datamodule, "prepare_file") else image_endings())
+    print(says)
+    rows, inputs, bad = predict_files(loaded, paths)
     if rows:
         print(format_table(rows))
     for path, reason in bad:
@@ -53,84 +70,278 @@ def main(argv: list[str]) -> int:
     if output and rows:  # with nothing to write, an older file stays
         write_rows(output, rows)
     if sheet and rows:
-        from project.contact_sheet import draw_contact_sheet
-
-        draw_contact_sheet(sheet, prepared, rows)
+        draw_contact_sheet(sheet, inputs, rows)
     if bad:
         print(f"error: {len(bad)} of {len(paths)} files could not be read, see above.", file=sys.stderr)
         return 2
     return 0
 
 
-def predict_files(
-    loaded: Loaded, paths: list[Path]
-) -> tuple[list[dict[str, Any]], list[np.ndarray], list[tuple[Path, str]]]:
-    """Label image files, a batch at a time.
+# What the module answers, as rows.
 
-    Returns:
-        One row per readable file (``file``, ``digit`` or for other classes ``label``, ``probability``, ``runner_up``,
-        ``runner_up_probability``), its prepared image, uint8 (channels, height, width), and the files that were
-        skipped with the reason. Everything in the order of ``paths``.
+
+def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], list[Tensor], list[tuple[Path, str]]]:
+    """One row per readable file (``file``, and what :func:`columns` makes of the answer), the first ``MOST_SHOWN``
+    inputs, and the files that were skipped with the reason. Everything in the order of ``paths``.
+
+    Raises:
+        UserError: ``predict_step`` fails, or its answer does not hold one value per file.
     """
+    import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from project.image_files import BadImage, read_image
-
-    prepare = choose_preparation(loaded.datamodule)
-    rows: list[dict[str, Any]] = []
-    images: list[np.ndarray] = []
+    prepare, _ = choose_preparation(loaded)
     good: list[Path] = []
+    batch: list[Tensor] = []  # of one shape
+    inputs: list[Tensor] = []
+    answers: list[tuple[Any, int]] = []
     bad: list[tuple[Path, str]] = []
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
         try:
-            images.append(prepare(read_image(path)))
-            good.append(path)
-        except BadImage as error:
-            bad.append((path, str(error)))
-        if len(images) - len(rows) == BATCH_SIZE:
-            rows += label_batch(loaded, good[len(rows) :], images[len(rows) :])
-    if len(images) > len(rows):
-        rows += label_batch(loaded, good[len(rows) :], images[len(rows) :])
-    return rows, images, bad
+            prepared = torch.as_tensor(prepare(path))
+        except Exception as error:  # somebody else's reader fails in its own ways on a damaged file
+            kind = "" if isinstance(error, BadImage | UserError) else f"{type(error).__name__}: "
+            bad.append((path, kind + " ".join(str(error).split())))
+            continue
+        if batch and (len(batch) == BATCH_SIZE or batch[0].shape != prepared.shape):
+            answers.append((predict_batch(loaded, torch.stack(batch)), len(batch)))
+            batch = []
+        good.append(path)
+        batch.append(prepared)
+        inputs += [prepared] if len(inputs) < MOST_SHOWN else []
+    if batch:
+        answers.append((predict_batch(loaded, torch.stack(batch)), len(batch)))
+    found: Any = getattr(loaded.module, "class_names", None) or getattr(loaded.datamodule, "class_names", None) or ()
+    names = list(found) if all(are_probabilities(answer, len(found)) for answer, _ in answers) else []
+    rows: list[Row] = []
+    for answer, count in answers:
+        table = columns(answer, names)
+        if {len(values) for values in table.values()} != {count}:
+            got = tuple(answer.shape) if hasattr(answer, "shape") else type(answer).__name__
+            must = f"must return a tensor or a dict of tensors with an entry for each of {count} inputs, got {got}."
+            raise UserError(f"{type(loaded.module).__name__}.predict_step {must}")
+        rows += [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    return [{"file": str(path), **row} for path, row in zip(good, rows, strict=True)], inputs, bad
 
 
-def label_batch(loaded: Loaded, paths: list[Path], images: list[np.ndarray]) -> list[dict[str, Any]]:
-    """Rows of one batch of prepared images, uint8 (channels, height, width) each."""
-    import numpy as np
+def predict_batch(loaded: Loaded, batch: Tensor) -> Any:
+    """What ``predict_step`` returns for a batch of inputs, without targets."""
     import torch
 
-    names = loaded.datamodule.class_names
-    name_column = "digit" if names == DIGITS else "label"
-    with torch.inference_mode():
-        batch = loaded.datamodule.normalize(torch.from_numpy(np.stack(images)))  # (batch, channels, height, width)
-        probabilities = loaded.module(batch).float().softmax(dim=1)
-    top = probabilities.topk(min(2, len(names)), dim=1)
-    return [
-        {
-            "file": str(path),
-            name_column: names[classes[0]],
-            "probability": values[0],
-            "runner_up": names[classes[-1]],
-            "runner_up_probability": values[-1],
-        }
-        for path, values, classes in zip(paths, top.values.tolist(), top.indices.tolist(), strict=True)
-    ]
+    try:
+        with torch.inference_mode():
+            return loaded.module.predict_step(batch, 0)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        must = f"must take a batch of inputs alone, got {tuple(batch.shape)} of {batch.dtype}"
+        raise UserError(f"{type(loaded.module).__name__}.predict_step {must} ({reason}).") from error
 
 
-def choose_preparation(datamodule: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """How a picture, float32 (height, width, 3) in 0-1, becomes an input, uint8 (channels, height, width).
+def are_probabilities(answer: Any, classes: int) -> bool:
+    """Whether an answer is a tensor (batch, classes) of probabilities: sigmoids of several labels do not sum to 1."""
+    if getattr(answer, "ndim", 0) != 2 or answer.shape[1] != classes:
+        return False
+    return bool((answer >= 0).all() and ((answer.float().sum(dim=1) - 1).abs() < 1e-3).all())
 
-    A data module's own ``prepare_image`` if it has one; MNIST's way for the ten digits at 28x28; else cut and scaled.
+
+def columns(answer: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The columns of a batch: name → one value per file.
+
+    Args:
+        answer: What ``predict_step`` returned. A tensor (batch,) is the column ``prediction``, one (batch, n) the
+            columns ``prediction_0``, ``prediction_1``, ...; a dict's keys take the place of ``prediction``.
+        names: Of the classes, where the answer is their probabilities: the columns are its two likeliest classes then.
     """
-    from project.data.digits import prepare_digit
-    from project.image_files import fit_picture
+    if names:
+        top = answer.float().topk(min(2, len(names)), dim=1)
+        table: dict[str, list[Any]] = {}
+        for label, chance, place in (("label", "probability", 0), ("runner_up", "runner_up_probability", -1)):
+            label = "digit" if label == "label" and names == DIGITS else label  # feature: mnist
+            table[label] = [names[index] for index in top.indices[:, place].tolist()]
+            table[chance] = top.values[:, place].tolist()
+        return table
+    table = {}
+    for name, values in (answer if isinstance(answer, Mapping) else {"prediction": answer}).items():
+        if getattr(values, "ndim", 0) == 2:
+            parts = values.unbind(dim=1)
+            table |= {f"{name}_{i}" if len(parts) > 1 else name: part.tolist() for i, part in enumerate(parts)}
+        else:
+            table[name] = values.tolist() if hasattr(values, "tolist") else values
+    return {str(name): values if isinstance(values, list | tuple) else [] for name, values in table.items()}
 
-    if hasattr(datamodule, "prepare_image"):
-        return datamodule.prepare_image
-    shape = tuple(datamodule.image_shape)
-    if datamodule.class_names == DIGITS and shape == (1, 28, 28):
-        return lambda pixels: prepare_digit(pixels)[None]
-    return lambda pixels: fit_picture(pixels, shape)
+
+# Files as people have them, found and read into one kind of array.
+
+
+def find_files(arguments: Iterable[str], endings: Collection[str] | None = None) -> list[Path]:
+    """Files meant by the command line's words: files, folders (and what is below them) and globs, each file once.
+
+    A file that was named is returned whatever its ending, and also where it is missing, so that it can be reported
+    with the others that cannot be read. Of a folder only files with one of ``endings`` (None: all), no hidden ones.
+
+    Raises:
+        UserError: A folder without such files, a glob that matches nothing.
+    """
+    found: dict[Path, None] = {}
+    for argument in arguments:
+        word = os.path.expanduser(argument)  # Path.expanduser() raises where there is no such user
+        is_glob = glob.has_magic(word) and not os.path.exists(word)
+        files: list[Path] = []
+        for path in map(Path, sorted(glob.glob(word, recursive=True)) if is_glob else [word]):
+            below = sorted(file for file in path.rglob("[!.]*") if file.is_file()) if path.is_dir() else []
+            files += [file for file in below if endings is None or file.suffix.lower() in endings]
+            files += [] if path.is_dir() else [path]
+        if not files:
+            kind = f"with an image's ending ({' '.join(sorted(endings))})" if endings else "in it"
+            reason = "matches no file" if is_glob else f"is a folder without files {kind}"
+            raise UserError(f"IMAGE {argument} {reason}. Check the folder, or name the files.")
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def image_endings() -> set[str]:
+    """Endings of the image files that are read."""
+    Image.init()
+    return {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
+
+
+def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], Any], str]:
+    """What turns a file into an input, uint8 or float in 0-1 (channels, height, width) of images; and that in words.
+
+    The data module's ``prepare_file(path)``, else its ``prepare_image(pixels)``, where pixels are float32 (height,
+    width, 3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
+
+    Raises:
+        UserError: There is none of them.
+    """
+    data: Any = loaded.datamodule
+    if hasattr(data, "prepare_file"):
+        return data.prepare_file, f"inputs: {type(data).__name__}.prepare_file"
+    if hasattr(data, "prepare_image"):
+        return lambda path: data.prepare_image(read_image(path)), f"inputs: {type(data).__name__}.prepare_image"
+    shape = tuple(getattr(data, "image_shape", ()))
+    # feature: mnist
+    if shape == (1, 28, 28) and getattr(data, "class_names", None) == DIGITS:
+        from project.data.digits import prepare_digit
+
+        return lambda path: prepare_digit(read_image(path))[None], "inputs: each digit scaled and centred as in MNIST"
+    # end feature: mnist
+    if len(shape) == 3 and shape[0] in (1, 3):
+        says = f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
+        return lambda path: fit_picture(read_image(path), shape), says
+    owner = "the data module" if data is None else type(data).__name__
+    raise UserError(
+        f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. Give {owner} a method "
+        "prepare_file(path) that returns the input as a tensor, without a batch dimension."
+    )
+
+
+def read_image(path: Path) -> np.ndarray:
+    """Pixels of an image file as float32 (height, width, 3) in 0-1, upright, transparency filled in.
+
+    The first frame of an animation is taken, EXIF rotation is applied, 16-bit grey keeps its precision. Transparent
+    images stand on white where what they show is dark and on black where it is bright, whichever makes it visible.
+    An image of more than ``LONGEST_SIDE`` pixels is reduced. Of Pillow's readers only those in ``FORMATS`` are used:
+    the one of EPS would start Ghostscript on a stranger's file.
+
+    Raises:
+        BadImage: The file is missing, is no image, is damaged, or claims more pixels than Pillow's limit.
+    """
+    most = Image.MAX_IMAGE_PIXELS or math.inf
+    try:
+        Image.init()
+        with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
+            if image.width * image.height > most:
+                raise Image.DecompressionBombError
+            image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets a JPEG decode at half size or less
+            return to_pixels(ImageOps.exif_transpose(image))
+    except FileNotFoundError:
+        raise BadImage("no such file") from None
+    except Image.UnidentifiedImageError:
+        raise BadImage("not an image that can be read") from None
+    except Image.DecompressionBombError:
+        raise BadImage(f"more than {most:,} pixels") from None
+    except Exception as error:  # Pillow's decoders raise whatever they meet: OSError, ValueError, SyntaxError ...
+        raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
+
+
+def to_pixels(image: Image.Image) -> np.ndarray:
+    """float32 (height, width, 3) in 0-1 of an upright Pillow image of any mode."""
+    factor = -(-max(image.size) // LONGEST_SIDE)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # convert("L") would clip it at 255
+        grey = np.asarray(image).astype(np.float32)[::factor, ::factor]  # (height, width)
+        if not np.isfinite(grey).all():
+            raise ValueError("pixels that are not finite numbers")
+        # "I" and "F" have no fixed white; only contrast matters for what follows
+        low, high = (0.0, 65535.0) if image.mode.startswith("I;16") else (float(grey.min()), float(grey.max()))
+        return np.repeat(((grey - low) / max(high - low, 1e-12))[..., None], 3, axis=2)
+    has_alpha = image.has_transparency_data
+    image = image.convert("RGBA" if has_alpha else "RGB").reduce(factor)
+    pixels = np.asarray(image, dtype=np.float32) / 255
+    if not has_alpha:
+        return pixels
+    colours, alpha = pixels[..., :3], pixels[..., 3:]  # (height, width, 3), (height, width, 1)
+    brightness = float((colours * alpha).sum()) / max(3 * float(alpha.sum()), 1e-12)
+    ground = 1.0 if brightness < 0.5 else 0.0
+    return colours * alpha + ground * (1 - alpha)
+
+
+def fit_picture(pixels: np.ndarray, image_shape: tuple[int, int, int]) -> np.ndarray:
+    """uint8 (channels, height, width) for any network of grey or RGB images: the largest middle part of that shape.
+
+    Args:
+        pixels: float32 (height, width, 3) in 0-1, as :func:`read_image` returns it.
+        image_shape: Channels (1 or 3), height and width that the network was trained on.
+    """
+    channels, height, width = image_shape
+    picture = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
+    fitted = ImageOps.fit(picture.convert("L" if channels == 1 else "RGB"), (width, height))
+    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
+
+
+# What the network was shown, at a glance.
+
+
+def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]) -> None:
+    """Draw inputs, (channels, height, width) uint8 or float, with the first columns of their rows and the files' names.
+
+    Raises:
+        UserError: The inputs are no images.
+    """
+    from torch.nn.functional import interpolate, pad
+    from torchvision.utils import make_grid
+
+    tiles = []
+    for image in inputs:
+        if image.ndim != 3:
+            raise UserError(f"--contact_sheet draws images (channels, height, width), got {tuple(image.shape)}.")
+        pixels = (image if len(image) == 3 else image[:1].expand(3, -1, -1)).float()
+        if image.is_floating_point():  # in 0-1, unless somebody's own preparation has normalised them
+            low, high = min(0.0, float(pixels.min())), max(1.0, float(pixels.max()))
+            pixels = (pixels - low) / (high - low) * 255
+        tiles.append(pad(interpolate(pixels[None], (TILE, TILE))[0], (0, 0, 0, CAPTION), value=255))
+    across = min(20, max(3, math.ceil(math.sqrt(1.5 * len(tiles)))))
+    tiles += [tiles[0].new_full(tiles[0].shape, 255)] * (-len(tiles) % across)  # make_grid would shrink a single row
+    grid = pad(make_grid(tiles, nrow=across, padding=MARGIN, pad_value=255), (0, 0, 0, 16), value=255)
+    sheet = Image.fromarray(grid.byte().permute(1, 2, 0).numpy())
+    pen, font, small = ImageDraw.Draw(sheet), ImageFont.load_default(14), ImageFont.load_default(10)
+    for index, row in enumerate(rows[: len(inputs)]):
+        left = MARGIN + index % across * (TILE + MARGIN)
+        top = MARGIN + index // across * (TILE + CAPTION + MARGIN) + TILE
+        said = [f"{value:.0%}" if name == "probability" else format_cell(value) for name, value in row.items()][1:3]
+        colour = UNSURE_COLOUR if row.get("probability", 1) < UNSURE else "black"
+        pen.text((left, top + 1), cut("  ".join(said), 11), fill=colour, font=font)
+        pen.text((left, top + 17), cut(Path(row["file"]).name, 15), fill="grey", font=small)
+    if "probability" in rows[0]:
+        legend = (("black", f"at least {UNSURE:.0%} sure"), (UNSURE_COLOUR, "less sure"))
+        for left, (colour, text) in zip((MARGIN, 2 * TILE), legend, strict=True):
+            pen.text((left, sheet.height - 20), text, fill=colour, font=font)
+    sheet.save(path)
+
+
+def cut(text: str, most: int) -> str:
+    """The text, its middle left out where it has more than ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) + 1 :]}"
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -34,11 +33,12 @@ from project.engine.summary import (
     samples_of,
     versions,
 )
+from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import STOP_PATIENCE, WandbRunLogger
+from project.loggers.wandb import WandbRunLogger
 
-# Seconds for the report, and for W&B's pictures, of a run that was asked to stop, which has ten for everything
-REPORT_PATIENCE, PICTURES_PATIENCE = 4.0, 1.0
+# Seconds for the report of a run that was asked to stop, which has ten for everything
+REPORT_PATIENCE = 4.0
 
 
 @dataclass
@@ -83,8 +83,16 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         git_dirty=dirty,
         versions=versions(),
         command=command_line(),
+        date=time.strftime("%Y-%m-%d %H:%M:%S"),
+        hardware=hardware_line(),
         metrics=metrics,
     )
+
+
+def hardware_line() -> str:
+    """The CPU in one line; the device has a fact of its own."""
+    facts = cpu()
+    return f"{facts['name']}, {facts['cores']} core{'s' if facts['cores'] > 1 else ''}"
 
 
 def publish(config: Configuration, run: Run, session: Session, summary: Summary, stopped_by: str | None = None) -> None:
@@ -100,6 +108,8 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
     if not session.trainer.is_global_zero:
         return
     record = gather(config, session, summary, stopped_by)
+    if session.wandb is not None:
+        session.wandb.record = record  # shown when it is closed
     # feature: report
     if config.options.report:
         try:
@@ -110,15 +120,6 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
         except Exception as error:
             rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
     # end feature: report
-    if session.wandb is None or (stopped_by and not session.wandb.is_up):
-        return
-    try:
-        from project.loggers.wandb_pictures import log_results
-
-        with time_limit(PICTURES_PATIENCE if stopped_by else None):
-            log_results(session.wandb, record, run.folder)
-    except Exception as error:
-        rank_zero_warn(f"W&B got no pictures ({type(error).__name__}: {error}). The run is safe.")
 
 
 def gather(config: Configuration, session: Session, summary: Summary, stopped_by: str | None = None) -> RunRecord:
@@ -179,11 +180,5 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 def close(session: Session, exit_code: int) -> None:
     """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
     if session.wandb is not None:
-        session.wandb.finish(exit_code, patience=STOP_PATIENCE if exit_code else None)
+        session.wandb.finish(exit_code)
     release_child_processes()
-
-
-def wandb_folder(folder: Path) -> Path | None:
-    """The newest offline W&B folder of a run, None where there is none."""
-    found = sorted((folder / "wandb").glob("offline-run-*"), key=os.path.getmtime)
-    return found[-1] if found else None

@@ -27,13 +27,20 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_no_network")
 def test_print_shows_the_specification_without_login_or_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.exit_code(dashboard.main, [*NAMES, "--print"]) == 0
-    view = json.loads(capsys.readouterr().out)
-    assert (view["entity"], view["project"]) == ("me", "mine")
-    sections = view["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == ["Training", "Throughput", "Memory", "Mistakes"]
-    lines = [p for s in sections for p in s["panels"] if p["viewType"] == "Run History Line Plot"]
-    assert len(lines) == 12
-    assert {panel["config"]["xAxis"] for panel in lines} == {"trainer/global_step"}
+    workspace = json.loads(capsys.readouterr().out)
+    assert (workspace["entity"], workspace["project"]) == ("me", "mine")
+    assert [section["name"] for section in workspace["sections"]] == ["Training", "Throughput", "Memory", "Mistakes"]
+    lines = [panel for section in workspace["sections"] for panel in section["panels"] if "y" in panel]
+    assert {panel["title"]: panel["y"] for panel in lines} == {
+        title: metrics for panels in dashboard.LINES.values() for title, metrics in panels.items()
+    }
+    assert {panel["x"] for panel in lines} == {"trainer/global_step"}
+
+
+@pytest.mark.usefixtures("_no_network")
+def test_print_asks_for_no_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.exit_code(dashboard.main, ["--print"]) == 0
+    assert json.loads(capsys.readouterr().out)["entity"] == "ENTITY"
 
 
 def test_every_panel_shows_what_runs_log() -> None:
@@ -56,9 +63,9 @@ def test_every_panel_shows_what_runs_log() -> None:
     ("arguments", "said"),
     [
         (NAMES, "error: saving a workspace needs a W&B login, and no API key is configured. Run wandb login"),
-        (["--entity", "me"], "error: the following arguments are required: --project"),
-        (["--entity", "", "--project", "p"], "error: --entity must not be empty."),
-        ([*NAMES, "--pront"], "error: unrecognized arguments: --pront"),
+        (["--entity", "me"], "error: --project must be given, to save a workspace."),
+        (["--entity", "", "--project", "p"], "error: --entity must be given, to save a workspace."),
+        ([*NAMES, "--pront"], "error: unknown option --pront. Did you mean --print?"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -13,17 +13,17 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from project import export
-from project import export_files as export_check
 from project.data import MNISTDataModule
 from project.engine import command as entry
-from project.engine.checkpoint_files import Loaded, load
+from project.engine.restore import Loaded, load
 from project.errors import UserError
-from project.export_files import InferenceGraph, compare, reference_logits, write_onnx, write_pt2, write_safetensors
 from project.model import MLP, ConvNet, MNISTClassifier
 from tests.trained import trained_checkpoint
 
@@ -70,7 +70,7 @@ def test_onnx_and_torch_export_agree_with_the_checkpoint_on_all_10000_test_image
 
 
 def agree_on(images: torch.Tensor, batch_size: int, folder: Path, loaded: Loaded) -> None:
-    expected = reference_logits(loaded, images)
+    expected = export.reference(loaded, (images,))["output"]
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     program = torch.export.load(folder / "model.pt2").module()
     parts = (images.float() / 255).split(batch_size)
@@ -98,7 +98,7 @@ def test_the_files_say_what_goes_in_what_comes_out_and_where_they_are_from(folde
     assert json.loads(facts["classes"]) == [str(digit) for digit in range(10)]
     assert facts["run_name"] == "trained"
     test = loaded.datamodule.splits["test"]
-    accuracy = (reference_logits(loaded, test.images).argmax(dim=1) == test.labels).double().mean()
+    accuracy = (export.reference(loaded, (test.images,))["output"].argmax(dim=1) == test.labels).double().mean()
     assert float(facts["test/accuracy"]) == pytest.approx(accuracy.item(), abs=1e-6)
 
 
@@ -124,6 +124,16 @@ class ThreeColours(MNISTDataModule):
     mean = [0.4, 0.5, 0.6]
     std = [0.2, 0.3, 0.4]
 
+    def prepare_data(self) -> None:
+        raise OSError("there are none")
+
+
+def exported_rows(loaded: Loaded, folder: Path) -> tuple[export.Samples, list[dict[str, Any]]]:
+    """What is exported to ``folder``, and how it compares with the checkpoint."""
+    samples = export.find_samples(loaded, as_in_training=True)
+    export.write_files(folder, loaded, export.trace(loaded, samples), samples, export.metadata(loaded, samples))
+    return samples, export.compare(folder, loaded, samples)
+
 
 @pytest.mark.parametrize(
     ("network", "options"),
@@ -136,27 +146,99 @@ class ThreeColours(MNISTDataModule):
     ],
 )
 def test_other_shapes_and_ways_of_training_export_as_well(tmp_path: Path, network: nn.Module, options: dict) -> None:
-    module = MNISTClassifier(network, **options).eval()
-    loaded = Loaded(module, ThreeColours(), {}, {}, Path("best.ckpt"))
-    exported = InferenceGraph(loaded).export()
-    files = [tmp_path / name for name in export.NAMES]
-    for write, path in zip((write_onnx, write_pt2), files, strict=False):
-        write(path, exported, {})
-    write_safetensors(files[2], loaded, {})
-    images = torch.randint(256, (100, 3, 16, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    rows = compare(loaded, images, *files)
+    loaded = Loaded(MNISTClassifier(network, **options).eval(), ThreeColours(), {}, {}, Path("best.ckpt"))
+    samples, rows = exported_rows(loaded, tmp_path)
+    assert (samples.names, samples.outputs) == (["images"], ["logits"])
+    assert samples.source == "random images; no test set: there are none"
     assert len(rows) == 7
-    assert all(row["agrees"] and row["images"] == 100 for row in rows)
+    assert all(row["agrees"] and row["samples"] == 1000 and row["different_labels"] == 0 for row in rows)
+
+
+class Houses(LightningDataModule):
+    """Somebody else's data: floats, and their names."""
+
+    def setup(self, stage: str) -> None:
+        self.test = TensorDataset(torch.rand(50, 5), torch.rand(50, 5), torch.rand(50))
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.test, batch_size=20)
+
+
+class Prices(LightningModule):
+    """Somebody else's module: two inputs, a dictionary of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.example_input_array = torch.rand(1, 5), torch.rand(1, 5)
+
+    def forward(self, inside: torch.Tensor, outside: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"price": self.layer(inside - outside), "rooms": inside.sum(dim=1).round().long()}
+
+
+def test_any_module_exports_by_its_own_names_and_is_compared_output_by_output(tmp_path: Path) -> None:
+    loaded = Loaded(Prices().eval(), Houses(), {}, {}, Path("best.ckpt"))
+    samples, rows = exported_rows(loaded, tmp_path)
+    assert samples.source == "Houses test"
+    assert all(row["agrees"] and row["samples"] == 50 and "different_labels" not in row for row in rows)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert [value.name for value in graph.input] == ["inside", "outside"]
+    assert [value.name for value in graph.output] == ["price", "rooms"]
+    assert load_file(tmp_path / "model.safetensors").keys() == {"layer.weight", "layer.bias"}
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "model.onnx").stat().st_mode
+
+
+def test_a_module_says_itself_whether_its_outputs_agree(tmp_path: Path) -> None:
+    class Doubtful(Prices):
+        def outputs_agree(self, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
+            return expected.keys() != found.keys()
+
+    _, rows = exported_rows(Loaded(Doubtful().eval(), Houses(), {}, {}, Path("best.ckpt")), tmp_path)
+    assert not any(row["agrees"] for row in rows)
+
+
+def test_without_a_test_set_the_example_input_array_is_taken(tmp_path: Path) -> None:
+    samples, rows = exported_rows(Loaded(Prices().eval(), None, {}, {}, Path("best.ckpt")), tmp_path)
+    assert samples.source.startswith("example_input_array; no test set")
+    assert all(row["agrees"] and row["samples"] == 2 for row in rows)
+
+
+class NoForward(LightningModule):
+    pass
+
+
+class TakesText(LightningModule):
+    def forward(self, text: str) -> str:
+        return text
+
+
+class Fails(Prices):
+    def forward(self, inside: torch.Tensor, outside: torch.Tensor) -> Any:
+        return self.layer(torch.cat([inside, outside], dim=1))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (NoForward(), "export traces the module's forward, and NoForward has none. Write one."),
+        (TakesText(), "export has nothing to trace TakesText with: no test set"),
+        (Fails(), "Fails.forward fails on example_input_array; no test set"),
+    ],
+)
+def test_what_a_module_lacks_is_one_line_before_any_work(module: LightningModule, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        export.find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")), as_in_training=True)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
 
 
 def test_an_export_that_disagrees_is_an_error_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The export normalises with another mean: the kind of mistake that the comparison is for."""
-    normalize = MNISTDataModule.normalize
-    monkeypatch.setattr(
-        MNISTDataModule, "normalize", lambda self, x: normalize(self, x) + 0.01 * (x.dtype != torch.uint8)
-    )
+    """The exports see other pixels than the checkpoint: the kind of mistake that the comparison is for."""
+    exported = export.Samples.exported.fget
+    assert exported is not None
+    monkeypatch.setattr(export.Samples, "exported", property(lambda self: (exported(self)[0] + 0.01,)))
     flags = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", str(tmp_path / "out")]
     assert entry.exit_code(export.main, flags) == 1
     assert os.listdir(tmp_path / "out") == []
@@ -168,9 +250,10 @@ def test_a_network_that_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return super().forward(images) if images.sum() > 0 else super().forward(-images)
 
-    loaded = Loaded(MNISTClassifier(Undecided()).eval(), MNISTDataModule(), {}, {}, Path("best.ckpt"))
-    with pytest.raises(UserError, match="its network cannot be exported: ") as error:
-        InferenceGraph(loaded).export()
+    loaded = Loaded(MNISTClassifier(Undecided()).eval(), MNISTDataModule(source="sample"), {}, {}, Path("best.ckpt"))
+    samples = export.find_samples(loaded, as_in_training=True)
+    with pytest.raises(UserError, match=r"MNISTClassifier.forward cannot be exported: ") as error:
+        export.trace(loaded, samples)
     assert "\n" not in str(error.value)
 
 
@@ -183,7 +266,7 @@ def test_without_the_training_data_an_export_is_checked_on_random_images(
     monkeypatch.setattr(MNISTDataModule, "_download", no_network)
     flags = ["--output_dir", str(tmp_path / "out"), "--data.root", str(tmp_path / "none"), "--data.source", "mnist"]
     assert entry.exit_code(export.main, ["--ckpt_path", str(trained_checkpoint()), *flags]) == 0
-    assert "1,000 random images" in capsys.readouterr().out
+    assert "on 1,000 samples (random images; no test set" in capsys.readouterr().out
     metadata = onnx.load(tmp_path / "out" / "model.onnx").metadata_props
     assert not any(prop.key == "test/accuracy" for prop in metadata)
 
@@ -195,14 +278,14 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
 ) -> None:
     loaded = load(trained_checkpoint(), ["--data.source", "auto", "--data.root", str(mnist_root)])
     seen: list[str] = []
-    find_images = export_check.test_images
+    find_samples = export.find_samples
 
     def noted(loaded: Loaded, as_in_training: bool) -> Any:
-        seen.append(find_images(loaded, as_in_training)[2])
+        seen.append(find_samples(loaded, as_in_training).source)
         raise UserError("enough")
 
     monkeypatch.setattr("project.engine.checkpoint_files.load", lambda *_: loaded)
-    monkeypatch.setattr("project.export_files.test_images", noted)
+    monkeypatch.setattr("project.export.find_samples", noted)
     words = [word for name in typed for word in (name, str(mnist_root))]
     assert entry.exit_code(export.main, ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words]) == 2
     assert seen == [source]
@@ -231,5 +314,5 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_a_pixel_in_0_to_1_is_what_a_byte_was_in_training(loaded: Loaded) -> None:
     images = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 28, 28)
-    difference = loaded.datamodule.normalize(images) - loaded.datamodule.normalize(images.float() / 255)
-    np.testing.assert_allclose(difference, 0, atol=1e-6)
+    of_bytes = export.reference(loaded, (images,))["output"]
+    np.testing.assert_allclose(of_bytes, export.reference(loaded, (images.float() / 255,))["output"], atol=1e-4)

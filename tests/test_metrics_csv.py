@@ -10,7 +10,7 @@ from project.loggers.metrics_csv import MetricsCSV
 
 
 def read(path: Path) -> list[dict[str, float]]:
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
 
 
@@ -93,3 +93,26 @@ def test_rows_that_a_checkpoint_counts_are_on_the_disk(path: Path, monkeypatch: 
     assert on_disk == [path.stat().st_size]
     path.unlink()
     assert logger.flush_rows(to_disk=True) == 2
+
+
+def test_any_metric_name_is_kept_and_none_takes_the_place_of_the_step(path: Path) -> None:
+    names = ['a,b "c"\nd', "<script>", "größe/µ", "", "step"]
+    logger = MetricsCSV(path)
+    logger.log_metrics(dict.fromkeys(names, 2.5), 7)
+    logger.save()
+    logger.log_metrics({"$x^2$": 1.0}, 8)
+    logger.finalize("success")
+    MetricsCSV(path).keep_rows(2)
+    assert read(path) == [{**dict.fromkeys(names, 2.5), "step": 7}, {"step": 8, "$x^2$": 1.0}]
+
+
+def test_a_file_taken_away_after_some_rows_gets_no_row_twice(path: Path) -> None:
+    logger = MetricsCSV(path)
+    for step in range(3):
+        logger.log_metrics({"a": step}, step)
+        logger.save()
+    path.unlink()
+    for name in ("a", "b"):
+        logger.log_metrics({name: 5}, 5)
+        logger.save()
+    assert read(path) == [{"step": 5, "a": 5, "b": 5}]

@@ -6,18 +6,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image, ImageDraw, ImageFont
 
 from project import predict
 from project.data.digits import prepare_digit
 from project.engine import command as entry
-from project.engine.checkpoint_files import Loaded, load
-from project.errors import UserError
-from project.image_files import BadImage, find_images, fit_picture, read_image
+from project.engine.restore import Loaded, load
+from project.errors import BadImage, UserError
+from project.predict import find_files, fit_picture, image_endings, read_image
 from tests.digit_files import WAYS
 from tests.trained import trained_checkpoint
 
@@ -41,7 +43,8 @@ def test_300_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_
     loaded: Loaded, digits: tuple[np.ndarray, np.ndarray], tmp_path: Path
 ) -> None:
     images, labels = digits
-    direct = np.mean(accurate(predict.label_batch(loaded, [tmp_path] * 300, list(images[:, None])), labels))
+    answer = predict.predict_batch(loaded, torch.from_numpy(images)[:, None])
+    direct = np.mean(answer.argmax(dim=1).numpy() == labels)
     assert direct > 0.9
     rng = np.random.default_rng(0)
     found = {}
@@ -86,7 +89,7 @@ def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> Non
         picture = Image.new("RGB", (300, 220), "navy")
         ImageDraw.Draw(picture).text((20, 20), str(digit), font=font, fill="yellow")
         picture.save(tmp_path / f"{digit}.png")
-    rows, _, _ = predict.predict_files(loaded, find_images([str(tmp_path)]))
+    rows, _, _ = predict.predict_files(loaded, find_files([str(tmp_path)]))
     assert sum(row["digit"] == Path(row["file"]).stem for row in rows) >= 7
 
 
@@ -180,15 +183,19 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert np.asarray(sheet).min() == 0  # the digits' background, black on the white sheet
         assert sheet.width > 3 * 84
+        colours = {colour for _, colour in sheet.convert("RGB").getcolors(1 << 20)}
+    assert (192, 80, 0) in colours  # of unsure labels, in the legend at least
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["no*such.png"], "IMAGE no*such.png matches no file"),
-        (["EMPTY"], "is a folder without image files"),
+        (["EMPTY"], "is a folder without files in it"),
         (["x.png", "--output", "x.txt"], "--output must end in .json or .csv, got x.txt"),
         (["x.png", "--contact_sheet", "x.csv"], "--contact_sheet must end in .png, got x.csv"),
+        (["x.png", "--output", "/proc/x.json"], "--output must be a file you may write, got /proc/x.json"),
+        (["~nouser/*.png"], "IMAGE ~nouser/*.png matches no file"),
         (["x.png", "--ckpt", "a"], "unknown option --ckpt. Did you mean --ckpt_path?"),
         ([], "IMAGE"),
     ],
@@ -207,9 +214,15 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None:
     for name in ("b.png", "a.PNG", ".hidden.png", "c.txt"):
         (tmp_path / name).write_bytes(b"")
-    assert find_images([str(tmp_path), str(tmp_path / "b.png")]) == [tmp_path / "a.PNG", tmp_path / "b.png"]
+    words = [str(tmp_path), str(tmp_path / "b.png")]
+    assert find_files(words, image_endings()) == [tmp_path / "a.PNG", tmp_path / "b.png"]
+    assert find_files(words) == [tmp_path / "a.PNG", tmp_path / "b.png", tmp_path / "c.txt"]
     with pytest.raises(UserError):
-        find_images([str(tmp_path / "*.gif")])
+        find_files([str(tmp_path / "*.gif")])
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "c.txt").write_bytes(b"")
+    with pytest.raises(UserError, match="is a folder without files with an image's ending"):
+        find_files([str(tmp_path / "texts")], image_endings())
 
 
 def test_postscript_is_never_started(tmp_path: Path) -> None:
@@ -228,11 +241,109 @@ def test_sixteen_bits_and_transparency_are_not_clipped(tmp_path: Path) -> None:
         np.testing.assert_allclose(np.ptp(read_image(tmp_path / "c.png"), axis=1), 1)
 
 
-@pytest.mark.alone
-def test_help_is_there_in_under_three_seconds() -> None:
-    command = [sys.executable, "-m", "project.predict", "--help"]
-    help_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3).stdout
-    assert "--contact_sheet" in help_text
+class Plain(LightningModule):
+    """Somebody else's module: what it answers is given."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self.answer(batch)
+
+
+class Numbers(LightningDataModule):
+    """Somebody else's data: a file holds numbers."""
+
+    def prepare_file(self, path: Path) -> torch.Tensor:
+        return torch.tensor([float(word) for word in path.read_text().split()])
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (lambda x: x.sum(dim=1), {"prediction": 6.0}),
+        (lambda x: x.sum(dim=1, keepdim=True), {"prediction": 6.0}),
+        (lambda x: 2 * x, {"prediction_0": 2.0, "prediction_1": 4.0, "prediction_2": 6.0}),
+        (lambda x: {"price": x[:, 0], "where": x[:, 1:]}, {"price": 1.0, "where_0": 2.0, "where_1": 3.0}),
+        (lambda x: [f"{len(row)} numbers" for row in x], {"prediction": "3 numbers"}),
+        (lambda x: x[:, None, :], {"prediction": [[1.0, 2.0, 3.0]]}),
+    ],
+)
+def test_what_predict_step_returns_becomes_the_columns(answer: Any, expected: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2 3")
+    (tmp_path / "b.txt").write_text("no numbers")
+    (tmp_path / "c.txt").write_text("1 2 3 4")  # of another length: a batch of its own
+    files = find_files([str(tmp_path)])
+    rows, _, bad = predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files[:2])
+    assert rows == [{"file": str(files[0]), **expected}]
+    assert bad == [(files[1], "ValueError: could not convert string to float: 'no'")]
+    assert len(predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files)[0]) == 2
+
+
+def test_only_probabilities_of_the_named_classes_become_a_label(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0.2 0.7 0.1")
+    (tmp_path / "b.txt").write_text("0.9 0.9 0.1")
+    files = find_files([str(tmp_path)])
+    loaded = Loaded(Plain(lambda x: x), Numbers(), {}, {}, tmp_path)
+    loaded.datamodule.class_names = ["cat", "dog", "bird"]
+    (row,), _, _ = predict.predict_files(loaded, files[:1])
+    assert (row["label"], row["runner_up"]) == ("dog", "cat")
+    assert (row["probability"], row["runner_up_probability"]) == pytest.approx((0.7, 0.2))
+    rows, _, _ = predict.predict_files(loaded, files)  # several labels may hold at once: no label is the answer
+    assert list(rows[0]) == ["file", "prediction_0", "prediction_1", "prediction_2"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda x: x @ torch.zeros(7, 2),
+            "Plain.predict_step must take a batch of inputs alone, got (1, 3) of torch.float",
+        ),
+        (lambda x: x.sum(), "Plain.predict_step must return a tensor or a dict of tensors"),
+        (lambda x: None, "with an entry for each of 1 inputs, got NoneType"),
+        (lambda x: torch.zeros(5, 2), "got (5, 2)"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_one_line(answer: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2 3")
+    with pytest.raises(UserError) as error:
+        predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), [tmp_path / "a.txt"])
+    assert message in str(error.value)
+
+
+def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
+    def chosen(**attributes: Any) -> str:
+        data = LightningDataModule()
+        for name, value in attributes.items():
+            setattr(data, name, value)
+        return predict.choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))[1]
+
+    ten = [str(digit) for digit in range(10)]
+    clothes = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]
+    assert "as in MNIST" in chosen(image_shape=(1, 28, 28), class_names=ten)
+    assert "scaled to 1 x 28 x 28" in chosen(image_shape=(1, 28, 28), class_names=clothes)
+    assert "scaled to 3 x 28 x 28" in chosen(image_shape=(3, 28, 28), class_names=ten)
+    assert "prepare_image" in chosen(image_shape=(1, 28, 28), class_names=ten, prepare_image=lambda pixels: pixels)
+    assert "prepare_file" in chosen(prepare_image=lambda pixels: pixels, prepare_file=lambda path: path)
+    for attributes in ({}, {"image_shape": (2, 28, 28)}):
+        with pytest.raises(UserError, match=r"Give LightningDataModule a method prepare_file\(path\)"):
+            chosen(**attributes)
+
+
+def test_help_and_typing_errors_come_before_torch() -> None:
+    script = """if True:
+        import sys
+        from project import predict
+        from project.engine.command import exit_code
+        assert exit_code(predict.main, ["--help"]) == 0
+        assert exit_code(predict.main, ["no*such.png"]) == 2
+        assert not {"torch", "lightning", "torchvision", "matplotlib"} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--contact_sheet" in done.stdout
 
 
 @pytest.mark.gpu
@@ -246,7 +357,7 @@ def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path, monkey
         assert fit.main([*flags, *where]) == 0
         loaded = load(tmp_path / precision / "best.ckpt")
         loaded.datamodule.setup("test")
-        images = loaded.datamodule.normalize(loaded.datamodule.splits["test"].images)
+        images = predict.normalized(loaded, loaded.datamodule.splits["test"].images)
         with torch.inference_mode():
             on_cpu = loaded.module(images).argmax(dim=1)
             on_gpu = loaded.module.cuda()(images.cuda()).argmax(dim=1).cpu()

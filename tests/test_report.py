@@ -19,10 +19,11 @@ from lightning.pytorch import Trainer
 
 from project import fit
 from project.callbacks import test_predictions
-from project.callbacks.test_predictions import Mistake, TestPredictions
+from project.callbacks.test_predictions import TestPredictions
 from project.data import MNISTDataModule
-from project.engine.checkpoint_files import load
-from project.report import RunRecord, page, write_report
+from project.engine.restore import load
+from project.engine.summary import Mistake, RunRecord, Summary
+from project.report import page, write_report
 from project.report.charts import MOST_POINTS, thinned
 from tests.commands import CPU2, SMALL, run, summary
 from tests.reported import reported_run, wandb_folders
@@ -56,16 +57,95 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
     text = text_of(source)
     wrong = round(200 * (1 - facts["test/accuracy"]))
     assert f"{100 * facts['test/accuracy']:.2f} % test accuracy {wrong} wrong of 200" in text
-    assert f"{100 * facts['val/accuracy']:.2f} % validation accuracy" in text
-    for title in ("Loss", "Accuracy", "Learning rate", "Throughput", "Data wait", "Host memory", "Memory by use"):
-        assert f"<h3>{title}</h3><svg" in source
-    for label in ("optimizer step", "training samples / second", "share of the time (%)", "MiB on one device"):
+    best = f"best, epoch {facts['best_epoch'] + 1} of 3"
+    assert f"{100 * facts['val/accuracy']:.2f} % validation accuracy {best}" in text
+    assert f"{facts['test/loss']:.4g} test loss" in text
+    titles = re.findall("<h3>([^<]+)</h3><svg", source)
+    assert titles == [
+        *("Loss", "Accuracy", "Learning rate", "Gradient norm", "Training samples per second", "Waiting for data"),
+        *("Host memory", "Memory by use", "Confusion matrix", "Accuracy per class"),
+    ]
+    for label in ("optimizer step", "end of epoch", "cross-entropy (nats)", "% of the time", "MiB on one device"):
         assert label in text
     assert facts["command"] in text
-    assert facts["git_commit"].removesuffix("-dirty") in text
+    assert facts["git_commit"] in text
     assert all(version in text for version in facts["versions"].values())
     assert "class_path: project.model.networks.MLP" in text
     assert len(re.findall(r"<img ", source)) == min(24, wrong)
+
+
+def record_of(metrics: dict[str, float] | None = None, **facts: Any) -> RunRecord:
+    """A record of a run of four epochs of ten steps."""
+    known: dict[str, Any] = {"run_name": "r", "finished": True, "device": "cpu", "precision": "32-true"}
+    known |= {"world_size": 1, "parameters": 10, "epochs": 4, "steps": 40, "fit_seconds": 1.0, "command": "fit"}
+    return RunRecord(Summary(**(known | facts), metrics=metrics or {}), config="")
+
+
+@pytest.mark.parametrize(
+    ("commit", "dirty", "said"),
+    [
+        ("abc123", False, "git commit abc123 git state clean"),
+        ("abc123", True, "git commit abc123 git state files were changed"),
+        ("abc123", None, "git commit abc123 git state not known"),
+        (None, None, "git commit not known: the code is in no git checkout"),
+    ],
+)
+def test_report_says_whether_the_code_was_the_commits(commit: str | None, dirty: bool | None, said: str) -> None:
+    text = text_of(page.render(record_of(git_commit=commit, git_dirty=dirty)))
+    assert said in text
+    assert ("git state" in text) == (commit is not None)
+
+
+def test_report_names_machine_and_date() -> None:
+    text = text_of(page.render(record_of(date="2026-11-22 06:25 UTC", hardware="AMD EPYC 9B14, 2 cores")))
+    assert "date 2026-11-22 06:25 UTC hardware AMD EPYC 9B14, 2 cores" in text
+
+
+def test_report_of_a_regression_follows_its_own_metric_and_shows_nothing_of_classes() -> None:
+    record = record_of(
+        {"test/mean_absolute_error": 0.25, "test/r2": 0.75},
+        monitor="val/mean_absolute_error",
+        mode="min",
+        best_score=0.2112,
+        best_epoch=2,
+    )
+    record.series = {
+        "epoch": [(9, 0), (19, 1), (29, 2), (39, 3)],
+        "train/loss": [(9, 1.0), (39, 0.5)],
+        "train/mean_absolute_error": [(9, 0.5), (39, 0.2)],
+        "val/mean_absolute_error": [(9, 0.6), (39, 0.3)],
+    }
+    source = page.render(record)
+    text = text_of(source)
+    assert "0.25 test mean absolute error" in text
+    assert "0.2112 validation mean absolute error best, epoch 3 of 4" in text
+    assert "%" not in text
+    assert re.findall("<h3>([^<]+)</h3><svg", source) == ["Loss", "mean_absolute_error"], "train and val share a chart"
+    assert "cross-entropy" not in text
+    assert "Predictions on the test set" not in text
+    assert [page.epoch_ends(record)] == [{1: 9, 2: 19, 3: 29, 4: 39}]
+
+
+def test_charts_that_are_too_many_are_said_to_be_left_out() -> None:
+    record = record_of()
+    record.series = {f"own/{index}": [(1, 1.0)] for index in range(page.MOST_OTHERS + 2)}
+    source = page.render(record)
+    assert source.count("<svg") == page.MOST_OTHERS
+    assert "metrics.csv has 2 more." in text_of(source)
+
+
+def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked() -> None:
+    record = record_of(epochs=1)
+    record.series = {"epoch": [(4, 0), (9, 0), (14, 1)]}
+    assert page.epoch_ends(record) == {1: 9}
+
+
+def test_what_would_save_memory_is_shown_only_where_it_is_known() -> None:
+    record = record_of()
+    record.breakdown = {"parameters": 0.5}
+    assert "What would save memory" not in page.render(record)
+    record.savings = {"--precision bf16-true": 50}
+    assert "What would save memory --precision bf16-true up to 50 %" in text_of(page.render(record))
 
 
 def trained_predictions(callback: TestPredictions, batch_size: int = 77) -> tuple[torch.Tensor, MNISTDataModule]:
@@ -152,15 +232,35 @@ def crowded_record() -> RunRecord:
     confusion[7] = 0  # a class without any test sample
     images = generator.integers(0, 256, (24, 224, 180, 3), dtype=np.uint8)
     series = [(step, 1 / (1 + step)) for step in range(100_000)]
-    return RunRecord(
-        facts={"run_name": "</title><script>alert(1)</script>", "test/accuracy": 0.5, "test/loss": 1.0},
-        config="key: </pre><script>alert(2)</script>",
-        class_names=names,
-        metrics={"train/loss": series, "train/f1 <x>": series, "memory/rss_gib": [(5, 0.0)]},
-        confusion=confusion,
-        mistakes=[Mistake(image, 3, 149, 0.9) for image in images],
-        remarks=["<script>alert(3)</script>"],
+    hostile = "</title><script>alert(1)</script>"
+    record = record_of(
+        {"test/accuracy": 0.5, f"test/{hostile}": 1.0},
+        run_name=hostile,
+        command=hostile,
+        device=hostile,
+        data_source=hostile,
+        precision=hostile,
+        monitor=f"val/{hostile}",
+        best_score=0.5,
+        best_epoch=1,
+        hardware=hostile,
+        date=hostile,
+        versions={hostile: hostile},
     )
+    record.config = f"key: </pre>{hostile}"
+    record.class_names = names
+    record.series = {
+        "train/loss": series,
+        "train/f1 <x>": series,
+        f"val/{hostile}": series,
+        f"{hostile}$\\frac{{$ \\1": series,
+        "memory/rss_gib": [(5, 0.0)],
+    }
+    record.breakdown, record.savings = {hostile: 0.5, "$\\oops$": 0.1}, {hostile: 5}
+    record.confusion = confusion
+    record.mistakes = [Mistake(image, 3, 149, 0.9) for image in images]
+    record.remarks = [hostile]
+    return record
 
 
 def test_report_of_any_data_is_small_quick_and_safe(tmp_path: Path) -> None:
@@ -172,11 +272,17 @@ def test_report_of_any_data_is_small_quick_and_safe(tmp_path: Path) -> None:
     assert len(source.encode()) < LARGEST
     assert "<script" not in source
     assert "<b>&class" not in source
-    assert "<h3>train/f1 &lt;x&gt;</h3><svg" in source, "a metric of the user's own gets a chart"
+    assert "<h3>f1 &lt;x&gt;</h3><svg" in source, "a metric of the user's own gets a chart"
+    elements = {
+        match.lower()
+        for match in re.findall(r"<([a-zA-Z!/][\w:-]*)", re.sub(r"<style.*?</style>", "", source, flags=re.S))
+    }
+    assert not elements & {"script", "iframe", "a", "object", "foreignobject"}
 
 
 def test_report_of_a_run_stopped_before_it_logged_anything(tmp_path: Path) -> None:
-    record = RunRecord(facts={"run_name": "r", "steps": 3, "epochs": 0}, config="", stopped_by="SIGTERM", max_epochs=5)
+    record = record_of(steps=3, epochs=0)
+    record.stopped_by, record.max_epochs = "SIGTERM", 5
     text = text_of(page.render(record))
     assert "stopped by SIGTERM at step 3, 0 of 5 epochs done" in text
     assert "No value was logged before the run ended." in text

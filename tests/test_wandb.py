@@ -1,27 +1,32 @@
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+import wandb
 import yaml
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 from project import fit
-from project.loggers.metrics_csv import wandb as wandb_logging
-from project.loggers.wandb import WandbRunLogger
-from project.loggers.wandb_pictures import log_results, staged_in
-from project.report import RunRecord
+from project.engine.summary import RunRecord, Summary
+from project.errors import UserError
+from project.loggers import wandb as wandb_logging
+from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger, offline_folders
 from tests.commands import SMALL, checkpoint, command, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 
@@ -99,6 +104,16 @@ def test_pictures_and_tables_are_those_of_the_report() -> None:
     assert list((folder / "files/media/html").glob("report_*.html"))
 
 
+def test_best_checkpoint_waits_offline_as_an_artifact_that_later_runs_do_not_change(
+    records: list[dict[str, Any]],
+) -> None:
+    (artifact,) = [artifact for artifact in of_type(records, "artifact") if artifact["type"] == "model"]
+    assert "best" in artifact["aliases"]
+    (entry,) = artifact["manifest"]["contents"]
+    assert entry["path"] == "best.ckpt"
+    assert Path(entry["local_path"]).read_bytes() == (reported_run() / "best.ckpt").read_bytes()
+
+
 def test_a_run_prints_no_word_of_wandb_but_how_to_publish() -> None:
     output = (reported_run().parent.parent / "output.txt").read_text()
     assert [line for line in output.splitlines() if "wandb" in line.lower()] == [
@@ -129,6 +144,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     steps = [row["item"]["trainer/global_step"] for row in of_type(second, "history") if "train/loss" in row["item"]]
     assert steps == sorted(steps)
     assert steps[0] > last
+    assert "wandb sync checkpoints/small/wandb/offline-run-*   # publish" in done.stdout
 
 
 def test_a_stopped_run_ends_in_wandb_with_its_exit_code_and_has_a_report(tmp_path: Path) -> None:
@@ -158,10 +174,29 @@ def test_online_without_a_key_is_an_error_before_anything_is_written(
     assert not list((tmp_path / "checkpoints").glob("*/*"))
 
 
-def test_a_wandb_that_cannot_start_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("WANDB_MODE", "junk", "WANDB_MODE must be one of online, offline, disabled, got junk."),
+        ("WANDB_PROJECT", "a/b", "WANDB_PROJECT must have none of / \\ # ? % :, got a/b."),
+    ],
+)
+def test_what_wandb_would_refuse_is_an_error(
+    variable: str, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError) as refused:
+        make_wandb_logger(tmp_path, "name", "id", {})
+    assert str(refused.value) == said
+
+
+def test_a_wandb_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(wandb, "init", fail)
     flags = [*SMALL, "--max_epochs", "1", "--default_root_dir", str(tmp_path), "--run_name", "r"]
-    failing = mock.patch.object(wandb_logging, "start_run", side_effect=OSError("no space"))
-    with failing, warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert fit.main([*flags, "--accelerator", "cpu"]) == 0
     (about_wandb,) = [str(warning.message) for warning in caught if "W&B" in str(warning.message)]
@@ -169,16 +204,122 @@ def test_a_wandb_that_cannot_start_is_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "report.html").exists()
 
 
+# Loggers without a training
+
+
+@pytest.fixture
+def _wandb_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """What a logger or W&B itself sets for the process is taken back."""
+    for name in ("WANDB_SILENT", "WANDB_ERROR_REPORTING", "WANDB_DATA_DIR", "WANDB_SERVICE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_MODE", "")
+    monkeypatch.delenv("WANDB_MODE")
+    yield
+    wandb.teardown()
+
+
+def small_record(stopped_by: str | None = None) -> RunRecord:
+    facts = Summary("r", True, "cpu", "32-true", 1, parameters=10, epochs=1, steps=2, fit_seconds=1.0, command="fit")
+    return RunRecord(facts, config="", stopped_by=stopped_by)
+
+
+@pytest.mark.usefixtures("_wandb_leaves_no_trace")
+def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {"PROJECT": "p1", "ENTITY": "team", "RUN_GROUP": "g1", "TAGS": "a,b", "NOTES": "why", "JOB_TYPE": "j"}
+    for name, value in chosen.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    logger = make_wandb_logger(tmp_path, "name", "id", {"lr": 0.1})
+    assert logger is not None
+    logger.begin()
+    logger.finish(0)
+    (first,) = of_type(wandb_records(wandb_folders(tmp_path)[0]), "run")
+    assert (first["project"], first["entity"], first["run_group"]) == ("p1", "team", "g1")
+    assert (first["tags"], first["notes"], first["job_type"]) == (["a", "b"], "why", "j")
+    assert (first["display_name"], first["run_id"]) == ("name", "id")
+
+
+@pytest.mark.usefixtures("_wandb_leaves_no_trace")
+def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> None:
+    class Watched:
+        monitor, mode = "val/error", "min"
+
+    logger = make_wandb_logger(tmp_path, "name", "id", {})
+    assert logger is not None
+    trainer = Trainer(
+        logger=logger,
+        callbacks=[WandbStart(logger, Watched())],
+        max_steps=1,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(OneWeight(), DataLoader([torch.ones(1)]))
+    logger.finish(0)
+    metrics = of_type(wandb_records(wandb_folders(tmp_path)[0]), "metric")
+    (monitored,) = [metric for metric in metrics if metric.get("name") == "val/error"]
+    assert monitored["summary"] == {"min": True}
+
+
+class OneWeight(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return ((self.weight - batch) ** 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SilentServer:
+    """Takes every request and answers none."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.taken: list[socket.socket] = []
+        threading.Thread(target=self.take, daemon=True).start()
+
+    def take(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.taken.append(self.socket.accept()[0])
+
+
+def test_a_server_that_does_not_answer_holds_up_neither_training_nor_the_end(tmp_path: Path) -> None:
+    server = SilentServer()
+    environ = {**os.environ, "WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0" * 40}
+    environ.pop("WANDB_MODE")
+    log = tmp_path / "log"
+    process = start(command("fit", *SMALL, "--run_name", "r"), log, cwd=tmp_path, env=environ)
+    assert wait_for("epoch 3/3", log, process)
+    began = time.monotonic()
+    assert process.wait(60) == 0
+    assert time.monotonic() - began < 20, "7 s of patience, the final test, the report and a busy machine"
+    server.socket.close()
+    assert server.taken, "W&B was not asked at all"
+    assert "W&B did not answer in time and has nothing of this run. metrics.csv has every value." in log.read_text()
+
+
 class FakeRun:
-    """A W&B run that keeps what it is given."""
+    """A W&B run that keeps what it is given, in a folder of its own."""
 
     id = "abc"
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.dir = str(folder / "wandb" / "run-1-abc" / "files")
+        self.url = "https://example.invalid"
         self.rows: list[dict[str, Any]] = []
         self.artifacts: list[Any] = []
         self.summary: dict[str, Any] = {}
         self.exit_codes: list[int] = []
+        self.takes = threading.Event()  # set: the server answers
 
     def log(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -190,33 +331,35 @@ class FakeRun:
         self.artifacts.append((artifact, aliases))
 
     def finish(self, exit_code: int) -> None:
+        self.takes.wait(20)
         self.exit_codes.append(exit_code)
 
 
 @pytest.fixture
-def slow_start(tmp_path: Path) -> Any:
+def slow_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _wandb_leaves_no_trace: None
+) -> Iterator[tuple[WandbRunLogger, FakeRun, threading.Event]]:
     """A logger whose W&B run comes up when told to, and that run."""
-    up, fake = threading.Event(), FakeRun()
+    up, fake = threading.Event(), FakeRun(tmp_path)
+    fake.takes.set()
 
-    def start_run(*_: Any) -> FakeRun:
+    def init(**_: Any) -> FakeRun:
         up.wait(20)
         return fake
 
-    with mock.patch.object(wandb_logging, "start_run", start_run):
-        logger = WandbRunLogger(tmp_path, "name", "id", {"a": 1}, offline=False)
-        yield logger, fake, up
+    monkeypatch.setattr(wandb, "init", init)
+    yield WandbRunLogger(tmp_path, "name", "id", "project", {"a": 1}, offline=False), fake, up
     up.set()
+    fake.takes.set()
 
 
 def test_training_does_not_wait_for_wandb_and_no_value_is_lost(slow_start: Any) -> None:
     logger, fake, up = slow_start
     logger.begin()
-    began = time.perf_counter()
-    for step in range(100):
+    for step in range(100):  # would hang here, were it to wait
         logger.log_metrics({"train/loss": float(step)}, step)
         logger.log_metrics({"optimizer/lr": 0.1}, step)
     _ = logger.experiment  # what Lightning asks every logger for
-    assert time.perf_counter() - began < 1
     assert fake.rows == []
     up.set()
     logger.finish(0)
@@ -226,22 +369,29 @@ def test_training_does_not_wait_for_wandb_and_no_value_is_lost(slow_start: Any) 
     assert fake.exit_codes == [0]
 
 
-def test_a_run_that_is_stopped_waits_for_wandb_only_so_long(slow_start: Any) -> None:
-    logger, fake, _ = slow_start
+@pytest.mark.parametrize("exit_code", [0, 143])
+def test_the_end_waits_for_wandb_only_so_long(slow_start: Any, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, fake, up = slow_start
+    monkeypatch.setattr(wandb_logging, "STOP_PATIENCE", 0.3)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "0.3")
+    fake.takes.clear()
+    up.set()
     logger.begin()
-    logger.log_metrics({"train/loss": 1.0}, 1)
-    began = time.perf_counter()
-    with pytest.warns(UserWarning, match="W&B did not take everything in time"):
-        logger.finish(143, patience=0.3)
-    assert time.perf_counter() - began < 3
+    logger.wait()
+    monkeypatch.chdir(logger.folder)
+    with pytest.warns(
+        UserWarning, match=r"did not take everything in time. To complete it: wandb sync wandb/run-1-abc$"
+    ):
+        logger.finish(exit_code)  # would hang here, were it to wait
     assert fake.exit_codes == []
 
 
-def test_a_run_that_never_began_leaves_nothing(slow_start: Any) -> None:
+def test_a_run_that_never_began_leaves_nothing(slow_start: Any, tmp_path: Path) -> None:
     logger, fake, up = slow_start
     up.set()
-    logger.finish(2, patience=4)
+    logger.finish(2)
     assert fake.exit_codes == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_users_call_on_the_experiment_reaches_the_run(slow_start: Any) -> None:
@@ -252,25 +402,55 @@ def test_what_users_call_on_the_experiment_reaches_the_run(slow_start: Any) -> N
     assert fake.rows == [{"mine": 1}]
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_best_checkpoint_is_uploaded_online_only(slow_start: Any, tmp_path: Path, offline: bool) -> None:
+@pytest.mark.parametrize("stopped_by", [None, "SIGTERM"])
+def test_only_the_best_checkpoint_of_a_finished_run_is_uploaded(
+    slow_start: Any, tmp_path: Path, stopped_by: str | None
+) -> None:
     logger, fake, up = slow_start
     up.set()
-    logger._offline = offline
-    torch.save({}, tmp_path / "best.ckpt")
-    (tmp_path / "report.html").write_text("<p>report</p>")
-    log_results(logger, RunRecord(facts={"val/accuracy": 0.5}, config=""), tmp_path)
-    names = [list(artifact.manifest.entries) for artifact, aliases in fake.artifacts if aliases == ["best"]]
-    assert names == ([] if offline else [["best.ckpt"]])
+    for name in ("best.ckpt", "last.ckpt"):
+        torch.save({}, tmp_path / name)
+    logger.begin()
+    logger.record = small_record(stopped_by)
+    logger.finish(0)
+    names = [(list(artifact.manifest.entries), aliases) for artifact, aliases in fake.artifacts]
+    assert names == ([] if stopped_by else [(["best.ckpt"], ["best"])])
+    assert fake.exit_codes == [0]
 
 
-def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_pictures_that_fail_are_a_warning_and_the_run_is_closed(
+    slow_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
-    with staged_in(tmp_path):
-        assert os.environ["WANDB_DATA_DIR"] == str(tmp_path)
-    assert "WANDB_DATA_DIR" not in os.environ
-    monkeypatch.setenv("WANDB_DATA_DIR", "chosen")
-    with staged_in(tmp_path):
-        assert os.environ["WANDB_DATA_DIR"] == "chosen"
+    logger, fake, up = slow_start
+    up.set()
+    logger.begin()
+    logger.wait()
+    logger.record = small_record()
+    monkeypatch.setattr(fake, "summary", None)
+    with pytest.warns(UserWarning, match=r"W&B got no pictures \(AttributeError: .*\). The run is not affected."):
+        logger.finish(0)
+    assert fake.exit_codes == [0]
+
+
+@pytest.mark.parametrize("chosen", [None, "chosen"])
+def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
+    slow_start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    if chosen:
+        monkeypatch.setenv("WANDB_DATA_DIR", chosen)
+    logger = WandbRunLogger(tmp_path, "name", "id", "project", {}, offline=True)
+    slow_start[2].set()
+    logger.begin()
+    assert os.environ["WANDB_DATA_DIR"] == (chosen or str(tmp_path / "wandb"))
+    logger.finish(0)
+    assert os.environ.get("WANDB_DATA_DIR") == chosen
+
+
+def test_the_printed_folders_are_those_that_wandb_sync_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert offline_folders(tmp_path / "my run") is None
+    for name in ("offline-run-1-a", "offline-run-2-a"):
+        (tmp_path / "my run" / "wandb" / name).mkdir(parents=True)
+        pattern = offline_folders(tmp_path / "my run")
+        assert subprocess.run(f"ls -d {pattern}", shell=True, capture_output=True).returncode == 0
+    assert pattern == "'my run/wandb'/offline-run-*"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from project.image_files import BadImage
+from project.errors import BadImage
 
 FIELD, BOX, CENTRE = 28, 20, 14
 # Contrast between digit and background below which an image counts as empty, of 0-1: about 10 grey levels of 255.
@@ -37,7 +37,7 @@ def prepare_digit(pixels: np.ndarray) -> np.ndarray:
     """uint8 (28, 28), bright digit on black, from any picture of one digit. An MNIST image comes out unchanged.
 
     Args:
-        pixels: float32 (height, width, 3) in 0-1, as :func:`project.image_files.read_image` returns it.
+        pixels: float32 (height, width, 3) in 0-1, upright and without transparency.
 
     Raises:
         BadImage: Nothing stands out from the background.

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
 from project.engine import signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
-from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.exact_resume import (
     Place,
@@ -42,14 +41,6 @@ Mode = Literal["min", "max"]
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
 
 
-class RowKeeper(Protocol):
-    """A logger whose rows a checkpoint counts, as metrics.csv has them."""
-
-    def flush_rows(self, to_disk: bool = False) -> int: ...
-
-    def keep_rows(self, count: int) -> None: ...
-
-
 @dataclass
 class Best:
     """The metric that a run follows, and its best value so far.
@@ -65,8 +56,7 @@ class Best:
     asked: Literal["typed", "module"] | None = None
     score: float | None = None
     epoch: int | None = None
-    step: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # all that was logged with it
+    metrics: dict[str, float] = field(default_factory=dict)  # what its validation logged
 
     @classmethod
     def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
@@ -90,7 +80,7 @@ class Best:
             names = ", ".join(sorted(known)) or "nothing"
             raise UserError(f"--monitor must be a metric that is logged, got {self.monitor}. Logged: {names}.")
 
-    def take(self, logged: dict[str, Any], epoch: int, step: int) -> bool:
+    def take(self, logged: dict[str, Any], epoch: int) -> bool:
         """Note a value; returns whether it is the best so far. Of equal ones the later is: it has trained longer."""
         if self.monitor is None:
             self.monitor = next((name for name in FOLLOWED if name in logged), None)
@@ -102,14 +92,13 @@ class Best:
             return False
         better = self.score is None or (score >= self.score if self.mode == "max" else score <= self.score)
         if better:
-            self.score, self.epoch, self.step = score, epoch, step
-            self.metrics = {name: float(value) for name, value in logged.items()}
+            self.score, self.epoch = score, epoch
+            self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val")}
         return better
 
     def forget(self) -> None:
         """The best is looked for anew."""
-        self.score = self.epoch = self.step = None
-        self.metrics = {}
+        self.score, self.epoch, self.metrics = None, None, {}
 
 
 class RunCheckpoint(GracefulStop):
@@ -121,38 +110,37 @@ class RunCheckpoint(GracefulStop):
     not begun. What comes due during a step waits for its end.
 
     Args:
-        folder: The run's folder; ``best.ckpt`` and ``last.ckpt`` are written there.
-        record: What every checkpoint says of its run (name, configuration, ...): plain values.
+        run: Whose folder gets ``best.ckpt`` and ``last.ckpt``.
+        config: The run's whole configuration, plain values; every checkpoint holds it.
         best: The metric to follow.
         rows: metrics.csv, whose rows a resumed run goes on with.
-        every_seconds: ``last.ckpt`` is saved at least this often, besides every epoch's end and every new best.
-        every_steps: The same, counted in optimizer steps; overrides ``every_seconds``.
-        exclude: Context manager under which saving is done, so that throughput does not count it.
+        every: ``last.ckpt`` is saved at least this often (``60s``, or optimizer steps: ``500``), besides every epoch's
+            end and every new best.
         changed: Whether a resumed run's configuration differs from its checkpoint's.
         requeue_signal: See :class:`GracefulStop`.
     """
 
     def __init__(
         self,
-        folder: Path,
-        record: dict[str, Any],
-        best: Best | None = None,
-        rows: RowKeeper | None = None,
-        every_seconds: float = 60.0,
-        every_steps: int | None = None,
-        exclude: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        run: Run,
+        config: dict[str, Any],
+        best: Best,
+        rows: Any = None,
+        every: str = "60s",
         changed: bool = False,
         requeue_signal: int | None = None,
     ) -> None:
         super().__init__(ExactLoading(), requeue_signal)
-        self.folder = folder
-        self.record = record
-        self.best = best or Best()
-        self.rows = rows
-        self.every_seconds = every_seconds
-        self.every_steps = every_steps
-        self.exclude = exclude
-        self.changed = changed
+        self.folder, self.best, self.rows, self.changed = run.folder, best, rows, changed
+        self.record: dict[str, Any] = {
+            "run_name": run.name,
+            "run_id": run.run_id,
+            "config": config,
+            "versions": versions(),
+        }
+        self.every_seconds, self.every_steps = parse_interval(every)
+        self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Context manager under which saving is done, so that throughput does not count it."""
         self.notes: list[str] = []
         self._mine = RankState(self.loading)
         self._place: Place | None = None
@@ -161,21 +149,6 @@ class RunCheckpoint(GracefulStop):
         self._resume: dict[str, Any] | None = None
         self._fresh_groups: list[list[dict[str, Any]]] = []
         self._last_save = time.monotonic()
-
-    @classmethod
-    def of(
-        cls,
-        config: Configuration,
-        run: Run,
-        best: Best,
-        rows: RowKeeper | None,
-        changed: bool = False,
-        requeue_signal: int | None = None,
-    ) -> RunCheckpoint:
-        """The checkpointing of a run, as its configuration says."""
-        seconds, steps = parse_interval(config.options.checkpoint_every)
-        record = {"run_name": run.name, "run_id": run.run_id, "config": config.resolved, "versions": versions()}
-        return cls(run.folder, record, best, rows, seconds, steps, changed=changed, requeue_signal=requeue_signal)
 
     @property
     def best_path(self) -> Path:
@@ -201,20 +174,10 @@ class RunCheckpoint(GracefulStop):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.best.monitor in (None, state_dict["monitor"]):
-            self.best.monitor, self.best.mode = state_dict["monitor"], state_dict["mode"]
-            self.best.score, self.best.epoch = state_dict["best_score"], state_dict["best_epoch"]
-            self.best.step, self.best.metrics = state_dict["best_step"], dict(state_dict["best_metrics"])
+            vars(self.best).update(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        best = self.best
-        return {
-            "monitor": best.monitor,
-            "mode": best.mode,
-            "best_score": best.score,
-            "best_epoch": best.epoch,
-            "best_step": best.step,
-            "best_metrics": best.metrics,
-        }
+        return {name: value for name, value in vars(self.best).items() if name != "asked"}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh_groups = groups_of(trainer.optimizers)  # the checkpoint's come next
@@ -340,7 +303,7 @@ class RunCheckpoint(GracefulStop):
         if trainer.sanity_checking:
             return
         self._validated = True
-        if self.best.take(trainer.callback_metrics, trainer.current_epoch, trainer.global_step):
+        if self.best.take(trainer.callback_metrics, trainer.current_epoch):
             self._best_due = True
         self._followed_in_validation |= self.best.monitor in trainer.callback_metrics
         self._mine.note(trainer)
@@ -352,7 +315,7 @@ class RunCheckpoint(GracefulStop):
             return  # what is logged now may be of an earlier epoch's validation
         if self._validated or (self.best.asked == "typed" and trainer.limit_val_batches == 0):
             self.best.require(logged)
-        if self.best.asked and self.best.take(logged, trainer.current_epoch - 1, trainer.global_step):
+        if self.best.asked and self.best.take(logged, trainer.current_epoch - 1):
             self._best_due = True
 
     def _boundary(self, trainer: Trainer, place: Place, save_last: bool = False) -> None:

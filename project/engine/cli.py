@@ -19,7 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import project.data  # noqa: F401 - known to the parser by their short names
-from project.engine.command import explain
+from project.engine.command import explain, option_names
 from project.engine.progress import silence_unfounded_advice
 from project.errors import UserError
 from project.model import networks
@@ -171,23 +171,23 @@ def _read_config(name: str) -> dict[str, Any]:
     return content
 
 
+def known_options(parser: LightningArgumentParser) -> list[str]:
+    """Every option that ``--help`` shows, Trainer flags flat and nested."""
+    shown = option_names(parser)
+    return [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
+
+
 class OneLineParser(LightningArgumentParser):
     """Parser whose errors are a :class:`UserError` of one line, and whose help shows Trainer flags flat."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), option_names(self)))
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known_options(self)))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         return re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
 
     def format_usage(self) -> str:
         return f"usage: python -m {self.prog} [--config FILE] [--run_name NAME] [--precision P] [--option VALUE ...]\n"
-
-
-def option_names(parser: LightningArgumentParser) -> list[str]:
-    """Every option that ``--help`` shows, Trainer flags flat and nested."""
-    shown: list[str] = re.findall(r"(?m)^\s+(?:-\w, )?(--[\w.]+)", parser.format_help())
-    return [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
 
 
 class ProjectCLI(LightningCLI):
@@ -248,7 +248,7 @@ class ProjectCLI(LightningCLI):
             try:
                 self.config = parser.parse_args(words)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-                raise UserError(explain(str(error), option_names(parser))) from None
+                raise UserError(explain(str(error), known_options(parser))) from None
         self.config.pop("config", None)
         seed = self.config.get("seed_everything")
         if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:

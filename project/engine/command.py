@@ -94,28 +94,20 @@ def say_error(message: str) -> None:
     print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
 
 
-# Imports of torch and Lightning without the garbage collector: a second less for every command.
-
-
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import a library inside; what it created is never looked at again by the garbage collector.
-
-    Importing torch and Lightning creates 650,000 objects that live as long as the process. The collector would
-    walk them again and again while they come, and twice more as the process ends: 4.3 s against 2.8 s for
-    ``import torch, lightning.pytorch`` (2 cores, warm caches, median of 3). ``gc.freeze`` is made for this.
-    """
-    collecting = gc.isenabled()
+    """Import a library inside, without the garbage collector: see :func:`prepare_process`."""
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if collecting:
-            gc.enable()
+        gc.enable()
 
 
-# The parser of the small commands: errors in one line with exit code 2, like those of ``fit``, and quick to start.
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option that ``--help`` shows."""
+    return re.findall(r"(?m)^\s+(?:-\w, )?(--[\w.]+)", parser.format_help())
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -135,7 +127,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(explain(message, [o for o in self._option_string_actions if o.startswith("--")]))
+        raise UserError(explain(message, option_names(self)))
 
 
 def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...] = ()) -> tuple[str | None, list[str]]:
@@ -170,9 +162,6 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="also write what is printed: .json or .csv")
 
 
-# jsonargparse's error texts, which recite every type that was tried, as one line a person can act upon.
-
-
 KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -182,8 +171,10 @@ KINDS = {
 }
 
 
-def explain(message: str, options: list[str]) -> str:  # noqa: C901 - one case after another reads best
-    """One line: option, value received, what is allowed, and the nearest real option where it is a typing error.
+def explain(message: str, options: list[str]) -> str:
+    """A parser's error, which recites every type that was tried, as one line a person can act upon.
+
+    It names the option, the value received, what is allowed, and the nearest real option where it is a typing error.
 
     Args:
         message: What jsonargparse or argparse says.
@@ -192,53 +183,51 @@ def explain(message: str, options: list[str]) -> str:  # noqa: C901 - one case a
     message = " ".join(str(message).split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
     option = "--" + ".".join(keys) if keys else ""
-    inner = re.search(r"unknown option --([\w.\-]+)\.(?: Did you mean --([\w.\-]+)\?)?", message)
-    if inner:  # what a nested parser of a class's arguments said, by this same function
-        hint = f" Did you mean {option}.{inner[2]}?" if inner[2] else ""
-        return f"unknown option {option}.{inner[1]}.{hint} See --help."
-    if option and (refused := re.search(r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)", message)):
-        return f"{option}.{refused[1]} {refused[2]}."
-    if unknown := re.search(r"[Uu]nrecognized arguments?:? (.*)", message):
-        words = unknown[1].split()
-        name = next((word for word in words if word.startswith("-")), None)
+    if found := re.search(r"unknown option --([\w.\-]+)\.(?: Did you mean --([\w.\-]+)\?)?", message):
+        # what a nested parser of a class's arguments said, by this same function
+        hint = f" Did you mean {option}.{found[2]}?" if found[2] else ""
+        return f"unknown option {option}.{found[1]}.{hint} See --help."
+    if option and (found := re.search(r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)", message)):
+        return f"{option}.{found[1]} {found[2]}."
+    if found := re.search(r"[Uu]nrecognized arguments?:? (.*)", message):
+        name = next((word for word in found[1].split() if word.startswith("-")), None)
         if name is None:
-            return f"unexpected argument '{words[0]}': every value follows its --option. See --help."
+            return f"unexpected argument '{found[1].split()[0]}': every value follows its --option. See --help."
         name = name.split("=")[0]
         return f"unknown option {name}.{nearest(name, options)} See --help."
-    if refused := re.search(r"^Option '([\w.]+)' is not accepted", message):
-        return f"unknown option --{refused[1]}.{nearest('--' + refused[1], options)}"
-    if group := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-        known = [o[2:] for o in options]
-        return f"unknown option {group[1]}.{group[2]}.{nearest(f'{group[1]}.{group[2]}', known)} See --help."
-    if missing := re.search(r"File does not exist: '?([^']+)'?", message):
-        return f"{option or '--config'}: there is no file {missing[1]}."
-    if "Problems parsing config" in message or "while parsing" in message or "while scanning" in message:
-        where = re.search(r"line (\d+), column (\d+)", message)
-        place = f" at line {where[1]}, column {where[2]}" if where else ""
+    return _explain_value(message, option, options)
+
+
+def _explain_value(message: str, option: str, options: list[str]) -> str:
+    if found := re.search(r"^Option '([\w.]+)' is not accepted", message):
+        return f"unknown option --{found[1]}.{nearest('--' + found[1], options)}"
+    if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
+        name = f"{found[1]}.{found[2]}"
+        return f"unknown option {name}.{nearest(name, [known[2:] for known in options])} See --help."
+    if found := re.search(r"File does not exist: '?([^']+)'?", message):
+        return f"{option or '--config'}: there is no file {found[1]}."
+    if found := re.search(
+        r"(?:Problems parsing config|while parsing|while scanning).*?(?:line (\d+), column (\d+)|$)", message
+    ):
+        place = f" at line {found[1]}, column {found[2]}" if found[1] else ""
         return f"--config: a config file is not valid YAML{place}."
-    if lone := re.search(r"argument (\S+): expected one argument", message):
-        return f"{lone[1].split('/')[-1]} needs a value."
-    if option and (allowed := _allowed(message)):
-        return f"{option} must be {allowed}, got {_given(message)}."
-    if option:  # the innermost of the reasons
-        reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)
-        return f"{option}: {(reasons[-1] if reasons else message)[:300]}"
-    return message[:400]
-
-
-def _given(message: str) -> str:
-    if nested := re.findall(r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)", message + " Given"):
-        return nested[-1].strip("'")
-    found = re.search(r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)", message)
-    return found[1] if found else "something else"
+    if found := re.search(r"argument (\S+): expected one argument", message):
+        return f"{found[1].split('/')[-1]} needs a value."
+    if not option:
+        return message[:400]
+    if allowed := _allowed(message):
+        given = re.findall(r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)", message + " Given")
+        value = re.search(r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)", message)
+        got = given[-1].strip("'") if given else value[1] if value else "something else"
+        return f"{option} must be {allowed}, got {got}."
+    reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)  # the innermost is the last
+    return f"{option}: {(reasons[-1] if reasons else message)[:300]}"
 
 
 def _allowed(message: str) -> str:
-    choices = re.findall(r"Expected a typing\.Literal\[([^\]]*)\]", message)
-    if choices:
-        names = [name.strip(" '") for choice in choices for name in choice.split(",")]
-        return "one of " + ", ".join(dict.fromkeys(names))
-    if "dot import path" in message or "not a subclass" in message or "Import of" in message:
+    if choices := re.findall(r"Expected a typing\.Literal\[([^\]]*)\]", message):
+        return "one of " + ", ".join(dict.fromkeys(name.strip(" '") for part in choices for name in part.split(",")))
+    if re.search("dot import path|not a subclass|Import of", message):
         return "a known class or an import path (package.module.Class)"
     kinds = [KINDS[kind] for kind in re.findall(r"Expected an? <class '(\w+)'>", message) if kind in KINDS]
     return " or ".join(dict.fromkeys(kinds))

@@ -41,11 +41,6 @@ SEEDABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRando
 SEED_STRIDE = 1_000_003  # between two seeds' epochs
 
 
-def global_seed() -> int:
-    """The seed of the run, as Lightning's ``seed_everything`` recorded it; 0 without one."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
 @dataclass(frozen=True)
 class Start:
     """Where in an epoch training goes on."""
@@ -57,7 +52,7 @@ class Start:
 
 
 class ExactBatches(Sampler[Any]):
-    """What one rank's loader asks its dataset for: a request per batch, ``len`` of them in a whole epoch.
+    """What one rank's loader asks its dataset for: ``(epoch, number, keys)`` per batch.
 
     Training: global batch ``k`` is ``order[k·B·W : (k+1)·B·W]`` and rank ``r`` takes its ``r``-th part, so W ranks with
     batch B train on what one rank with batch B·W trains on. What does not fill a global batch is shared out evenly as a
@@ -74,8 +69,6 @@ class ExactBatches(Sampler[Any]):
         training: Whether order and start belong to an epoch of training.
         may_be_empty: Whether the dataset can make a batch of no samples (more ranks than samples).
         seed: Of the orders.
-        rank: This process's rank.
-        world_size: Number of ranks.
     """
 
     def __init__(
@@ -89,26 +82,18 @@ class ExactBatches(Sampler[Any]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.source = source
-        self.drop_last = drop_last
-        self.training = training
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.start_batch = 0
-        self.start_sample = 0
+        self.source, self.batch_size, self.drop_last, self.training = source, batch_size, drop_last, training
+        self.may_be_empty, self.seed, self.rank, self.world_size = may_be_empty, seed, rank, world_size
+        self.epoch = self.start_batch = self.start_sample = 0
         self.state: Any = None  # of the source at the epoch's start, where it has one
         self.num_samples = len(source)
-        self.batch_size = batch_size
         if batch_size is not None and training and drop_last:  # a set smaller than a batch is one batch
             self.batch_size = min(batch_size, max(1, self.num_samples // world_size))
-        if not training and world_size > 1 and self.num_samples < world_size and not may_be_empty:
+        if not training and self.num_samples < world_size and not may_be_empty:
             raise UserError(
                 f"--devices {world_size}: an evaluation set of {self.num_samples} samples cannot be shared by more "
                 "ranks. Use fewer devices."
             )
-        self.may_be_empty = may_be_empty
 
     @property
     def global_batch_size(self) -> int:
@@ -116,6 +101,7 @@ class ExactBatches(Sampler[Any]):
         return (self.batch_size or 1) * self.world_size
 
     def __len__(self) -> int:
+        """Batches of a whole epoch."""
         return self._batches_of(self.num_samples)
 
     def set_epoch(self, epoch: int) -> None:
@@ -132,7 +118,7 @@ class ExactBatches(Sampler[Any]):
         per_batch = start.samples_per_batch or self.global_batch_size
         self.start_sample = min(start.batches * per_batch, self.num_samples)
         self.start_batch = len(self) - self._batches_of(self.num_samples - self.start_sample)
-        if start.states and hasattr(self.source, "load_state_dict"):
+        if start.states and has_state(self.source):
             self.source.load_state_dict(start.states[0])
 
     def __iter__(self) -> Iterator[Any]:
@@ -145,52 +131,43 @@ class ExactBatches(Sampler[Any]):
 
     def _order(self) -> Any:
         """The whole epoch's samples (or batches) in order, the same on every rank."""
-        epoch_seed = self.seed * SEED_STRIDE + self.epoch
-        if (
-            type(self.source) is RandomSampler
-            and not self.source.replacement
-            and self.num_samples == len(self.source.data_source)
-        ):
-            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(epoch_seed))
-        if type(self.source) is SequentialSampler:
+        source, epoch_seed = self.source, self.seed * SEED_STRIDE + self.epoch
+        if type(source) is SequentialSampler:
             return torch.arange(self.num_samples)
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self.epoch)
-        if hasattr(self.source, "state_dict"):
-            self.state = self.source.state_dict()
+        if type(source) is RandomSampler and not source.replacement and self.num_samples == len(source.data_source):
+            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(epoch_seed))
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(self.epoch)
+        if has_state(source):
+            self.state = source.state_dict()
         with generators_kept():
             seed_generators(epoch_seed)
-            generator = getattr(self.source, "generator", None)
-            if isinstance(generator, torch.Generator):
+            if isinstance(generator := getattr(source, "generator", None), torch.Generator):
                 generator.manual_seed(epoch_seed)
-            order = list(self.source)
+            order = list(source)
         self.num_samples = len(order)
         return torch.tensor(order) if order and isinstance(order[0], int) else order
 
     def _parts_of_training(self, order: Any, first: int) -> Iterator[Any]:
-        size = self.global_batch_size
-        if self.batch_size is None:  # whole batches, dealt out in turn
-            for k in range(first, len(order) - self.world_size + 1, self.world_size):
-                yield order[k + self.rank]
+        rank, ranks, size = self.rank, self.world_size, self.batch_size
+        if size is None:  # whole batches, dealt out in turn
+            yield from (order[k + rank] for k in range(first, len(order) - ranks + 1, ranks))
             return
-        while first + size <= len(order):
-            yield order[first + self.rank * self.batch_size : first + (self.rank + 1) * self.batch_size]
-            first += size
-        rest = len(order) - first
-        if rest >= self.world_size and not self.drop_last:
-            yield order[first + rest * self.rank // self.world_size : first + rest * (self.rank + 1) // self.world_size]
+        for begin in range(first, len(order) - ranks * size + 1, ranks * size):
+            yield order[begin + rank * size : begin + (rank + 1) * size]
+        rest = (len(order) - first) % (ranks * size)
+        if rest >= ranks and not self.drop_last:
+            begin = len(order) - rest
+            yield order[begin + rest * rank // ranks : begin + rest * (rank + 1) // ranks]
 
     def _parts_of_evaluation(self, order: Any) -> Iterator[Any]:
+        batches, size = len(self), self.batch_size
         if self.world_size == 1:
-            size = self.batch_size
-            for k in range(len(self)):
-                yield order[k] if size is None else order[k * size : (k + 1) * size]
+            yield from (order[k] if size is None else order[k * size : (k + 1) * size] for k in range(batches))
             return
         begin = len(order) * self.rank // self.world_size
         mine = len(order) * (self.rank + 1) // self.world_size - begin
-        batches = len(self)
-        for k in range(batches):
-            yield order[begin + mine * k // batches : begin + mine * (k + 1) // batches]
+        yield from (order[begin + mine * k // batches : begin + mine * (k + 1) // batches] for k in range(batches))
 
     def _batches_of(self, samples: int) -> int:
         """Batches per rank that this many samples make."""
@@ -199,8 +176,7 @@ class ExactBatches(Sampler[Any]):
         if self.training or self.world_size == 1:
             whole, rest = divmod(samples, self.global_batch_size)
             return whole + (rest >= self.world_size and not self.drop_last)
-        largest = math.ceil(samples / self.world_size)
-        needed = max(1, math.ceil(largest / self.batch_size))
+        needed = max(1, math.ceil(math.ceil(samples / self.world_size) / self.batch_size))
         return needed if self.may_be_empty else max(1, min(needed, samples // self.world_size))
 
 
@@ -212,10 +188,9 @@ class Fetch(Dataset[Any]):
     the same batch; in evaluation from (seed, sample), so that nothing depends on how the set is cut into batches.
 
     Args:
-        dataset: Any map-style dataset (``__getitem__``; ``__getitems__(list)`` is used where it exists). One with
+        dataset: ``__getitem__``, or where it exists ``__getitems__(list)``, is used. One that has
             ``gather(indices: int64 tensor)`` is in memory and is asked for whole batches.
         collate: Makes a batch of a list of samples.
-        seed: Of the run.
         rank: Of this process; None in evaluation.
         batched: Whether a request holds the samples of a batch; else one key.
     """
@@ -223,11 +198,7 @@ class Fetch(Dataset[Any]):
     def __init__(
         self, dataset: Any, collate: Callable[[Any], Any], seed: int, rank: int | None, batched: bool = True
     ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.seed = seed
-        self.rank = rank
-        self.batched = batched
+        self.dataset, self.collate, self.seed, self.rank, self.batched = dataset, collate, seed, rank, batched
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -239,23 +210,19 @@ class Fetch(Dataset[Any]):
         keys = part.tolist() if isinstance(part, Tensor) else part
         # in a worker the generators are nobody else's; in the main process the training's own must not move
         with generators_kept() if get_worker_info() is None else nullcontext():
+            seed_generators(hash((self.seed, self.rank or 0, epoch, number)))
             if not self.batched:
-                self._seed(epoch, number)
-                return self.collate(self.dataset[keys])
-            if hasattr(self.dataset, "__getitems__"):
-                self._seed(epoch, number)
-                return self.collate(self.dataset.__getitems__(keys))
-            if self.rank is not None:
-                self._seed(epoch, number)
-                return self.collate([self.dataset[key] for key in keys])
-            samples = []
-            for key in keys:
-                self._seed(0, key)
-                samples.append(self.dataset[key])
+                samples = self.dataset[keys]
+            elif hasattr(self.dataset, "__getitems__"):
+                samples = self.dataset.__getitems__(keys)
+            else:
+                samples = [self._sample(key) for key in keys]
             return self.collate(samples)
 
-    def _seed(self, epoch: int, number: int) -> None:
-        seed_generators(hash((self.seed, self.rank or 0, epoch, number)))
+    def _sample(self, key: Any) -> Any:
+        if self.rank is None:
+            seed_generators(hash((self.seed, key)))
+        return self.dataset[key]
 
 
 class ExactLoader(DataLoader[Any]):
@@ -268,28 +235,28 @@ class ExactLoader(DataLoader[Any]):
         """The exact form of a plain loader over a map-style dataset."""
         dataset: Any = loader.dataset
         inner: Any = loader.batch_sampler
-        batched, size, drop_last, source = True, None, False, inner
+        size, drop_last, source = None, False, inner
         if inner is None:  # batch_size=None: a sample, or what the dataset makes of a key, is a batch
-            batched, source = False, loader.sampler
+            source = loader.sampler
         elif type(inner) is BatchSampler:
             size, drop_last, source = inner.batch_size, inner.drop_last, inner.sampler
         elif not training and world_size > 1:  # ranks must make equally many batches: the samples are dealt out anew
             parts = [list(part) for part in inner]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
-        gathers = hasattr(dataset, "gather")
-        batches = ExactBatches(source, size, drop_last, training, gathers, seed, rank, world_size)
+        batches = ExactBatches(source, size, drop_last, training, hasattr(dataset, "gather"), seed, rank, world_size)
+        workers = loader.num_workers
         exact = cls(
-            Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched),
+            Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),
             sampler=batches,
             batch_size=None,  # a request is a batch; PyTorch neither collates nor copies
             collate_fn=as_it_is,
-            num_workers=loader.num_workers,
+            num_workers=workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=QuietWorker(loader.worker_init_fn) if loader.num_workers else None,
+            worker_init_fn=QuietWorker(loader.worker_init_fn) if workers else None,
             multiprocessing_context=loader.multiprocessing_context,
             generator=torch.Generator().manual_seed(seed),  # else every epoch draws from the training's generator
-            prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+            prefetch_factor=loader.prefetch_factor if workers else None,
             persistent_workers=loader.persistent_workers,
             in_order=loader.in_order,
         )
@@ -302,9 +269,8 @@ class ExactLoader(DataLoader[Any]):
 
     def state_after(self, batches: int | None) -> Any:
         """The sampler's own state when this epoch began (None: when the next one will), where it has one."""
-        if batches is None and _has_state(self.batches.source):
-            return self.batches.source.state_dict()
-        return self.batches.state
+        source = self.batches.source
+        return source.state_dict() if batches is None and has_state(source) else self.batches.state
 
 
 class StatefulLoader:
@@ -319,8 +285,7 @@ class StatefulLoader:
     """
 
     def __init__(self, loader: Any, owner: Any) -> None:
-        self.loader = loader
-        self.owner = owner
+        self.loader, self.owner = loader, owner
         self.dataset = getattr(loader, "dataset", None)
         self.first = 0  # batches of this epoch that came before
         self._states: dict[int, Any] = {}  # batch → state after it
@@ -339,8 +304,7 @@ class StatefulLoader:
 
     def set_epoch(self, epoch: int) -> None:
         for part in (self.dataset, self.loader):
-            tell = getattr(part, "set_epoch", None)
-            if tell is not None:
+            if (tell := getattr(part, "set_epoch", None)) is not None:
                 tell(epoch)
 
     def start_at(self, start: Start) -> None:
@@ -355,14 +319,11 @@ class StatefulLoader:
 
 
 class ExactLoading:
-    """Puts exact loaders in the place of a run's own, where Lightning lets the strategy process them.
-
-    Args:
-        seed: Of the orders and transforms; default: the run's.
-    """
+    """Puts exact loaders in the place of a run's own, where Lightning lets the strategy process them."""
 
     def __init__(self, seed: int | None = None) -> None:
-        self.seed = global_seed() if seed is None else seed
+        # the run's seed, as Lightning's seed_everything recorded it
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         self.start = Start()
         self.anywhere = True
         """Whether training can start inside an epoch."""
@@ -375,8 +336,7 @@ class ExactLoading:
         """From now on the trainer's loaders pass through here (``Strategy.process_dataloader``, Lightning's hook)."""
         strategy = trainer.strategy
         if self._installed is not strategy:
-            self._installed = strategy
-            further = strategy.process_dataloader
+            self._installed, further = strategy, strategy.process_dataloader
 
             def process_dataloader(loader: object) -> object:
                 return further(self.exact(loader, trainer))
@@ -385,36 +345,45 @@ class ExactLoading:
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
-        training, rank, world_size = trainer.training, trainer.global_rank, trainer.world_size
-        kind = "training" if training else "evaluation"
-        found: Any = None
+        found = self._exact(loader, trainer.training, trainer.global_rank, trainer.world_size)
+        if found is None:
+            name = type(getattr(loader, "dataset", loader)).__name__
+            if trainer.training:
+                self.anywhere = False
+                self._note(
+                    f"the training data come from {name}, which has no state_dict: a resumed run goes on from the last "
+                    "epoch's end."
+                )
+            if trainer.world_size > 1:
+                self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
+            return loader
+        if trainer.training:
+            self.training.append(found)
+            found.start_at(self.start)
+        return found
+
+    def _exact(self, loader: Any, training: bool, rank: int, world_size: int) -> Any:
         if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
-            source: Any = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
-            source = source or loader.sampler
+            inner: Any = loader.batch_sampler
+            source = loader.sampler if inner is None or type(inner) is BatchSampler else inner
             sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
-            if world_size > 1 and not sharded and not _has_length(source):
+            if _has_length(source):
+                known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
+                if training and not known:
+                    self._note(
+                        f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its own random "
+                        "state, a resumed run sees another order than the run that was killed."
+                    )
+                return ExactLoader.of(loader, training, self.seed, *((0, 1) if sharded else (rank, world_size)))
+            if world_size > 1 and not sharded:
                 raise UserError(
                     f"--devices {world_size}: {type(source).__name__} has no length, so it cannot be shared by the "
                     "ranks. Give it __len__, or use one device."
                 )
-            if _has_length(source):
-                shared = (0, 1) if sharded else (rank, world_size)
-                found = ExactLoader.of(loader, training, self.seed, *shared)
-                if training and not _has_order(source):
-                    self._note(
-                        f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its own "
-                        "random state, a resumed run sees another order than the run that was killed."
-                    )
-        owner = next((part for part in (loader, getattr(loader, "dataset", None)) if _has_state(part)), None)
-        if found is None and training and owner is not None and (owner is loader or not loader.num_workers):
-            found = StatefulLoader(loader, owner)
-        if found is None:
-            self._note_unexact(loader, kind, training, world_size)
-            return loader
-        if training:
-            self.training.append(found)
-            found.start_at(self.start)
-        return found
+        # with workers the dataset that counts is theirs
+        owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
+        owner = next((part for part in owners if has_state(part)), None)
+        return StatefulLoader(loader, owner) if training and owner is not None else None
 
     def states(self, batches: int | None) -> list[Any]:
         """What this rank's training loaders need besides epoch and batch.
@@ -430,20 +399,6 @@ class ExactLoading:
         """Samples that all ranks together see per batch, 0 where a loader does not tell."""
         loader = self.training[0] if len(self.training) == 1 else None
         return loader.batches.global_batch_size if isinstance(loader, ExactLoader) else 0
-
-    def _note_unexact(self, loader: Any, kind: str, training: bool, world_size: int) -> None:
-        name = type(getattr(loader, "dataset", loader)).__name__
-        if training:
-            self.anywhere = False
-            self._note(
-                f"the training data come from {name}, which has no state_dict: a resumed run goes on from the last "
-                "epoch's end."
-            )
-        if world_size > 1:
-            self._note(
-                f"the {kind} data come from {name}, which every rank reads as it is: let it yield each rank its own "
-                "part."
-            )
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -487,17 +442,13 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
+def has_state(part: Any) -> bool:
+    """Whether an object can be saved and gone on with."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
 def _has_length(source: Any) -> bool:
     try:
-        len(source)
+        return len(source) >= 0
     except (TypeError, NotImplementedError):
         return False
-    return True
-
-
-def _has_order(source: Any) -> bool:
-    return isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or _has_state(source)
-
-
-def _has_state(part: Any) -> bool:
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -49,32 +50,20 @@ class Run:
     def name(self) -> str:
         return self.folder.name
 
-    @property
-    def resumed(self) -> bool:
-        """Whether this goes on with a run that has been here before."""
-        return self.checkpoint is not None and not self.fork
-
     def to_plain(self) -> dict[str, Any]:
         """The decision as JSON can carry it to other ranks."""
-        checkpoint = str(self.checkpoint) if self.checkpoint else None
-        return {
-            "folder": str(self.folder),
-            "checkpoint": checkpoint,
-            "finished": self.finished,
-            "fork": self.fork,
-            "notes": self.notes,
-            "run_id": self.run_id,
-        }
+        paths = {"folder": str(self.folder), "checkpoint": self.checkpoint and str(self.checkpoint)}
+        return paths | {name: getattr(self, name) for name in ("finished", "fork", "notes", "run_id")}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Run:
         """The opposite of :meth:`to_plain`."""
-        checkpoint = Path(plain["checkpoint"]) if plain["checkpoint"] else None
-        return cls(Path(plain["folder"]), checkpoint, plain["finished"], plain["fork"], plain["notes"], plain["run_id"])
+        paths = {"folder": Path(plain["folder"]), "checkpoint": plain["checkpoint"] and Path(plain["checkpoint"])}
+        return cls(**plain | paths)
 
     def discard(self) -> None:
         """Take a new run's folder away again where the run failed before anything was saved."""
-        if not self.resumed and self._created and not any(self.folder.glob("*.ckpt")):
+        if (self.checkpoint is None or self.fork) and self._created and not any(self.folder.glob("*.ckpt")):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def create(self) -> None:
@@ -104,7 +93,7 @@ class Run:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Take away what a run that never saved a checkpoint said of itself: it is of steps that come again."""
+    """Remove the summary and report of a run that saved no checkpoint: its steps will be trained again."""
     for name in ("summary.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
 
@@ -182,22 +171,16 @@ def _new(root: Path, run_name: str | None) -> Run:
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count(1):
+            folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
+            with contextlib.suppress(FileExistsError):  # of two launches in the same second one gets the next number
+                folder.mkdir()
+                break
     except OSError as error:
         raise UserError(
-            f"--default_root_dir must be a folder that can be made, got {root}: {error.strerror}."
+            f"--default_root_dir must be a folder you may write in, got {root}: {error.strerror}."
         ) from None
-    for attempt in range(1, 10_000):
-        folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
-        try:
-            folder.mkdir()  # exclusive: of two launches in the same second one gets the next number
-            return Run(folder)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(
-                f"the run's folder {folder} cannot be made: {error.strerror}. Choose another with --default_root_dir."
-            ) from None
-    raise UserError(f"{root} is full of runs named {stamp}.")
+    return Run(folder)
 
 
 def _automatic(root: Path, run_name: str | None) -> Run:

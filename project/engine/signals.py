@@ -1,10 +1,10 @@
-"""SIGTERM, Ctrl-C and SLURM's SIGUSR1: noted at once, acted upon between two steps.
+"""SIGTERM, Ctrl-C and SLURM's signal: noted at once, acted upon between two steps.
 
 Lightning's own handler broadcasts to the other ranks from inside the signal handler, which can interrupt a collective
 and hang, and ends a terminated run with exit code 0. Here a handler only notes the signal.
-:class:`project.engine.stop.GracefulStop` lets the ranks agree on it after a step, saves, and raises
-:class:`Stopped`, which :mod:`project.engine.command` turns into the exit code. Before training has begun there is
-nothing to save and the process ends right away.
+:class:`project.engine.stop.GracefulStop` lets the ranks agree on it after a step, saves, and raises :class:`Stopped`,
+which :mod:`project.engine.command` turns into the exit code. Before training has begun there is nothing to save and the
+process ends right away.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a closed terminal is a reason to save, too
 # Several ranks start up together and stop together at the first step; if that has not come by then, end anyway.
 START_UP_PATIENCE_S = 8.0
 
@@ -26,7 +26,7 @@ class Stopped(BaseException):
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.signum = signum
-        self.exit_code = 128 + signum
+        self.exit_code = 143 if signum == signal.SIGHUP else 128 + signum
 
 
 class _State:
@@ -39,17 +39,18 @@ class _State:
 
 
 def install() -> None:
-    """Take over SIGINT and SIGTERM. Does nothing outside the main thread."""
+    """Take over the signals of the main thread. Until :func:`imports_are_done` one ends the process: nothing can be
+    lost yet, and an import that is cut in two could not tell what happened.
+    """
     if threading.current_thread() is threading.main_thread():
         _State.importing = True
         for number in STOP_SIGNALS:
-            signal.signal(number, _note)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
+                signal.signal(number, _note)
 
 
 def imports_are_done() -> None:
-    """From now on a signal is raised as :class:`Stopped`. Before, it ends the process: nothing can be lost yet, and an
-    import that is cut in two could not tell what happened.
-    """
+    """From now on a signal is raised as :class:`Stopped`."""
     _State.importing = False
 
 
@@ -64,14 +65,13 @@ def note(signum: int) -> None:
 
 
 def defer(shared: bool = False) -> None:
-    """From now on a signal waits for the next edge between two steps.
+    """From now on a signal waits for the next step boundary.
 
     Args:
         shared: The job has several ranks. Then also a signal during start-up waits, for at most
             ``START_UP_PATIENCE_S`` seconds, until the ranks can agree on it.
     """
-    _State.deferring = True
-    _State.shared = shared
+    _State.deferring, _State.shared = True, shared
 
 
 def resume_immediate() -> None:
@@ -80,7 +80,7 @@ def resume_immediate() -> None:
 
 
 def training_begins() -> None:
-    """The ranks have met and step edges follow: start-up's time limit is off."""
+    """The ranks have met and step boundaries follow: start-up's time limit is off."""
     _State.shared = False
 
 
@@ -88,20 +88,20 @@ def _note(signum: int, _: FrameType | None) -> None:
     first = not _State.requested
     _State.requested = signum
     if _State.importing:
-        os._exit(128 + signum)
+        os._exit(Stopped(signum).exit_code)
     if not _State.deferring:
         raise Stopped(signum)
-    if first:
-        name = signal.Signals(signum).name
+    if first and os.environ.get("LOCAL_RANK", "0") == "0":
         # os.write: print() may not be called again while it is running
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            os.write(sys.stderr.fileno(), f"\n{name}: stopping after this step, saving it ...\n".encode())
-        if _State.shared:
-            timer = threading.Timer(START_UP_PATIENCE_S, _give_up, args=(signum,))
-            timer.daemon = True
-            timer.start()
+        os.write(
+            sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: saving this step, then stopping ...\n".encode()
+        )
+    if first and _State.shared:
+        timer = threading.Timer(START_UP_PATIENCE_S, _give_up, args=(signum,))
+        timer.daemon = True
+        timer.start()
 
 
 def _give_up(signum: int) -> None:
     if _State.shared:
-        os._exit(128 + signum)
+        os._exit(Stopped(signum).exit_code)

@@ -54,6 +54,8 @@ class Summary:
     start_seconds: float | None = None  # from process start to the first step
     git_commit: str | None = None
     git_dirty: bool | None = None  # whether files of the code differ from the commit, or are unknown to git
+    date: str | None = None  # of its end, such as "2026-11-22 06:25 UTC"
+    hardware: str | None = None  # CPU model and cores, such as "AMD EPYC 9B14, 2 cores"
     versions: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # val/* of the best epoch, test/*, throughput/*, memory/*
 
@@ -130,15 +132,15 @@ class RunRecord:
 
 
 def read_series(path: Path) -> dict[str, Series]:
-    """The columns of a ``metrics.csv``; empty where there is none. Values that are not finite are left out."""
+    """The columns of a ``metrics.csv``, ``epoch`` too. Values that are not finite are left out."""
     series: dict[str, Series] = {}
     if not path.exists():
         return series
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             step = int(float(row["step"]))
             for name, text in row.items():
-                if name not in ("step", "epoch") and text and math.isfinite(value := float(text)):
+                if name != "step" and text and math.isfinite(value := float(text)):
                     series.setdefault(name, []).append((step, value))
     return series
 
@@ -251,8 +253,8 @@ def stopped_lines(folder: Path, step: int) -> list[str]:
     return [f"stopped after step {step:,}; saved in {os.path.relpath(folder)}/last.ckpt. To go on:", f"  {go_on}"]
 
 
-def closing_lines(summary: Summary, folder: Path, wandb_folder: Path | None, advice: str | None) -> str:
-    """What is printed at the end of a run."""
+def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: str | None) -> str:
+    """What is printed at the end of a run; ``offline``: the W&B folders to publish, as a shell takes them."""
     shown = shlex.quote(os.path.relpath(folder))
     tests = [f"{name} {value:.4f}" for name, value in summary.metrics.items() if name.startswith("test")]
     lines = ["", "   ".join(tests)] if tests else [""]
@@ -266,6 +268,6 @@ def closing_lines(summary: Summary, folder: Path, wandb_folder: Path | None, adv
     lines += [f"everything in {shown}/", "next:"]
     lines.append(f"  python -m project.test --ckpt_path {shown}/best.ckpt")
     lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")
-    if wandb_folder is not None:
-        lines.append(f"  wandb sync {os.path.relpath(wandb_folder)}   # publish this run's dashboard")
+    if offline is not None:
+        lines.append(f"  wandb sync {offline}   # publish this run's dashboard")
     return "\n".join(lines)

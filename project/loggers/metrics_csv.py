@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,12 @@ class MetricsCSV(Logger):
 
     Lightning's CSVLogger deletes the file when a run is resumed and writes a row per call. Here a resumed run
     keeps exactly the rows its checkpoint knew, so the file of a killed run ends like that of an undisturbed one.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        rows = self._read()
-        self._columns = list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)]))
-        self._count = len(rows)  # in the file
+        self._columns, self._count = self._shape(self._read())  # of the file
         self._row: dict[str, float] = {}  # the row being gathered
         self._row_in_file = False  # an earlier state of it is the file's last row
         self._row_start = 0  # where in the file that begins, in bytes
@@ -47,7 +43,6 @@ class MetricsCSV(Logger):
     def save_dir(self) -> str:
         return str(self.path.parent)
 
-    @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run's config.yaml holds them."""
 
@@ -57,8 +52,8 @@ class MetricsCSV(Logger):
         if self._row and self._row["step"] != step:
             self.flush_rows()
             self._row, self._row_in_file = {}, False
+        self._row |= {key: float(value) for key, value in metrics.items()}
         self._row["step"] = step
-        self._row.update({key: float(value) for key, value in metrics.items()})
         if "epoch" in self._row:
             self._row["epoch"] = int(self._row["epoch"])
         self._row_changed = True
@@ -78,10 +73,10 @@ class MetricsCSV(Logger):
             to_disk: Wait until the file would survive a power cut, as a checkpoint that counts its rows does.
         """
         if self._row_changed:
-            new = sorted(key for key in self._row if key not in self._columns)
+            new = sorted(self._row.keys() - set(self._columns))
             self._columns += new
             if new or not self.path.exists():
-                rows: list[dict[str, Any]] = list(self._read())
+                rows = self._read()
                 self._rewrite([*(rows[:-1] if self._row_in_file else rows), self._row])
             else:
                 self._write_last_row()
@@ -96,19 +91,21 @@ class MetricsCSV(Logger):
     def keep_rows(self, count: int) -> None:
         """Go on after the first ``count`` rows of the file; those behind them are of steps that will come again."""
         rows = self._read()[:count]
-        self._count = len(rows)
-        self._columns = list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)]))
+        self._columns, self._count = self._shape(rows)
         if rows or self.path.exists():
-            self._rewrite(list(rows))
+            self._rewrite(rows)
         if rows:  # what is still logged at its step joins the last row
-            self._row = {key: float(value) for key, value in rows[-1].items() if value != ""}
+            self._row = {key: float(value) for key, value in rows[-1].items() if value}
         self._row_in_file, self._row_changed = bool(rows), False
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
-        with open(self.path, newline="") as file:
+        with open(self.path, newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
+
+    def _shape(self, rows: list[dict[str, str]]) -> tuple[list[str], int]:
+        return list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)])), len(rows)
 
     def _write_last_row(self) -> None:
         """Append the row, or put it over its earlier state: the file may be long, and is not written anew."""
@@ -117,12 +114,12 @@ class MetricsCSV(Logger):
             file.write(self._as_text([self._row]))
             file.truncate()
 
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         head = self._as_text([dict(zip(self._columns, self._columns, strict=True)), *rows[:-1]])
         write_atomically(head + self._as_text(rows[-1:]), self.path)
         self._row_start = len(head)
 
-    def _as_text(self, rows: list[dict[str, Any]]) -> bytes:
+    def _as_text(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
         text = io.StringIO()
         csv.DictWriter(text, self._columns).writerows(rows)
         return text.getvalue().encode()

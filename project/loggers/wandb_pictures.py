@@ -2,76 +2,51 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import _DummyExperiment
+import wandb
 
-from project.loggers.wandb import WandbRunLogger
-from project.report.record import RunRecord
+from project.engine.summary import RunRecord
 
 MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
-def log_results(logger: WandbRunLogger, record: RunRecord, folder: Path) -> None:
-    """Add the test's pictures, the summary's facts and, online, best.ckpt to a W&B run.
+def log_record(run: Any, record: RunRecord, folder: Path) -> None:
+    """Add the test's pictures, the summary's facts and, of a finished run, best.ckpt to a W&B run.
 
     Keys: ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
+
+    Args:
+        run: The W&B run.
+        record: What the report shows.
+        folder: The run's folder, with ``best.ckpt`` and ``report.html`` where they exist.
     """
-    logger.send()
-    run = logger.wait()
-    if isinstance(run, _DummyExperiment):
-        return  # W&B could not start, which was said
-    with staged_in(folder / "wandb"):
-        log_record(logger, run, record, folder)
-
-
-@contextmanager
-def staged_in(folder: Path) -> Iterator[None]:
-    """Let W&B copy what it is to upload into ``folder``; its default is the home folder."""
-    if os.environ.get("WANDB_DATA_DIR"):  # the user's own choice
-        yield
-        return
-    os.environ["WANDB_DATA_DIR"] = str(folder)
-    try:
-        yield
-    finally:  # this is one run's folder: not for later runs of this process, nor for its children
-        os.environ.pop("WANDB_DATA_DIR", None)
-
-
-def log_record(logger: WandbRunLogger, run: Any, record: RunRecord, folder: Path) -> None:
-    """See :func:`log_results`, for a W&B run that has started."""
-    import wandb
-
-    pictures: dict[str, Any] = {"report": wandb.Html(str(folder / "report.html"), inject=False)}
+    pictures: dict[str, Any] = {}
+    if (folder / "report.html").exists():
+        pictures["report"] = wandb.Html(str(folder / "report.html"), inject=False)
     if record.confusion is not None:
         pictures |= test_pictures(record)
     if record.breakdown:
         parts = wandb.Table(columns=["use", "GiB"], data=[list(part) for part in record.breakdown.items()])
         pictures["memory/breakdown"] = wandb.plot.bar(parts, "use", "GiB", title="Memory by use")
     run.log(pictures)
-    # what was logged over time has its summary already: the last value, or the best
-    run.summary.update({key: value for key, value in record.facts.items() if key not in logger.metric_names})
+    facts = record.summary.to_plain()
+    # what was logged over time has its last or best value there already
+    run.summary.update({key: value for key, value in facts.items() if key not in record.series})
     best = folder / "best.ckpt"
-    if not logger.offline and record.stopped_by is None and best.exists():
-        facts = {key: value for key, value in record.facts.items() if isinstance(value, (int, float, str))}
-        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=facts)
-        artifact.add_file(str(best))
+    if record.stopped_by is None and best.exists():
+        plain = {key: value for key, value in facts.items() if isinstance(value, (int, float, str))}
+        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=plain)
+        artifact.add_file(str(best), policy="mutable")  # a copy: a resumed run writes another best.ckpt before a sync
         run.log_artifact(artifact, aliases=["best"])
 
 
 def test_pictures(record: RunRecord) -> dict[str, Any]:
     """Confusion matrix, accuracy per class and the most confident mistakes, as W&B charts and a table of images."""
-    import wandb
-
     assert record.confusion is not None
     names = record.names
-    classes = wandb.Table(
-        columns=["class", "accuracy", "samples"], data=[[name, right, n] for name, right, n in record.class_accuracy]
-    )
+    classes = wandb.Table(columns=["class", "accuracy", "samples"], data=[list(row) for row in record.class_accuracy])
     mistakes = wandb.Table(
         columns=["image", "label", "prediction", "probability"],
         data=[
@@ -84,14 +59,12 @@ def test_pictures(record: RunRecord) -> dict[str, Any]:
         "test/mistakes": mistakes,
     }
     if len(names) <= MOST_CLASSES:
-        cells = wandb.Table(
-            columns=["Actual", "Predicted", "nPredictions"],
-            data=[[y, p, int(record.confusion[i, j])] for i, y in enumerate(names) for j, p in enumerate(names)],
-        )
+        columns: list[str | int] = ["Actual", "Predicted", "nPredictions"]
+        cells = [[y, p, int(record.confusion[i, j])] for i, y in enumerate(names) for j, p in enumerate(names)]
         pictures["test/confusion_matrix"] = wandb.plot_table(
             vega_spec_name="wandb/confusion_matrix/v1",
-            data_table=cells,
-            fields={name: name for name in ("Actual", "Predicted", "nPredictions")},
+            data_table=wandb.Table(columns=columns, data=cells),
+            fields={str(name): str(name) for name in columns},
             string_fields={"title": "Confusion matrix"},
         )
     return pictures

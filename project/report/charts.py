@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import html
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from torchmetrics.utilities.plot import plot_confusion_matrix
 
-from project.report.record import RunRecord, Series
+from project.engine.summary import RunRecord, Series
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-VerticalAxis = Literal["from zero", "fitting", "log"]
-WIDTH, HEIGHT = 4.2, 2.5  # inches: legible when a phone scales them to its width
+WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its width
+MOST_EPOCHS = 8  # that are marked in a chart
 MOST_POINTS = 300  # per line; more cannot be told apart at this width
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS, MOST_LETTERS = 40, 16, 25, 14
 # Colours that the page replaces by its own, see THEME; none of them is meant to be seen.
@@ -29,6 +35,7 @@ THEME = {
 CELL = "#3b82f6"  # of the confusion matrix, from transparent to full; legible on white and on black
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: the page's font, selectable, small
+    "text.parse_math": False,  # a metric's name may hold dollar signs
     "font.size": 8.5,
     "axes.labelsize": 8.5,
     "axes.spines.top": False,
@@ -58,9 +65,6 @@ def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> st
         paint: Draws.
         height: Inches; the width is the same for all.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")  # without pyplot: no window, no global state
         paint(figure.subplots())
@@ -72,13 +76,20 @@ def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> st
     svg = re.sub(r' id="[a-z]\w*_\d+"', "", svg)  # matplotlib's group names, the same in every chart
     for colour, variable in THEME.items():
         svg = svg.replace(colour, variable)
-    label = name.replace("&", "and").replace('"', "'").replace("<", "")
-    return re.sub(
-        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{label}">', svg, count=1
-    )
+    viewbox = re.search(r'viewBox="[^"]+"', svg)
+    assert viewbox is not None
+    head = f'<svg {viewbox.group()} role="img" aria-label="{html.escape(name)}">'
+    return head + svg[svg.index(">") + 1 :]
 
 
-def curves(name: str, unit: str, lines: dict[str, Series], last_step: int, axis: VerticalAxis = "from zero") -> str:
+def curves(
+    name: str,
+    unit: str,
+    lines: dict[str, Series],
+    last_step: int,
+    axis: Literal["from zero", "fitting", "log"] = "from zero",
+    epochs: dict[int, int] | None = None,
+) -> str:
     """Metrics over optimizer steps.
 
     Args:
@@ -87,6 +98,7 @@ def curves(name: str, unit: str, lines: dict[str, Series], last_step: int, axis:
         lines: Label → values.
         last_step: Where the horizontal axis ends, the same for all charts of a run.
         axis: How the vertical axis runs; logarithmic only where values span more than a factor of ten.
+        epochs: Number of an epoch, from 1 → its last step. They are marked above the chart.
     """
 
     def paint(ax: Axes) -> None:
@@ -102,16 +114,33 @@ def curves(name: str, unit: str, lines: dict[str, Series], last_step: int, axis:
         ax.set_xlim(0, max(1, last_step) * 1.02)
         if logarithmic:
             ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("")
         else:
             ax.ticklabel_format(axis="y", scilimits=(-3, 6))
         if axis == "from zero" and min(every) >= 0:
             ax.set_ylim(0, 1.12 * max(every) or 1)
+        if epochs:
+            mark_epochs(ax, epochs)
         if len(lines) > 1:
             ax.legend()
 
     return draw(name, paint)
+
+
+def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
+    """A light vertical line at the end of each epoch, or of every so many; its number above."""
+    apart = math.ceil(len(epochs) / MOST_EPOCHS)
+    shown = {epoch: step for epoch, step in epochs.items() if epoch % apart == 0}
+    ax.grid(axis="x", visible=False)
+    for step in shown.values():
+        ax.axvline(step, color=FAINT, linewidth=0.6, linestyle="--", zorder=0.5)
+    top = ax.secondary_xaxis("top")
+    top.set_xticks(list(shown.values()), [str(epoch) for epoch in shown])
+    top.tick_params(length=0, pad=1)
+    top.spines["top"].set_visible(False)
+    top.set_xlabel("end of epoch", fontsize=8)
 
 
 def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
@@ -170,10 +199,6 @@ def confusion_matrix(record: RunRecord) -> str:
     classes = len(names)
 
     def paint(ax: Axes) -> None:
-        import torch
-        from matplotlib.colors import LinearSegmentedColormap, PowerNorm
-        from torchmetrics.utilities.plot import plot_confusion_matrix
-
         shades: Any = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
         labels: Any = [shortened(name) for name in names]
         with warnings.catch_warnings():

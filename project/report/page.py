@@ -6,12 +6,27 @@ import base64
 import io
 from pathlib import Path
 
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from PIL import Image
+
 from project.engine.checkpoint_files import write_atomically
+from project.engine.summary import RunRecord, Series, Summary
+from project.loggers.panels import PANELS
 from project.report import charts
-from project.report.record import RunRecord
-from project.report.sections import chart_sections, headline, origin
 
 MOST_PIXELS = 96  # of a mistake's longer side: 24 such colour images are about half a megabyte
+MOST_OTHERS = 24  # charts of metrics that no panel names
+PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
+# Not drawn under "Other metrics": a panel shows them, or the same in another unit
+SHOWN = {metric for panel in PANELS for metric in panel.lines} | {
+    "epoch",
+    "throughput/device_samples_per_sec",
+    "throughput/batches_per_sec",
+    "memory/reserved_gib",
+}
+Charts = list[tuple[str, Markup]]  # (title, SVG)
 
 
 def write_report(path: Path, record: RunRecord) -> None:
@@ -20,53 +35,168 @@ def write_report(path: Path, record: RunRecord) -> None:
 
 
 def render(record: RunRecord) -> str:
-    """The report's HTML."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
+    """The report's HTML. Every text in it is escaped; only our style and matplotlib's SVG are markup."""
     here = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    sections = {name: [(title, Markup(svg)) for title, svg in drawn] for name, drawn in chart_sections(record).items()}
-    predictions = []
-    most = charts.MOST_CLASS_ROWS
-    per_class = "Accuracy per class" + (f", the {most} worst" if len(record.names) > most else "")
-    if record.confusion is not None:
-        predictions = [
-            ("Confusion matrix", Markup(charts.confusion_matrix(record))),
-            (per_class, Markup(charts.class_accuracy(record))),
-        ]
     return environment.get_template("report.html.j2").render(
         record=record,
-        facts=record.facts,
+        summary=record.summary,
         status=status(record),
         tiles=headline(record),
-        sections=sections,
-        predictions=predictions,
+        sections=chart_sections(record),
+        left_out=max(0, len(other_metrics(record)) - MOST_OTHERS),
+        predictions=prediction_charts(record),
         confusions=record.confusions[:8],
-        mistakes=[(png(mistake.image), record.names[mistake.label], mistake) for mistake in record.mistakes],
-        origin=origin(record.facts),
-        style=Markup((here / "report.css").read_text()),
+        mistakes=[(png(m.image), record.names[m.label], record.names[m.prediction], m) for m in record.mistakes],
+        origin=origin(record.summary),
+        style=Markup((here / "report.css").read_text(encoding="utf-8")),
     )
 
 
 def status(record: RunRecord) -> str:
     """How the run ended."""
-    epochs = record.facts.get("epochs", 0)
+    epochs = record.summary.epochs
     if record.stopped_by:
         of = f" of {record.max_epochs}" if record.max_epochs and record.max_epochs > 0 else ""
-        where = f"step {record.facts.get('steps', 0):,}, {epochs}{of} epochs done"
-        return f"stopped by {record.stopped_by} at {where}"
-    return f"finished after {epochs} epoch{'s' if epochs != 1 else ''}"
+        return f"stopped by {record.stopped_by} at step {record.summary.steps:,}, {epochs}{of} epochs done"
+    return f"finished after {counted(epochs, 'epoch')}"
 
 
-def png(image: object) -> str:
+def headline(record: RunRecord) -> list[tuple[str, str, str]]:
+    """(figure, what it is, more about it), most important first; what is not known is left out."""
+    run, metrics = record.summary, record.summary.metrics
+    monitor = run.monitor or ""
+    tiles: list[tuple[str, str, str]] = []
+    tested = [name for name in metrics if name.startswith("test")]
+    # that of the monitored metric first
+    for name in sorted(tested, key=lambda name: name.partition("/")[2] != monitor.partition("/")[2]):
+        more = ""
+        if name == "test/accuracy" and record.confusion is not None:
+            samples = int(record.confusion.sum())
+            more = f"{samples - int(record.confusion.trace()):,} wrong of {samples:,}"
+        tiles.append((figure(name, metrics[name]), in_words(name), more))
+    if run.best_score is not None:
+        epoch = "" if run.best_epoch is None else f"best, epoch {run.best_epoch + 1} of {run.epochs}"
+        tiles.append((figure(monitor, run.best_score), in_words(monitor), epoch))
+    if run.fit_seconds:
+        more = f"{run.steps:,} steps" + (f", {counted(run.epochs, 'epoch')}" if run.epochs else "")
+        tiles.append((duration(run.fit_seconds), "of training", more))
+    if (speed := metrics.get("throughput/samples_per_sec")) is not None:
+        wait = metrics.get("throughput/data_wait_pct")
+        tiles.append((f"{speed:,.0f}", "samples per second", "" if wait is None else f"{wait:.0f} % waiting for data"))
+    if (peak := metrics.get("memory/peak_allocated_gib")) is not None:
+        tiles.append((f"{peak:.2f} GiB", "peak device memory", "allocated"))
+    if (peak := metrics.get("memory/peak_rss_gib")) is not None:
+        tiles.append((f"{peak:.2f} GiB", "peak host memory", "all processes"))
+    tiles.append((short(run.parameters), "parameters", f"{run.parameters:,}" if run.parameters >= 1e6 else ""))
+    return tiles
+
+
+def figure(metric: str, value: float) -> str:
+    """A metric's value: accuracies in percent, others as they are."""
+    return f"{100 * value:.2f} %" if metric.endswith("accuracy") else f"{value:.4g}"
+
+
+def in_words(metric: str) -> str:
+    """``val/top5_accuracy`` → ``validation top5 accuracy``."""
+    part, slash, rest = metric.partition("/")
+    return (PARTS.get(part, part) + (" " if slash else "") + rest).replace("_", " ")
+
+
+def counted(number: int, unit: str) -> str:
+    """``1 epoch``, ``5 epochs``."""
+    return f"{number} {unit}{'s' if number != 1 else ''}"
+
+
+def duration(seconds: float) -> str:
+    """``41.3 s``, ``12 min 5 s``, ``3 h 20 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def short(number: int) -> str:
+    """``235,146``, ``1.23 M``, ``7.1 G``."""
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,}"
+
+
+def chart_sections(record: RunRecord) -> dict[str, Charts]:
+    """Section → its charts; metrics of the user's own get theirs under "Other metrics"."""
+    sections: dict[str, Charts] = {}
+    last_step = max((series[-1][0] for series in record.series.values()), default=0)
+    epochs = epoch_ends(record)
+    for panel in PANELS:
+        lines = {label: record.series[metric] for metric, label in panel.lines.items() if metric in record.series}
+        if lines and panel.in_report:
+            classifier = panel.title == "Loss" and record.confusion is not None
+            unit = "cross-entropy (nats)" if classifier else panel.unit or panel.title.lower()
+            svg = charts.curves(panel.title, unit, lines, last_step, panel.axis, epochs)
+            sections.setdefault(panel.section, []).append((panel.title, Markup(svg)))
+    if record.breakdown:
+        svg = charts.bars("Memory by use", "MiB on one device", {k: 1024 * gib for k, gib in record.breakdown.items()})
+        sections.setdefault("Memory", []).append(("Memory by use", Markup(svg)))
+    others = other_metrics(record)
+    for title, lines in list(others.items())[:MOST_OTHERS]:
+        svg = charts.curves(title, "value", lines, last_step, "fitting", epochs)
+        sections.setdefault("Other metrics", []).append((title, Markup(svg)))
+    return sections
+
+
+def epoch_ends(record: RunRecord) -> dict[int, int]:
+    """Number of an epoch that was trained to its end, from 1 → the last step logged in it."""
+    rows = record.series.get("epoch", [])
+    return {int(epoch) + 1: step for step, epoch in rows if epoch < record.summary.epochs}
+
+
+def other_metrics(record: RunRecord) -> dict[str, dict[str, Series]]:
+    """Chart → label → values: ``train/f1`` and ``val/f1`` share the chart ``f1``."""
+    found: dict[str, dict[str, Series]] = {}
+    for metric, series in record.series.items():
+        if metric not in SHOWN:
+            part, _, rest = metric.partition("/")
+            title, label = (rest, PARTS[part]) if part in PARTS and rest else (metric, metric)
+            found.setdefault(title, {})[label] = series
+    return found
+
+
+def prediction_charts(record: RunRecord) -> Charts:
+    """What a classifier predicted on the test set; nothing for other tasks."""
+    if record.confusion is None:
+        return []
+    most = charts.MOST_CLASS_ROWS
+    per_class = "Accuracy per class" + (f", the {most} worst" if len(record.names) > most else "")
+    return [
+        ("Confusion matrix", Markup(charts.confusion_matrix(record))),
+        (per_class, Markup(charts.class_accuracy(record))),
+    ]
+
+
+def origin(run: Summary) -> list[tuple[str, str]]:
+    """(name, value) of what the run ran on, and with which code."""
+    state = {True: "files were changed", False: "clean", None: "not known"}[run.git_dirty]
+    rows = [
+        ("date", run.date),
+        ("hardware", run.hardware),
+        ("device", f"{run.device} × {run.world_size}"),
+        ("precision", run.precision),
+        ("data", run.data_source),
+        ("training samples", f"{run.train_samples:,}" if run.train_samples else None),
+        ("start-up", f"{run.start_seconds:.1f} s to the first step" if run.start_seconds else None),
+        ("git commit", run.git_commit or "not known: the code is in no git checkout"),
+        ("git state", state if run.git_commit else None),
+        *run.versions.items(),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def png(pixels: np.ndarray) -> str:
     """An image, uint8 (height, width, channels), as a ``data:`` address."""
-    import numpy as np
-    from PIL import Image
-
-    pixels = np.asarray(image)
     picture = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels[..., :3]))
     picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
     file = io.BytesIO()

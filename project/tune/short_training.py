@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -108,7 +108,7 @@ class TrainingSteps:
     def __init__(self, config: Configuration, flags: dict[str, Any], memory_limit_gib: float | None = None) -> None:
         self.config = config
         self.flags = flags
-        self.datamodule: Any = config.datamodule
+        self.datamodule = cast(Any, config.datamodule)
         limits = [] if memory_limit_gib is None else [memory_limit_gib]
         if flags["accelerator"] == "cpu" or not torch.accelerator.is_available():
             limits.append(CPU_SHARE * hardware.memory()["available_gib"])

@@ -1,0 +1,24 @@
+"""The commands, one line each."""
+
+import ast
+from pathlib import Path
+
+
+def main() -> None:
+    """Print every command with the first line of its docstring. Nothing is imported, so that it is there at once."""
+    here = Path(__file__).parent
+    commands: dict[str, str] = {}
+    for path in sorted([*here.glob("*.py"), *here.glob("*/__main__.py")]):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        is_command = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+        name = path.parent.name if path.name == "__main__.py" else path.stem
+        if is_command and path != Path(__file__):
+            commands[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    width = max(map(len, commands))
+    for name in sorted(commands, key=lambda name: (name != "fit", name)):  # the main job first
+        print(f"python -m {here.name}.{name:{width}}  {commands[name]}")
+    print("\nEach of them explains itself with --help.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""List, compare and average the runs of checkpoints/; draw them on one page.
+
+python -m project.runs
+python -m project.runs --filter optimizer=SGD --sort val/accuracy
+python -m project.runs --seeds --output seeds.csv      # mean and standard deviation over the seeds of a configuration
+python -m project.runs --report runs.html              # one offline page: curves, settings, seeds, test results
+
+Reads each run's summary.json, config.yaml and metrics.csv.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from project.errors import UserError, nearest
+from project.tables import check_output, columns_of, format_cell, format_table, write_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = dict[str, Any]
+SEED = "seed_everything"
+# Settings that say where a run is, not what it is
+PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.root")
+FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")  # one of them makes a folder a run's
+NOT_DRAWN = ("step", "epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
+# Of configurations, legible on white and on black; then dashed
+COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c2379a", "#8a6de9", "#b8860b", "#d93025", "#12a4af")
+
+
+@dataclass
+class Run:
+    """What a run's folder says of it."""
+
+    folder: Path
+    settings: Row = field(default_factory=dict)  # resolved configuration: short dotted name → plain value
+    summary: Row = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """``running`` (a process holds its lock), ``finished`` or ``interrupted``."""
+        with contextlib.suppress(OSError), open(self.folder / ".lock") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return "running"
+        return "finished" if self.summary.get("finished") else "interrupted"
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The monitored metric at its best, and every ``test/*``."""
+        monitor = self.summary.get("monitor")
+        kept = {name: v for name, v in self.summary.items() if name == monitor or str(name).startswith("test/")}
+        return {name: value for name, value in kept.items() if is_number(value)}
+
+    def row(self, differing: list[str]) -> Row:
+        """The run as a line of the list."""
+        files = [path for name in FILES if (path := self.folder / name).exists()]
+        written = max(path.stat().st_mtime for path in files)
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        settings = {name: self.settings.get(name) for name in differing}
+        took = {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
+        return {"name": self.folder.name, "date": date, "state": self.state, **settings, **self.results, **took}
+
+
+def main(argv: list[str]) -> int:
+    """List, compare or draw runs as ``argv`` says."""
+    from project.engine.command import CommandParser
+
+    parser = CommandParser("project.runs", __doc__)
+    parser.add_argument("--root", default="checkpoints", metavar="DIR", help="the folder of the runs")
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds")
+    parser.add_argument(
+        "--filter", action="append", default=[], metavar="KEY=VALUE", help="only runs with this setting or state"
+    )
+    parser.add_argument("--seeds", action="store_true", help="one line per configuration: mean and std over its seeds")
+    parser.add_argument("--output", metavar="FILE", help="also write what is printed: .json or .csv")
+    parser.add_argument("--report", metavar="FILE.html", help="draw the runs on one page that needs no network")
+    args = parser.parse_args(argv)
+    output = check_output(args.output) if args.output else None
+    report = check_output(args.report, (".html",), "--report") if args.report else None
+
+    runs = read_runs(Path(args.root))
+    for condition in args.filter:
+        runs = [run for run in runs if holds(condition, run, runs)]
+    if not runs:
+        raise UserError(f"--filter {' '.join(args.filter)}: none of the runs in {args.root} is like that.")
+    rows = seed_rows(runs) if args.seeds else [run.row(differing(runs)) for run in runs]
+    if args.sort:
+        rows = sorted_rows(rows, args.sort)
+    print(format_table(rows))
+    if output:
+        write_rows(output, rows)
+    if report:
+        report.write_text(render(runs), encoding="utf-8")
+        print(f"report in {report}")
+    return 0
+
+
+def read_runs(root: Path) -> list[Run]:
+    """The runs of a folder, by name.
+
+    Raises:
+        UserError: There is none.
+    """
+    runs = []
+    folders = root.iterdir() if root.is_dir() else ()
+    for folder in sorted(path for path in folders if path.is_dir() and not path.is_symlink()):
+        if any((folder / name).exists() for name in FILES):
+            config, summary = (mapping_in(folder / name) for name in ("config.yaml", "summary.json"))
+            runs.append(Run(folder, flattened(config), summary))
+    if not runs:
+        raise UserError(f"--root must hold runs, got {root}, where there is none. Train one: python -m project.fit")
+    return runs
+
+
+def mapping_in(path: Path) -> Row:
+    """A YAML or JSON file's mapping; empty where there is none, or no whole one."""
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def flattened(config: Row, prefix: str = "") -> Row:
+    """``{"model": {"class_path": "a.B", "init_args": {"lr": 1}}}`` as ``{"model": "B", "model.lr": 1}``."""
+    flat: Row = {}
+    for key, value in config.items():
+        name = prefix.removesuffix(".") if key == "class_path" else f"{prefix}{key}"
+        if key == "init_args" and isinstance(value, dict):
+            flat |= flattened(value, prefix)
+        elif isinstance(value, dict) and value:
+            flat |= flattened(value, f"{name}.")
+        else:
+            flat[name] = str(value).rpartition(".")[2] if key == "class_path" else value
+    return flat
+
+
+def differing(runs: list[Run], ignored: tuple[str, ...] = PLACES) -> list[str]:
+    """Names of the settings that are not the same in all runs."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in ignored)
+    return [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
+
+
+def holds(condition: str, run: Run, runs: list[Run]) -> bool:
+    """Whether a run has what ``KEY=VALUE`` says; KEY is a setting, its last part, or a fact of the summary.
+
+    Raises:
+        UserError: No run knows the key.
+    """
+    key, equals, value = condition.partition("=")
+    known = {name for each in runs for name in (*each.settings, *each.summary, "name", "state")}
+    names = [name for name in known if name == key] or [name for name in known if name.endswith(f".{key}")]
+    if not names or not equals:
+        raise UserError(f"--filter must be KEY=VALUE with a setting of the runs, got {condition}.{nearest(key, known)}")
+    facts = {**run.summary, **run.settings, "name": run.folder.name, "state": run.state}
+    meant: list[Any] = [value]
+    for read in (yaml.safe_load, float):  # to YAML, 1e-3 is text
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            meant.append(read(value))
+    return any(name in facts and facts[name] in meant for name in names)
+
+
+def sorted_rows(rows: list[Row], column: str) -> list[Row]:
+    """Rows by a column, numbers before text, what lacks it last.
+
+    Raises:
+        UserError: There is no such column.
+    """
+    if column not in (known := columns_of(rows)):
+        raise UserError(f"--sort must be a column ({', '.join(known)}), got {column}.{nearest(column, known)}")
+
+    def key(row: Row) -> tuple[int, float, str]:
+        value = row.get(column)
+        return (0, float(value or 0), "") if is_number(value) else (2 if value is None else 1, 0.0, str(value))
+
+    return sorted(rows, key=key)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def by_configuration(runs: list[Run]) -> list[list[Run]]:
+    """Runs whose configuration differs in nothing but the seed and the run's place, together."""
+    groups: dict[str, list[Run]] = {}
+    names = differing(runs, (*PLACES, SEED))
+    for run in runs:
+        groups.setdefault(json.dumps([run.settings.get(name) for name in names], default=str), []).append(run)
+    return list(groups.values())
+
+
+def seed_rows(runs: list[Run]) -> list[Row]:
+    """One row per configuration: its runs, and mean and sample standard deviation of results over finished ones."""
+    rows, names = [], differing(runs, (*PLACES, SEED))
+    for group in by_configuration(runs):
+        finished = [run for run in group if run.state == "finished"]
+        row = {"runs": " ".join(run.folder.name for run in group), "finished": len(finished)}
+        row |= {name: group[0].settings.get(name) for name in names}
+        for metric in dict.fromkeys(name for run in finished for name in run.results):
+            values = [run.results[metric] for run in finished if metric in run.results]
+            spread = statistics.stdev(values) if len(values) > 1 else None
+            row |= {metric: statistics.fmean(values), f"{metric} std": spread}
+        rows.append(row)
+    return rows
+
+
+# The page. Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
+
+
+def render(runs: list[Run]) -> str:
+    """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
+
+    Raises:
+        UserError: The feature ``report``, which draws, is not part of this package.
+    """
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    try:
+        from project.report.charts import draw
+    except ImportError:
+        raise UserError("--report needs the feature report, which was left out of this package.") from None
+    names, styles = differing(runs), dict[Path, tuple[str, str]]()
+    for index, group in enumerate(by_configuration(runs)):
+        styles |= {
+            run.folder: (COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]) for run in group
+        }
+    lines: dict[str, dict[Path, list[tuple[float, float]]]] = {}
+    for run in runs:
+        for metric, series in read_curves(run.folder / "metrics.csv").items():
+            lines.setdefault(metric, {})[run.folder] = series
+
+    def chart(number: int, of_runs: dict[Path, list[tuple[float, float]]]) -> str:
+        def paint(ax: Axes) -> None:
+            for folder, series in of_runs.items():
+                colour, dashes = styles[folder]
+                marker = "o" if len(series) < 2 else None  # a single value would not be seen as a line
+                ax.plot(*zip(*series, strict=True), color=colour, linestyle=dashes, marker=marker, linewidth=1.1)
+            ax.set_xlabel("optimizer step")
+
+        return Markup(draw(f"chart {number}", paint))
+
+    rows = [run.row(names) for run in runs]
+    tests = [{"name": run.folder.name, **{k: v for k, v in run.results.items() if k[:5] == "test/"}} for run in runs]
+    settings = [{"": name, **{run.folder.name: run.settings.get(name) for run in runs}} for name in names]
+    return (
+        Environment(autoescape=True)
+        .from_string(PAGE)
+        .render(
+            tables={
+                "Runs": rows,
+                "Mean and standard deviation over seeds": seed_rows(runs),
+                "Settings that differ": settings,
+                "Test results": tests,
+            },
+            legend=[(run.folder.name, styles[run.folder][0]) for run in runs],
+            charts=[(metric, chart(number, of_runs)) for number, (metric, of_runs) in enumerate(sorted(lines.items()))],
+            columns=columns_of,
+            cell=format_cell,
+            date=time.strftime("%Y-%m-%d %H:%M"),
+        )
+    )
+
+
+def read_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """What a ``metrics.csv`` says of training and validation: metric → (step, value); empty without a file."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    with contextlib.suppress(OSError, UnicodeDecodeError, csv.Error), open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                with contextlib.suppress(ValueError, TypeError):  # an empty cell, half a line of a run that goes on
+                    point = float(row["step"]), float(text)
+                    if not name.startswith(NOT_DRAWN) and all(map(math.isfinite, point)):
+                        curves.setdefault(name, []).append(point)
+    return curves
+
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Runs</title>
+<style>
+:root { color-scheme: light dark; --ink: light-dark(#1a1c1f, #e4e6e9); --grid: light-dark(#dcdfe3, #3a3f45) }
+body { font: 14px system-ui, sans-serif; color: var(--ink); background: light-dark(#fff, #16181b); margin: 1.5rem }
+.wide { overflow-x: auto } table { border-collapse: collapse } .charts { display: flex; flex-wrap: wrap; gap: 1rem }
+td, th { padding: .2rem .7rem; text-align: left; border-bottom: 1px solid var(--grid); white-space: nowrap }
+figure { margin: 0; width: 26rem; max-width: 100% } svg { width: 100%; height: auto; font-family: inherit }
+li { display: inline-block; margin-right: 1rem } i { display: inline-block; width: 1rem; height: .3rem; margin: .2rem }
+</style>
+<h1>Runs</h1><p>{{ date }}. Lines of one colour differ in nothing but their seed.</p>
+<ul>{% for name, colour in legend %}<li><i style="background: {{ colour }}"></i>{{ name }}</li>{% endfor %}</ul>
+<div class="charts">
+{% for metric, svg in charts %}<figure><figcaption>{{ metric }}</figcaption>{{ svg }}</figure>
+{% endfor %}</div>
+{% for title, rows in tables.items() if columns(rows) %}<h2>{{ title }}</h2><div class="wide"><table>
+<tr>{% for name in columns(rows) %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for name in columns(rows) %}<td>{{ cell(row.get(name)) }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+{% endfor %}</html>
+"""
+
+
+if __name__ == "__main__":
+    from project.engine.command import run
+
+    run(main)
