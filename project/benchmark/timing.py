@@ -27,7 +27,7 @@ from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
 from project.engine.run_folder import Run, choose
 from project.engine.summary import command_line, device_name, git_state, samples_of, versions
-from project.engine.trainer import build_trainer, own_callbacks, trainer_flags
+from project.engine.trainer import as_list, build_trainer, trainer_flags
 from project.errors import UserError
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def run_epochs(
     with scratch_run() as run:
         if bare:
             flags = trainer_flags(config)
-            flags |= {"callbacks": [*own_callbacks(flags), *extra, clock], "default_root_dir": run.folder}
+            flags |= {"callbacks": [*as_list(flags["callbacks"]), *extra, clock], "default_root_dir": run.folder}
             lightning = build_trainer({**flags, "logger": False, "enable_progress_bar": False})
             ExactLoading().install(lightning)  # the loaders that all the others train with
         else:

@@ -341,7 +341,7 @@ class RunCheckpoint(GracefulStop):
         path, failure = self.best_path if self._best_due else self.last_path, None
         try:
             trainer.save_checkpoint(path)
-        except UserError as error:  # on rank 0 alone, which the others wait for
+        except (UserError, TypeError) as error:  # on rank 0 alone, which the others wait for
             failure = str(error)
             trainer.strategy.barrier()
         finally:

@@ -36,6 +36,7 @@ DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
 DEFAULT_DATA = "project.data.MNISTDataModule"
 # No settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
+MONITORS = ("throughput", "memory", "optimizer")
 LARGEST_SEED = 2**32 - 1
 
 
@@ -297,6 +298,17 @@ class Configuration:
         """The run's seed."""
         chosen = self.options.seed_everything
         return chosen if isinstance(chosen, int) and not isinstance(chosen, bool) else 42
+
+    @cached_property
+    def monitors(self) -> list[str]:
+        """The monitors that ``--monitors`` names."""
+        text = self.options.monitors
+        names = (
+            list(MONITORS) if text == "all" else [] if text == "none" else [part.strip() for part in text.split(",")]
+        )
+        if unknown := [name for name in names if name not in MONITORS]:
+            raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
+        return names
 
     def fresh_module(self, seed: int | None = None) -> LightningModule:
         """A new module of the same class and arguments, its random weights made by ``seed`` (default: the run's)."""

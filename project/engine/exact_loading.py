@@ -267,55 +267,92 @@ class ExactLoader(DataLoader[Any]):
         """See :meth:`ExactBatches.start_at`."""
         self.batches.start_at(start)
 
-    def state_after(self, batches: int | None) -> Any:
-        """The sampler's own state when this epoch began (None: when the next one will), where it has one."""
+    def state_after(self, batches: int, epoch_ends: bool) -> Any:
+        """The sampler's own state when this epoch began, or when the next one will; None where it has none."""
         source = self.batches.source
-        return source.state_dict() if batches is None and has_state(source) else self.batches.state
+        return source.state_dict() if epoch_ends and has_state(source) else self.batches.state
 
 
-class StatefulLoader:
-    """A loader with a state of its own (or whose dataset has one), watched batch by batch.
+class WatchedLoader:
+    """A training loader that goes its own way, watched batch by batch; it may have a state, or its dataset may.
 
-    Lightning may hold one batch more than training has seen, so the state after each of the last batches is kept, and
-    the one that belongs to a checkpoint is found by its number.
+    Random numbers that it draws in this process come from (seed, epoch, batch), the same on every rank, and leave the
+    training's generators alone. Lightning may hold one batch more than training has seen, so the state after each of the last
+    batches is kept, and the one that belongs to a checkpoint is found by its number.
 
     Args:
         loader: What is iterated.
-        owner: Has ``state_dict`` and ``load_state_dict``: the loader or its dataset.
+        owner: Has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or nobody.
+        seed: Of the run.
     """
 
-    def __init__(self, loader: Any, owner: Any) -> None:
-        self.loader, self.owner = loader, owner
+    def __init__(self, loader: Any, owner: Any, seed: int = 0) -> None:
+        self.loader, self.owner, self.seed = loader, owner, seed
         self.dataset = getattr(loader, "dataset", None)
+        self.sampler = self  # where Lightning looks for ``set_epoch``
+        self.epoch = 0
         self.first = 0  # batches of this epoch that came before
+        self.finished = False  # whether the loader has come to its end
         self._states: dict[int, Any] = {}  # batch → state after it
+        self._rest: Any = None  # state after an epoch that ended before the loader did (``--limit_train_batches``)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        done, self.first = self.first, 0
-        self._states = {done: self.owner.state_dict()}
-        for batch in self.loader:
+        if self._rest is not None:  # as a resumed run does
+            self.owner.load_state_dict(self._rest)
+        done, self.first, self.finished, self._rest = self.first, 0, False, None
+        self._states = {done: self._state()}
+        with generators_kept():
+            self._draw_for(-1)
+            batches = iter(self.loader)
+        batch = self._next(batches, done)
+        while not self.finished:
             done += 1
-            self._states[done] = self.owner.state_dict()
+            self._states[done] = self._state()
             self._states.pop(done - 4, None)
-            yield batch
+            # one ahead: with the last batch the loader comes to its end, though nobody asks it for more
+            current, batch = batch, self._next(batches, done)
+            yield current
+
+    def _next(self, batches: Iterator[Any], number: int) -> Any:
+        with generators_kept():
+            self._draw_for(number)
+            try:
+                return next(batches)
+            except StopIteration:
+                self.finished = True
+        return None
+
+    def _draw_for(self, batch: int) -> None:
+        seed_generators(hash((self.seed, self.epoch, batch)))
+
+    def _state(self) -> Any:
+        return None if self.owner is None else self.owner.state_dict()
 
     def set_epoch(self, epoch: int) -> None:
-        for part in (self.dataset, self.loader):
+        self.epoch = epoch
+        samplers = [getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
+        for part in (self.dataset, self.loader, *samplers):
             if (tell := getattr(part, "set_epoch", None)) is not None:
                 tell(epoch)
 
     def start_at(self, start: Start) -> None:
         """Go on where a checkpoint was taken."""
-        if start.states:
+        self.set_epoch(start.epoch)
+        if start.states and self.owner is not None:
             self.owner.load_state_dict(start.states[0])
             self.first = start.batches
 
-    def state_after(self, batches: int | None) -> Any:
-        """The state after so many batches of this epoch; None: as it is now, between two epochs."""
-        return self.owner.state_dict() if batches is None else self._states.get(batches)
+    def state_after(self, batches: int, epoch_ends: bool) -> Any:
+        """The state after so many batches of this epoch, where there is one."""
+        if epoch_ends and self.finished:
+            return self._state()
+        state = self._states.get(batches)
+        if epoch_ends:
+            self._rest = state
+        return state
 
 
 class ExactLoading:
@@ -329,7 +366,7 @@ class ExactLoading:
         """Whether training can start inside an epoch."""
         self.notes: list[str] = []
         """What could not be made exact, a line each."""
-        self.training: list[ExactLoader | StatefulLoader] = []
+        self.training: list[ExactLoader | WatchedLoader] = []
         self._installed: object = None
 
     def install(self, trainer: Trainer) -> None:
@@ -346,7 +383,7 @@ class ExactLoading:
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
         found = self._exact(loader, trainer.training, trainer.global_rank, trainer.world_size)
-        if found is None:
+        if not isinstance(found, ExactLoader) and getattr(found, "owner", None) is None:
             name = type(getattr(loader, "dataset", loader)).__name__
             if trainer.training:
                 self.anywhere = False
@@ -356,7 +393,6 @@ class ExactLoading:
                 )
             if trainer.world_size > 1:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
-            return loader
         if trainer.training:
             self.training.append(found)
             found.start_at(self.start)
@@ -383,15 +419,16 @@ class ExactLoading:
         # with workers the dataset that counts is theirs
         owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
         owner = next((part for part in owners if has_state(part)), None)
-        return StatefulLoader(loader, owner) if training and owner is not None else None
+        return WatchedLoader(loader, owner, self.seed) if training else loader
 
-    def states(self, batches: int | None) -> list[Any]:
+    def states(self, batches: int, epoch_ends: bool = False) -> list[Any]:
         """What this rank's training loaders need besides epoch and batch.
 
         Args:
-            batches: Done of this epoch; None between two epochs.
+            batches: Done of this epoch.
+            epoch_ends: Whether the next batch is of the next epoch.
         """
-        states = [loader.state_after(batches) for loader in self.training]
+        states = [loader.state_after(batches, epoch_ends) for loader in self.training]
         return states if any(state is not None for state in states) else []
 
     @property

@@ -73,7 +73,7 @@ class RankState:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
         self._random = random_state(trainer.strategy.root_device)
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._loaders = self.loading.states(None if place == "epoch" else done)
+        self._loaders = self.loading.states(done, epoch_ends=place == "epoch")
 
     def gather(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """The state that was noted, and the sums as they are: plain values and tensors on the CPU."""

@@ -11,13 +11,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
+from project.engine.ranks import is_rank_zero
+
 MONITORED = ("throughput/", "memory/", "optimizer/")  # what a line for people leaves out
 MOST_SHOWN = 6
-
-
-def _in_order(name: str) -> tuple[int, int]:
-    """Training before validation, losses before the rest."""
-    return (1 if name.startswith("val") else 0, 0 if "loss" in name else 1)
 
 
 class EpochLines(Callback):
@@ -46,8 +43,10 @@ class EpochLines(Callback):
         of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
         parts = [f"epoch {trainer.current_epoch}{of}"]
         metrics = trainer.callback_metrics
-        shown = sorted(name for name in metrics if not name.startswith(MONITORED))
-        parts += [f"{name} {float(metrics[name]):.4f}" for name in sorted(shown, key=_in_order)[:MOST_SHOWN]]
+        shown = [name for name in metrics if not name.startswith(MONITORED) and not name.endswith(("_step", "_epoch"))]
+        # training before validation, losses before the rest
+        shown.sort(key=lambda name: (name.startswith("val"), "loss" not in name, name))
+        parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
         print("  ".join(parts), flush=True)
@@ -74,6 +73,12 @@ def progress_callback(flags: dict[str, Any]) -> Callback | None:
     flags["enable_progress_bar"] = own or bar
     # a refresh every 50 steps costs nothing that can be measured; every step costs a third of a small model's run
     return QuietBar(refresh_rate=50) if bar else EpochLines() if enabled else None
+
+
+def say(*lines: str) -> None:
+    """Print lines, on rank 0."""
+    for line in lines if is_rank_zero() else ():
+        print(line, flush=True)
 
 
 # Lightning's and wandb's advice that does not hold here, with the reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ PACKAGE = __name__.split(".")[0]
 TRUSTED = (PACKAGE, "torch", "torchvision", "torchmetrics", "lightning")
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
 def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, list[str]]:
@@ -111,8 +114,8 @@ def _for_use(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def init_weights(module: LightningModule, name: str) -> list[str]:
-    """Give a new run's module the weights of another run's checkpoint, by matching names and shapes.
+def start_from(module: LightningModule, name: str | None) -> list[str]:
+    """Give a new run's module the weights of another run's checkpoint (``--init_weights``), by names and shapes.
 
     Returns:
         Lines that say what was taken and what was not.
@@ -120,6 +123,8 @@ def init_weights(module: LightningModule, name: str) -> list[str]:
     Raises:
         UserError: There is no such checkpoint, or nothing of it fits.
     """
+    if name is None:
+        return []
     path = find_checkpoint(name)
     given, own = read(path)["state_dict"], module.state_dict()
     fitting = {key: value for key, value in given.items() if key in own and own[key].shape == value.shape}
@@ -127,8 +132,7 @@ def init_weights(module: LightningModule, name: str) -> list[str]:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
     lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
-    left = sorted(own.keys() - fitting.keys())
-    if left:
+    if left := sorted(own.keys() - fitting.keys()):
         lines.append(
             f"--init_weights: these keep their random start: {', '.join(left[:8])}{' ...' if left[8:] else ''}"
         )
@@ -144,24 +148,37 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
         path: The checkpoint.
     """
     trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
-    for named in _named_classes(config):
-        root = named.split(".")[0]
-        if "." in named and root not in trusted and not _is_users_own(root):
-            raise UserError(
-                f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
-                f"Nothing was imported. If you trust the file: --allow_imports {root}"
-            )
+    for key, text in _texts(config):
+        holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
+        # the parser also takes a class's path, or YAML with it, where nobody would write text
+        names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
+        for named in names or ():
+            root = named.split(".")[0]
+            if root not in trusted and not _is_users_own(root) and (holds_path or _can_be_imported(root)):
+                raise UserError(
+                    f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
+                    f"Nothing was imported. If you trust the file: --allow_imports {root}"
+                )
 
 
-def _named_classes(value: Any, key: str = "") -> Iterator[str]:
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a configuration, with the key it stands under."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _named_classes(item, str(name))
-    elif isinstance(value, list):
+            yield from _texts(item, str(name))
+    elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _named_classes(item, key)
-    elif isinstance(value, str) and (key in PATHS or key.startswith(("callbacks", "logger", "plugins"))):
-        yield value
+            yield from _texts(item, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def _can_be_imported(root: str) -> bool:
+    """Whether there is a module of this name; it is not imported."""
+    try:
+        return importlib.util.find_spec(root) is not None
+    except (ImportError, ValueError):
+        return True
 
 
 def _is_users_own(root: str) -> bool:

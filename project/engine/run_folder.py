@@ -61,6 +61,12 @@ class Run:
         paths = {"folder": Path(plain["folder"]), "checkpoint": plain["checkpoint"] and Path(plain["checkpoint"])}
         return cls(**plain | paths)
 
+    def elsewhere(self, folder: str) -> Run:
+        """The same run in another folder; its own, which was made for the name alone, is gone."""
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+        return Run(Path(folder) / self.name, self.checkpoint, fork=self.fork)
+
     def discard(self) -> None:
         """Take a new run's folder away again where the run failed before anything was saved."""
         if (self.checkpoint is None or self.fork) and self._created and not any(self.folder.glob("*.ckpt")):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -132,11 +132,6 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
 def as_list(value: Any) -> list[Any]:
     """What a flag holds that takes one, several or none: a list."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
-
-
-def own_callbacks(flags: dict[str, Any]) -> list[Callback]:
-    """The callbacks that the user chose; ``--trainer.callbacks CLASS`` gives one."""
-    return as_list(flags["callbacks"])
 
 
 def loggers_of(flags: dict[str, Any], options: Any, folder: Path, ours: list[Logger | None]) -> list[Logger]:
