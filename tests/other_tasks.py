@@ -126,14 +126,14 @@ class ByEpoch(Sampler[int]):
         return iter(torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
-class WithState(ByEpoch):
+class WithState(Sampler[int]):
     """A sampler with a generator of its own, which goes on from epoch to epoch, and its state."""
 
-    set_epoch = None  # type: ignore[assignment]
-
     def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.draw = torch.Generator().manual_seed(7)
+        self.count, self.draw = count, torch.Generator().manual_seed(7)
+
+    def __len__(self) -> int:
+        return self.count
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.count, generator=self.draw).tolist())

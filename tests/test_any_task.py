@@ -86,7 +86,12 @@ def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
     flags = [*LINE, *SHORT, "--data.kind", kind]
     reference = train("reference", *flags)
     # inside an epoch, in the validation at its end, inside another; and killed there with the epoch's end saved
-    for batch, dies, place in ((6, False, "batch"), (13, False, "validation"), (20, False, "batch"), (20, True, "epoch")):
+    for batch, dies, place in (
+        (6, False, "batch"),
+        (13, False, "validation"),
+        (20, False, "batch"),
+        (20, True, "epoch"),
+    ):
         name = f"stopped-{batch}-{place}"
         state = checkpoint(train_until(batch, name, *flags, dies=dies) / "last.ckpt")
         assert (state["global_step"], state["run"]["state"]["place"]) == (13 if dies else batch, place)
@@ -96,6 +101,16 @@ def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
         name for row in rows(reference) for name in row
     }
     assert [float(row["train_samples"]) for row in rows(reference) if "train_samples" in row] == [101.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["sampler with state", "sized stream with state", "loader with state"])
+def test_a_limited_epoch_ends_where_its_loader_goes_on(kind: str) -> None:
+    flags = [*LINE, *SHORT, "--data.kind", kind, "--limit_train_batches", "5"]
+    reference = train("reference", *flags)
+    train_until(5, "stopped", *flags)
+    assert_same_run(reference, resume("stopped"))
+    train_until(8, "killed", *flags, dies=True)
+    assert_same_run(reference, resume("killed"))
 
 
 def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
@@ -255,7 +270,6 @@ PLACES = {
     "a network": ("model.init_args.network.class_path", "{}.Network"),
     "a network as text": ("model.init_args.network", "{}.Network"),
     "a network as YAML": ("model.init_args.network", "{{class_path: {}.Network}}"),
-    "a network in a file": ("model.init_args.network", "elsewhere/{}.yaml"),
     "a metric": ("model.init_args.metrics", {"x": {"class_path": "{}.Metric"}}),
     "a metric as text": ("model.init_args.metrics", {"x": "{}.Metric"}),
     "a data module": ("data.class_path", "{}.Data"),
@@ -280,7 +294,6 @@ def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
     name = f"stranger_{list(PLACES).index(place)}"
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
-    (tmp_path / "elsewhere" / f"{name}.yaml").write_text(f"class_path: {name}.Network")
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     contents = checkpoint(trained)
     keys, value = PLACES[place]

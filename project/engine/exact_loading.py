@@ -49,6 +49,7 @@ class Start:
     batches: int = 0  # done, on each rank
     samples_per_batch: int = 0  # of all ranks together, when they were done
     states: Sequence[Any] = ()  # of this rank's stateful loaders or samplers
+    over: bool = False  # whether nothing of the epoch's training is left: only its validation, and the states after it
 
 
 class ExactBatches(Sampler[Any]):
@@ -85,6 +86,7 @@ class ExactBatches(Sampler[Any]):
         self.source, self.batch_size, self.drop_last, self.training = source, batch_size, drop_last, training
         self.may_be_empty, self.seed, self.rank, self.world_size = may_be_empty, seed, rank, world_size
         self.epoch = self.start_batch = self.start_sample = 0
+        self.over = False  # whether nothing of this epoch is left
         self.state: Any = None  # of the source at the epoch's start, where it has one
         self.num_samples = len(source)
         if batch_size is not None and training and drop_last:  # a set smaller than a batch is one batch
@@ -107,14 +109,14 @@ class ExactBatches(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Lightning's hook: the next iteration is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.epoch:
-            self.start_batch = self.start_sample = 0
+            self.start_batch, self.start_sample, self.over = 0, 0, False
         self.epoch = epoch
 
     def start_at(self, start: Start) -> None:
         """Start inside an epoch. What follows reaches exactly to where an undisturbed epoch ends, also when the batch
         size or the number of ranks is another than before: no sample is seen twice.
         """
-        self.epoch = start.epoch
+        self.epoch, self.over = start.epoch, start.over
         per_batch = start.samples_per_batch or self.global_batch_size
         self.start_sample = min(start.batches * per_batch, self.num_samples)
         self.start_batch = len(self) - self._batches_of(self.num_samples - self.start_sample)
@@ -122,6 +124,8 @@ class ExactBatches(Sampler[Any]):
             self.source.load_state_dict(start.states[0])
 
     def __iter__(self) -> Iterator[Any]:
+        if self.over:  # workers ask before they are asked; the source's order must wait for the next epoch
+            return
         epoch, first_batch, first_sample = self.epoch, self.start_batch, self.start_sample
         order = self._order()
         parts = self._parts_of_training(order, first_sample) if self.training else self._parts_of_evaluation(order)
@@ -277,8 +281,8 @@ class WatchedLoader:
     """A training loader that goes its own way, watched batch by batch; it may have a state, or its dataset may.
 
     Random numbers that it draws in this process come from (seed, epoch, batch), the same on every rank, and leave the
-    training's generators alone. Lightning may hold one batch more than training has seen, so the state after each of the last
-    batches is kept, and the one that belongs to a checkpoint is found by its number.
+    training's generators alone. Lightning may hold one batch more than training has seen, so the state after each of
+    the last batches is kept, and the one that belongs to a checkpoint is found by its number.
 
     Args:
         loader: What is iterated.
@@ -294,12 +298,15 @@ class WatchedLoader:
         self.first = 0  # batches of this epoch that came before
         self.finished = False  # whether the loader has come to its end
         self._states: dict[int, Any] = {}  # batch → state after it
+        self._over = -1  # an epoch of which nothing is left
         self._rest: Any = None  # state after an epoch that ended before the loader did (``--limit_train_batches``)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.epoch == self._over:
+            return
         if self._rest is not None:  # as a resumed run does
             self.owner.load_state_dict(self._rest)
         done, self.first, self.finished, self._rest = self.first, 0, False, None
@@ -343,7 +350,8 @@ class WatchedLoader:
         self.set_epoch(start.epoch)
         if start.states and self.owner is not None:
             self.owner.load_state_dict(start.states[0])
-            self.first = start.batches
+            self.first = 0 if start.over else start.batches
+        self._over = start.epoch if start.over else -1
 
     def state_after(self, batches: int, epoch_ends: bool) -> Any:
         """The state after so many batches of this epoch, where there is one."""
