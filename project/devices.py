@@ -32,7 +32,9 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("project.devices", __doc__)
     parser.add_argument("--measure", action="store_true", help="time training steps in the precisions this machine has")
     parser.add_argument("--output", metavar="FILE.json", help="also write everything as JSON")
+    # feature: mnist
     parser.add_argument("--data.root", dest="root", default="data", metavar="DIR", help="where to look for MNIST")
+    # end feature: mnist
     args = parser.parse_args(argv)
     output = check_output(args.output, (".json",)) if args.output else None
 

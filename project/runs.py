@@ -1,9 +1,8 @@
-"""List, compare and average the runs of checkpoints/; draw them on one page.
+"""List, compare and average the runs of checkpoints/.
 
 python -m project.runs
 python -m project.runs --filter optimizer=SGD --sort val/accuracy
 python -m project.runs --seeds --output seeds.csv      # mean and standard deviation over the seeds of a configuration
-python -m project.runs --report runs.html              # one offline page: curves, settings, seeds, test results
 
 Reads each run's summary.json, config.yaml and metrics.csv.
 """
@@ -26,17 +25,21 @@ import yaml
 from project.errors import UserError, nearest
 from project.tables import check_output, columns_of, format_cell, format_table, write_rows
 
+# feature: report
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+# end feature: report
 
 Row = dict[str, Any]
 SEED = "seed_everything"
 # Settings that say where a run is, not what it is
 PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.root")
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")  # one of them makes a folder a run's
-NOT_DRAWN = ("step", "epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
+# feature: report
 # Of configurations, legible on white and on black; then dashed
 COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c2379a", "#8a6de9", "#b8860b", "#d93025", "#12a4af")
+NOT_DRAWN = ("step", "epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
+# end feature: report
 
 
 @dataclass
@@ -86,10 +89,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--seeds", action="store_true", help="one line per configuration: mean and std over its seeds")
     parser.add_argument("--output", metavar="FILE", help="also write what is printed: .json or .csv")
-    parser.add_argument("--report", metavar="FILE.html", help="draw the runs on one page that needs no network")
+    # feature: report
+    parser.add_argument("--report", metavar="FILE.html", help="one offline page: curves, settings, seeds, test results")
+    # end feature: report
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
-    report = check_output(args.report, (".html",), "--report") if args.report else None
+    report = check_output(args.report, (".html",), "--report") if args.report else None  # feature: report
 
     runs = read_runs(Path(args.root))
     for condition in args.filter:
@@ -102,9 +107,11 @@ def main(argv: list[str]) -> int:
     print(format_table(rows))
     if output:
         write_rows(output, rows)
+    # feature: report
     if report:
         report.write_text(render(runs), encoding="utf-8")
         print(f"report in {report}")
+    # end feature: report
     return 0
 
 
@@ -218,22 +225,17 @@ def seed_rows(runs: list[Run]) -> list[Row]:
     return rows
 
 
+# feature: report
 # The page. Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
 
 
 def render(runs: list[Run]) -> str:
-    """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
-
-    Raises:
-        UserError: The feature ``report``, which draws, is not part of this package.
-    """
+    """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration."""
     from jinja2 import Environment
     from markupsafe import Markup
 
-    try:
-        from project.report.charts import draw
-    except ImportError:
-        raise UserError("--report needs the feature report, which was left out of this package.") from None
+    from project.report.charts import draw
+
     names, styles = differing(runs), dict[Path, tuple[str, str]]()
     for index, group in enumerate(by_configuration(runs)):
         styles |= {
@@ -310,6 +312,7 @@ li { display: inline-block; margin-right: 1rem } i { display: inline-block; widt
 {% endfor %}</table></div>
 {% endfor %}</html>
 """
+# end feature: report
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A checkpoint's metrics on the test set; everything that is needed is in the checkpoint.
+"""A checkpoint's metrics on the test set. Needs only the checkpoint.
 
 python -m project.test
 python -m project.test --ckpt_path checkpoints/mine/best.ckpt --data.root data --output metrics.json
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         "enable_model_summary": False,
     }
     trainer = build_trainer(flags)
-    with float32_products():  # as fit's own test; --precision still chooses autocast
+    with float32_products():  # like fit's own test; --precision still chooses autocast
         found = trainer.test(loaded.module, datamodule=loaded.datamodule, verbose=False)
     facts = {
         "checkpoint": str(path),

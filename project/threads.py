@@ -1,11 +1,11 @@
 """CPU threads for a process: how many, and what they do while they wait.
 
-PyTorch's default is one spinning OpenMP thread per core. That is the fastest choice on an idle machine and a
-trap on a busy one: as soon as a neighbour holds one core, every tiny operation waits for a thread that is not
-running, and an epoch of one second takes thirty. Here a waiting thread spins for some microseconds and then sleeps.
+PyTorch's default is one spinning OpenMP thread per core. This is fastest on an idle machine and very slow on a busy
+one: if another process uses one core, every small operation waits for a thread that does not run, and an epoch of one
+second takes thirty. Here a waiting thread spins for some microseconds and then sleeps.
 Everything stays overridable through the usual variables (``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY``, ``GOMP_SPINCOUNT``).
 
-Measured on 2026-11-21: milliseconds per step of a loop written by hand on two cores, on an idle machine and beside a
+Measured on 2026-11-21: milliseconds per step of a plain PyTorch loop on two cores, on an idle machine and beside a
 process that keeps one core busy (MLP at batch 64, median of 5; ConvNet at batch 128, median of 3):
 
 =====================  ===========  ============
@@ -30,8 +30,8 @@ import os
 import sys
 from pathlib import Path
 
-OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count that was chosen here, and not by the user
-SPINS = "1000"  # the most for which a busy neighbour costs less than 2.5 times, see above
+OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count chosen here, not by the user
+SPINS = "1000"  # the largest count with which a busy machine costs less than 2.5 times, see above
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -72,7 +72,7 @@ def configure(ranks: int | None = None) -> int:
     Args:
         ranks: Processes that share this machine; read from the launcher's variables when None.
     """
-    # torchrun sets OMP_NUM_THREADS=1 for its workers when the user did not; that is its guess, not the user's word.
+    # torchrun sets OMP_NUM_THREADS=1 for its workers when the user did not, so this is not the user's choice.
     guessed = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     threads = max(1, available_cores() // (ranks or local_ranks()))
     if "OMP_NUM_THREADS" not in os.environ or guessed or chosen_here():
@@ -87,12 +87,12 @@ def configure(ranks: int | None = None) -> int:
 
 
 def chosen_here() -> bool:
-    """Whether ``OMP_NUM_THREADS`` is this module's choice, in this process or in the one that started it."""
+    """Whether this module chose ``OMP_NUM_THREADS``, in this process or in its parent."""
     return os.environ.get("OMP_NUM_THREADS") == os.environ.get(OURS, "")
 
 
 def share(processes: int) -> dict[str, str]:
-    """The environment in which one of several processes on this machine takes its part of the cores.
+    """Environment variables that give one of several processes its share of the cores.
 
     Empty where the user has set ``OMP_NUM_THREADS``.
     """

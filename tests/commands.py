@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
+
+from tests.fork_server import Forked, can_fork
+
+Process = subprocess.Popen[bytes] | Forked
 
 # A run of about 100 steps that is over in a second or two
 SMALL = [
     *("--data.source", "sample", "--data.train_samples", "3200", "--data.val_samples", "200"),
     *("--data.test_samples", "200", "--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
-    *("--model.network", "MLP"),
+    *("--model.network", "MLP", "--report", "false"),  # the report is half of such a run's time
 ]
+REPORTED = [*SMALL, "--report", "true"]
 # With batch normalisation, whose running statistics every rank gathers from its own batches
 CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]
 CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
@@ -32,22 +41,100 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"project.{module}", *arguments]
 
 
-def run(module: str, *arguments: str, timeout: float = 180, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in the current directory; stdout and stderr are captured."""
-    return subprocess.run(
-        command(module, *arguments), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout, **kwargs
+def run(
+    module: str, *arguments: str, timeout: float = 180, fresh: bool = False, **where: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in the current directory; stdout and stderr are captured. See :func:`complete`."""
+    return complete(command(module, *arguments), timeout, fresh, **where)
+
+
+def complete(
+    words: list[str],
+    timeout: float = 180,
+    fresh: bool = False,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run words to their end; stdout and stderr are captured. ``fresh`` as for :func:`popen`."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = popen(words, out.fileno(), err.fileno(), fresh, cwd, env)
+        try:
+            process.wait(timeout)
+        except BaseException:
+            kill_group(process)
+            raise
+        told = []
+        for file in (out, err):
+            file.seek(0)
+            told.append(file.read().decode())
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(words, process.returncode, *told)
+
+
+def start(
+    words: list[str], log: Path, fresh: bool = False, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> Process:
+    """Start a process in a session of its own, with its output in ``log``. ``fresh`` as for :func:`popen`."""
+    with open(log, "ab") as file:
+        return popen(words, file.fileno(), file.fileno(), fresh, cwd, env)
+
+
+def popen(
+    words: list[str],
+    stdout: int,
+    stderr: int,
+    fresh: bool = False,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> Process:
+    """A process in a session of its own: a fork that has imported torch already where that is the same.
+
+    Args:
+        words: The command.
+        stdout: Open file descriptor for its output.
+        stderr: The same for its errors.
+        fresh: Start a new interpreter, because how it starts is what is tested.
+        cwd: Its working folder; this process' own when None.
+        env: Its environment; this process' own when None.
+    """
+    if not fresh and can_fork(words, dict(os.environ) if env is None else env):
+        return Forked(words, stdout, stderr, cwd, env)
+    return subprocess.Popen(
+        words, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, cwd=cwd, env=env, start_new_session=True
     )
 
 
-def start(words: list[str], log: Path, **kwargs: Any) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, with its output in ``log``."""
-    with open(log, "ab") as file:
-        return subprocess.Popen(
-            words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, **kwargs
-        )
+@functools.cache
+def made_once(name: str, *arguments: str, wandb: str = "disabled") -> Path:
+    """The folder of a finished run, trained once for all tests of all pytest processes. Read only.
+
+    What it printed is in ``output.txt``, two folders above.
+    """
+    root = Path(os.environ["TESTS_SHARED_FOLDER"]) / name
+    environment = {**os.environ, "WANDB_MODE": wandb}
+    with FileLock(f"{root}.lock"):
+        folder = root / "checkpoints" / name
+        if not (root / "output.txt").exists():
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir()
+            done = run("fit", *arguments, "--run_name", name, cwd=root, env=environment)
+            assert done.returncode == 0, done.stderr
+            (root / "output.txt").write_text(done.stdout + done.stderr)
+    return folder
 
 
-def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], since: int = 0, timeout: float = 120) -> bool:
+def finished_run() -> Path:
+    """A small run on one process, with a report and W&B offline."""
+    return made_once("small", *REPORTED, wandb="offline")
+
+
+def two_rank_run() -> Path:
+    """A small run on two processes, with a report and W&B offline; every rank takes half of each batch of 64."""
+    flags = ["--data.batch_size", "32", "--data.test_samples", "199", "--model.schedule", "constant"]
+    return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline")
+
+
+def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: float = 120) -> bool:
     """Wait until ``text`` stands in ``log`` after byte ``since``; False where the process ended without it."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
@@ -74,7 +161,7 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: Process) -> None:
     """SIGKILL to everything a process started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

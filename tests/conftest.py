@@ -54,10 +54,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
             fcntl.flock(machine, fcntl.LOCK_UN)  # not left to close(): a forked child may hold the file open
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need one."""
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Nightly tests run when asked for: ``-m nightly``, ``NIGHTLY=1``, or by name. Tests marked ``gpu`` need one."""
     import torch
 
+    for item in items:
+        if "mnist_root" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.nightly)
+    asked_for = "nightly" in config.option.markexpr or "NIGHTLY" in os.environ or any("::" in a for a in config.args)
+    nightly = [] if asked_for else [item for item in items if item.get_closest_marker("nightly")]
+    if nightly:
+        items[:] = [item for item in items if item not in nightly]
+        config.hook.pytest_deselected(items=nightly)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

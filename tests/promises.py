@@ -19,7 +19,7 @@ from project import test as test_command
 from project.engine.checkpoint_files import read
 from project.engine.restore import load
 from project.errors import UserError
-from tests.commands import assert_same_run, rows, summary
+from tests.commands import assert_same_run, complete, rows, summary
 
 ROOT = Path(__file__).parents[1]
 EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
@@ -170,4 +170,4 @@ def run_process(command: list[str], timeout: float = 240, cwd: Path = ROOT) -> s
     left_out = ("LOCAL_RANK", "PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
     environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "WANDB_MODE": "disabled"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return complete(command, timeout, cwd=cwd, env=environment)

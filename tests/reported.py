@@ -1,29 +1,16 @@
-"""A small run in a process of its own, with W&B offline, made once for all tests that look at what it leaves behind."""
+"""What W&B has written of a run, and the finished run that most tests read."""
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.commands import SMALL, run
+from tests.commands import finished_run as reported_run
 
-
-@functools.cache
-def reported_run() -> Path:
-    """The folder of a finished run. Read only."""
-    root = Path(tempfile.mkdtemp(prefix="reported-"))
-    environ = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    environ.pop("WANDB_API_KEY", None)
-    done = run("fit", *SMALL, "--run_name", "small", cwd=root, env=environ)
-    assert done.returncode == 0, done.stderr
-    (root / "output.txt").write_text(done.stdout + done.stderr)
-    return root / "checkpoints" / "small"
+__all__ = ["of_type", "reported_run", "wandb_folders", "wandb_records"]
 
 
 def wandb_folders(folder: Path) -> list[Path]:

@@ -15,7 +15,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import TABLES, Settings, memory, overhead
+from project.benchmark import (
+    TABLES,
+    Settings,
+    memory,  # feature: memory
+    overhead,
+)
 from project.benchmark.__main__ import main, measure_table, read_options
 from project.benchmark.accuracy import ExampleNetwork
 from project.benchmark.devices import ResNet18
@@ -52,7 +57,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = {name: overhead.FEATURES[name] for name in ("memory monitor", "W&B", "checkpoints")}
+    some = {name: overhead.FEATURES[name] for name in ("W&B", "checkpoints")}
     monkeypatch.setattr(overhead, "FEATURES", some)
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
     assert list(rows)[:3] == ["hand-written floor", "plain PyTorch loop", "all features"]
@@ -91,6 +96,7 @@ def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Pa
     assert "hardware" not in row
 
 
+# feature: memory
 def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
     rows = rows_of("memory", tmp_path, "--batch_sizes", "32", "64", "--precisions", "32-true")
     weights = sum(p.numel() for p in ConvNet().parameters()) * 4 / 1024**2
@@ -117,6 +123,9 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
     flags = [*SMALL[:2], "--accelerator", asked]
     memory.measure(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
+
+
+# end feature: memory
 
 
 def test_devices_has_a_row_per_precision_that_this_device_really_has(tmp_path: Path) -> None:
@@ -240,7 +249,7 @@ def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
     [
         ([], None, []),
         (["--data.root", "memory"], None, ["--data.root", "memory"]),
-        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),
+        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),  # feature: memory
         (["--n", "3", "overhead"], "overhead", []),
         (["overhead", "--data.root=loaders"], "overhead", ["--data.root=loaders"]),
     ],
@@ -269,7 +278,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["devcies"], "TABLE must be one of devices, loaders, memory, overhead, accuracy, got devcies."),
+        (["devcies"], f"TABLE must be one of {', '.join(TABLES)}, got devcies."),
         (["loaders", "--n", "0"], "--n must be at least 1, got 0."),
         (["loaders", "--workers", "0", "-1"], "--workers must be at least 0, got -1."),
         (["accuracy", "--target", "99"], "--target must be above 0 and below 1, got 99.0. 0.99 is 99 %."),
@@ -277,7 +286,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         (["loaders", "--plot", "x.jpg"], "--plot must end in .png, got x.jpg."),
         (["loaders", "--data.batch_sice", "3"], "--data.batch_sice"),
         (["overhead", *TINY, "--model.lr", "-1"], "--model.lr must be above 0, got -1"),
-        (["memory", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
+        (["loaders", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

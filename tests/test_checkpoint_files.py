@@ -16,19 +16,23 @@ from project.engine.checkpoint_files import AtomicCheckpointIO, damage, serializ
 from project.engine.run_folder import choose, find_checkpoint
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
-from tests.commands import SMALL, assert_same_run, checkpoint, command, kill_group, start, summary, wait_for
+from tests.commands import (
+    SMALL,
+    assert_same_run,
+    checkpoint,
+    command,
+    finished_run,
+    kill_group,
+    start,
+    summary,
+    wait_for,
+)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def finished() -> Path:
     """The folder of a run of three epochs."""
-    previous = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("finished"))
-    try:
-        assert fit.main([*SMALL, "--run_name", "r"]) == 0
-        return Path("checkpoints/r").absolute()
-    finally:
-        os.chdir(previous)
+    return finished_run()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from project import fit
 from project import test as test_command
 from project.engine import command as entry
-from tests.commands import SMALL
+from tests.commands import SMALL, finished_run
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
@@ -121,17 +121,10 @@ def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pyte
     assert "trainer.max_epochs" in error_of(capsys, "--config", "key.yaml")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def finished() -> Path:
     """A finished run's folder."""
-    previous = Path.cwd()
-    folder = tmp_path_factory.mktemp("finished")
-    os.chdir(folder)
-    try:
-        assert fit.main([*SMALL, "--max_epochs", "3", "--run_name", "done"]) == 0
-    finally:
-        os.chdir(previous)
-    return folder / "checkpoints/done"
+    return finished_run()
 
 
 def test_a_refused_run_from_another_s_checkpoint_leaves_no_folder(

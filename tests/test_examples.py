@@ -200,7 +200,7 @@ def test_a_newcomers_mistake_is_told_in_one_line(
 
 
 @pytest.mark.skipif("FASHION_MNIST_ROOT" not in os.environ, reason="needs FASHION_MNIST_ROOT/FashionMNIST/raw")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fashion_mnist_reaches_090_on_the_full_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 

@@ -57,7 +57,6 @@ def test_onnx_and_torch_export_agree_with_the_checkpoint_on_every_test_image(
     agree_on(images, batch_size, folder, loaded)
 
 
-@pytest.mark.full_mnist
 @pytest.mark.parametrize("batch_size", [1, 7, 1024])
 def test_onnx_and_torch_export_agree_with_the_checkpoint_on_all_10000_test_images(
     batch_size: int, folder: Path, loaded: Loaded, mnist_root: Path
@@ -271,7 +270,6 @@ def test_without_the_training_data_an_export_is_checked_on_random_images(
     assert not any(prop.key == "test/accuracy" for prop in metadata)
 
 
-@pytest.mark.full_mnist
 @pytest.mark.parametrize(("typed", "source"), [([], "sample test"), (["--data.root"], "mnist test")])
 def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_are_named(
     typed: list[str], source: str, tmp_path: Path, mnist_root: Path, monkeypatch: pytest.MonkeyPatch

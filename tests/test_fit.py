@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from project import fit
 from project.data import MNISTDataModule
 from project.engine.cli import configure
 from project.engine.restore import load
-from tests.commands import SMALL, checkpoint, command, rows, run, start, summary
+from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
 
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json", "report.html"]
 PROMISED = [
@@ -33,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fit")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(folder)}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    done = run("fit", *SMALL, "--precision", "16-mixed", "--run_name", "r", cwd=folder, env=environment)
+    done = run("fit", *REPORTED, "--precision", "16-mixed", "--run_name", "r", cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     (folder / "stdout.txt").write_text(done.stdout)
     return folder / "checkpoints/r"
@@ -96,7 +95,7 @@ def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(fin
 
 
 def test_two_launches_in_the_same_second_make_two_folders(workplace: Path) -> None:
-    processes = [start(command("fit", *SMALL, "--max_epochs", "1"), workplace / f"{i}.txt") for i in range(2)]
+    processes = [start(command("fit", *REPORTED, "--max_epochs", "1"), workplace / f"{i}.txt") for i in range(2)]
     assert [process.wait(timeout=240) for process in processes] == [0, 0]
     folders = [path for path in Path("checkpoints").iterdir() if not path.is_symlink()]
     assert len(folders) == 2
@@ -126,7 +125,7 @@ def test_a_run_that_was_made_longer_and_killed_is_not_finished(
     assert fit.main([*SMALL, *arguments, "--max_epochs", "1"]) == 0
     longer = [*arguments, "--max_epochs", "3"]
     words = [sys.executable, "-m", "tests.interrupted", "70", "SIGTERM", *longer]
-    assert subprocess.run(words, capture_output=True, timeout=120).returncode == 143
+    assert complete(words).returncode == 143
     capsys.readouterr()
     assert fit.main(longer) == 0
     assert "already finished" not in capsys.readouterr().out
@@ -252,7 +251,6 @@ def test_trainer_flags_work_as_they_are(workplace: Path, flags: list[str]) -> No
     assert "test/accuracy" in summary(Path("checkpoints/f"))
 
 
-@pytest.mark.full_mnist
 def test_the_default_reaches_99_3_percent_on_full_mnist(workplace: Path, mnist_root: Path) -> None:
     assert fit.main(["--data.root", str(mnist_root), "--run_name", "full"]) == 0
     facts = summary(Path("checkpoints/full"))
@@ -274,15 +272,13 @@ def test_of_equally_good_epochs_the_last_is_the_best(workplace: Path) -> None:
     assert still["epochs"] == 2
 
 
-@pytest.mark.alone
-def test_help_lists_the_flat_flags_quickly(workplace: Path) -> None:
-    """3 s on an idle machine. Anywhere: sooner than a plain import of Lightning ends, see project/imports.py."""
-    began = time.monotonic()
-    shown = run("fit", "--help")
-    ours, began = time.monotonic() - began, time.monotonic()
-    subprocess.run([sys.executable, "-c", "import lightning.pytorch"], check=True)
+def test_help_lists_the_flat_flags_and_imports_nothing_that_it_does_not_need(workplace: Path) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "project.fit", "--help"]
+    shown = complete(words)
     assert shown.returncode == 0
-    assert ours < 0.9 * (time.monotonic() - began)
+    imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if "import time:" in line}
+    assert "lightning.pytorch" in imported
+    assert not imported & {"wandb", "onnx", "optuna", "jinja2", "tensorboard", "project.report.page"}
     for flag in (
         "--precision",
         "--devices",

@@ -24,11 +24,11 @@ from project.callbacks.memory_use import (
     MemorySnapshot,
     add_activations,
     flags_to_try,
-    is_out_of_memory,
     possible_savings,
     table,
 )
 from project.errors import UserError
+from project.live_memory import is_out_of_memory
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*logging interval", "ignore:.*does not have many workers")

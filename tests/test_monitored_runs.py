@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from project.engine.checkpoint_files import damage
-from tests.commands import CPU2, SMALL, run, summary
+from tests.commands import finished_run, run, summary, two_rank_run
+from tests.reported import of_type, wandb_folders, wandb_records
 
 
-def test_a_default_run_records_every_metric_that_a_cpu_has(tmp_path):
-    run("fit", *SMALL, "--accelerator", "cpu", "--run_name", "whole", cwd=tmp_path).check_returncode()
-    folder = tmp_path / "checkpoints" / "whole"
-    (history,) = (folder / "wandb").glob("offline-run-*")
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(history)]
-    lines = subprocess.run(inspect, capture_output=True, text=True, check=True).stdout.splitlines()
-    items = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
+def test_a_default_run_records_every_metric_that_a_cpu_has():
+    folder = finished_run()
+    (history,) = wandb_folders(folder)
+    items = [row["item"] for row in of_type(wandb_records(history), "history")]
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     everywhere = {
@@ -37,18 +32,16 @@ def test_a_default_run_records_every_metric_that_a_cpu_has(tmp_path):
     assert 0.1 < total["memory/peak_rss_gib"] < 10
 
 
-def test_two_processes_of_fit_log_under_the_same_names(tmp_path):
-    flags = [*SMALL, *CPU2, "--run_name", "pair", "--max_epochs", "1"]
-    run("fit", *flags, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"}).check_returncode()
-    with open(tmp_path / "checkpoints" / "pair" / "metrics.csv", newline="") as file:
+def test_two_processes_of_fit_log_under_the_same_names():
+    with open(two_rank_run() / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["throughput/samples_per_sec"]]
     assert len(rows) >= 4
     for row in rows:
         device, together = (float(row[f"throughput/{name}samples_per_sec"]) for name in ("device_", ""))
         assert together == pytest.approx(2 * device)
-    # five steps of two batches of 64
+    # five steps of two batches of 32
     batches, samples = (float(rows[1][f"throughput/{name}_per_sec"]) for name in ("batches", "samples"))
-    assert samples == pytest.approx(64 * batches)
+    assert samples == pytest.approx(32 * batches)
     assert float(rows[1]["throughput/step_ms"]) == pytest.approx(2000 / batches)
 
 
@@ -67,12 +60,10 @@ class RunsOut(MNISTClassifier):
 def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path):
     (tmp_path / "runs_out.py").write_text(OOM_MODEL)
     flags = ["--data.source", "sample", "--data.batch_size", "64", "--accelerator", "cpu", "--max_epochs", "1"]
-    command = [sys.executable, "-m", "project.fit", "--model", "runs_out.RunsOut", *flags, "--checkpoint_every", "2"]
+    flags += ["--model", "runs_out.RunsOut", "--checkpoint_every", "2", "--run_name", "oom"]
     search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": search}
-    ended = subprocess.run(
-        [*command, "--run_name", "oom"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
+    ended = run("fit", *flags, cwd=tmp_path, env=env)
     assert ended.returncode == 1
     tail = ended.stderr.strip().splitlines()[-7:]
     assert tail[0].startswith("Out of memory in training; --data.batch_size is 64")

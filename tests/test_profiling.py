@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.autograd import DeviceType
 from project.callbacks.profiler import REGIONS, StepProfiler, region_times
 from project.callbacks.throughput import ThroughputMonitor
 from project.errors import UserError
+from tests.commands import run
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -186,9 +185,10 @@ def test_the_profile_config_works_as_its_first_lines_say(tmp_path):
     root = Path(__file__).parents[1]
     config = root / "configs" / "profile.yaml"
     flags = ["--config", str(config), "--data.source", "sample", "--accelerator", "cpu", "--limit_train_batches", "20"]
-    command = [sys.executable, "-m", "project.fit", *flags, "--run_name", "profiled", "--data.batch_size", "32"]
+    flags += ["--run_name", "profiled", "--data.batch_size", "32"]
     env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    ended = run("fit", *flags, cwd=tmp_path, env=env)
+    assert ended.returncode == 0, ended.stderr
     folder = tmp_path / "checkpoints" / "profiled"
     found = events(folder)
     assert {name: len(spans(found, name)) for name in REGIONS} == {

@@ -25,7 +25,7 @@ from project.engine.restore import load
 from project.engine.summary import Mistake, RunRecord, Summary
 from project.report import page, write_report
 from project.report.charts import MOST_POINTS, thinned
-from tests.commands import CPU2, SMALL, run, summary
+from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -191,11 +191,8 @@ def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPat
     assert [m.probability for m in twice.mistakes] == [m.probability for m in alone.mistakes[:3] for _ in range(2)]
 
 
-@pytest.mark.slow
-def test_two_processes_report_every_test_sample_once(tmp_path: Path) -> None:
-    done = run("fit", *SMALL, *CPU2, "--data.test_samples", "199", "--run_name", "two", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "checkpoints" / "two"
+def test_two_processes_report_every_test_sample_once() -> None:
+    folder = two_rank_run()
     facts = summary(folder)
     wrong = round(199 * (1 - facts["test/accuracy"]))
     assert f"{wrong} wrong of 199" in text_of((folder / "report.html").read_text())
@@ -209,7 +206,7 @@ def test_a_report_that_fails_is_one_warning_and_no_failed_run(tmp_path: Path, mo
     monkeypatch.setattr("project.report.write_report", fail)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     flags = [
-        *SMALL,
+        *REPORTED,
         "--accelerator",
         "cpu",
         "--max_epochs",

@@ -1,15 +1,12 @@
 """Promise 2: a run that was killed at any moment, with any signal, and resumed is bit-identical to one that was not.
 
-The short form runs everywhere. The long form (more than 30 kills over the whole matrix) is
-
-    PROJECT_KILLS=4 python -m pytest tests/test_resume.py -k matrix
+The whole matrix, with more than 30 kills, is ``python -m pytest -m nightly tests/test_resume.py``.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,9 +18,11 @@ from tests.commands import (
     CONVNET,
     CPU2,
     SMALL,
+    Process,
     assert_same_run,
     checkpoint,
     command,
+    complete,
     kill_group,
     run,
     start,
@@ -40,16 +39,26 @@ AVERAGED = """
 trainer:
   callbacks: {class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}
 """
-KILLS = int(os.environ.get("PROJECT_KILLS", "2"))
-LONG = "PROJECT_KILLS" in os.environ
-MATRIX = [(devices, workers, accumulate) for devices in (1, 2) for workers in (0, 2) for accumulate in (1, 2)]
-SHORT = [(1, 0, 2), (2, 2, 1)]
+SHORT = [(1, 0, 2, 2), (2, 2, 1, 2)]  # devices, workers, accumulated batches, kills
+WHOLE = [(devices, workers, accumulate, 4) for devices in (1, 2) for workers in (0, 2) for accumulate in (1, 2)]
+
+
+def wait_for_saves(count: int, process: Process) -> None:
+    """Wait until last.ckpt has been written ``count`` times."""
+    last, seen = Path("checkpoints/killed/last.ckpt"), set[int]()
+    while len(seen) <= count and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            seen.add(last.stat().st_mtime_ns)
+        time.sleep(0.001)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("devices", "workers", "accumulate"), MATRIX if LONG else SHORT)
+@pytest.mark.parametrize(
+    ("devices", "workers", "accumulate", "kills"),
+    [*SHORT, *(pytest.param(*setting, marks=pytest.mark.nightly) for setting in WHOLE)],
+)
 def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
-    workplace: Path, devices: int, workers: int, accumulate: int
+    workplace: Path, devices: int, workers: int, accumulate: int, kills: int
 ) -> None:
     arguments = [*SMALL, *OFTEN, *RANDOM, "--data.num_workers", str(workers)]
     arguments += ["--accumulate_grad_batches", str(accumulate), *(CPU2 if devices == 2 else [])]
@@ -57,19 +66,17 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
         arguments += ["--data.batch_size", "32"]
     reference = run("fit", "--run_name", "reference", *arguments)
     assert reference.returncode == 0, reference.stderr
-    seconds = summary(Path("checkpoints/reference"))["fit_seconds"]
     chance = random.Random(f"{devices}{workers}{accumulate}")
     log = workplace / "log.txt"
-    for number in range(KILLS):
+    for number in range(kills):
         # twice in a row without a step between them is part of it: the second kill may come before the first step
         process = start(command("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments), log)
         size = log.stat().st_size
         assert wait_for("training samples", log, process, since=size)
         if number % 2:  # at an epoch's end, when best.ckpt and last.ckpt are written
             assert wait_for("train/loss", log, process, since=size)
-            time.sleep(chance.uniform(0, 0.05))
-        else:  # in the middle of an epoch, and all before the run's end
-            time.sleep(chance.uniform(0, seconds * 0.6 / KILLS))
+        else:  # after some saves, of which there are 15 an epoch; the next one may be under way
+            wait_for_saves(chance.randint(0, 12), process)
         assert process.poll() is None, "the run ended before it could be killed"
         kill_group(process)
     resumed = run("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments)
@@ -86,7 +93,7 @@ def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, s
     arguments = ["--config", "averaged.yaml", *SMALL, *CONVNET, *RANDOM, "--val_check_interval", "0.5"]
     assert fit.main(["--run_name", "reference", *arguments]) == 0
     words = [sys.executable, "-m", "tests.interrupted", str(step), "SIGTERM", "--run_name", "stopped", *arguments]
-    stopped = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    stopped = complete(words)
     assert stopped.returncode == 143, stopped.stderr
     assert checkpoint(Path("checkpoints/stopped/last.ckpt"))["global_step"] in (step, step + 1)
     assert fit.main(["--run_name", "stopped", "--ckpt_path", "last"]) == 0

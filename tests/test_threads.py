@@ -61,7 +61,8 @@ def test_a_containers_quota_counts(tmp_path: Path) -> None:
 
 def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    counted = run("fit", *SMALL, "--max_epochs", "1", *CPU2, "--trainer.callbacks", "tests.test_threads.WriteThreads")
+    callback = ["--trainer.callbacks", "tests.test_threads.WriteThreads"]
+    counted = run("fit", *SMALL, "--max_epochs", "1", *CPU2, *callback, fresh=True)
     assert counted.returncode == 0, counted.stderr
     told = [json.loads(Path(f"threads-{rank}.json").read_text()) for rank in (0, 1)]
     assert told == 2 * [max(1, cores // 2)]
@@ -75,20 +76,22 @@ def test_affinity_counts() -> None:
     assert told.stdout.strip() == "1"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.alone
 def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workplace: Path) -> None:
     """At most 2.5 and 3 times as long; with threads that spin it was thirty times."""
     long = [*SMALL, "--max_epochs", "10"]
     seconds = {}
-    assert run("fit", *long, "--run_name", "alone").returncode == 0
+    assert run("fit", *long, "--run_name", "alone", fresh=True).returncode == 0
     neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        assert run("fit", *long, "--run_name", "beside").returncode == 0
+        assert run("fit", *long, "--run_name", "beside", fresh=True).returncode == 0
     finally:
         neighbour.kill()
         neighbour.wait()
-    both = [start(command("fit", *long, "--run_name", name), workplace / f"{name}.log") for name in ("one", "two")]
+    words = {name: command("fit", *long, "--run_name", name) for name in ("one", "two")}
+    both = [start(words[name], workplace / f"{name}.log", fresh=True) for name in words]
     assert [process.wait(timeout=200) for process in both] == [0, 0]
     for name in ("alone", "beside", "one", "two"):
         seconds[name] = summary(Path("checkpoints") / name)["fit_seconds"]

@@ -588,8 +588,10 @@ def test_advice_says_what_was_measured():
     assert advice() == "10.0 ms a batch, 1 % of it waiting for data."
     assert advice(devices=2) == "20.0 ms a batch, 1 % of it waiting for data."
     assert advice(gpu_utilization_pct=30.0).startswith("10.0 ms a batch, 1 % of it waiting for data, the GPU idle 70 %")
+    # feature: tune
     tune = " To find the fastest batch size: python -m project.tune batch_size."
     assert advice(datamodule=SimpleNamespace(batch_size=64)).endswith(tune)
+    # end feature: tune
 
 
 def test_a_bound_loader_is_given_workers_only_where_they_are_missing_and_useful(monkeypatch):

@@ -21,10 +21,11 @@ from project.engine import command as entry
 from project.engine.cli import Configuration, configure
 from project.errors import UserError
 from project.hardware import GIB
+from project.live_memory import is_out_of_memory
 from project.tune import __main__ as tune
 from project.tune.batch_size import Search, advice_lines, advise, find_largest, sizes_to_time
 from project.tune.learning_rate import RateRamp, range_test, read_curve
-from project.tune.short_training import Measured, TrainingSteps, free_memory, is_out_of_memory
+from project.tune.short_training import Measured, TrainingSteps, free_memory
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 

@@ -27,7 +27,7 @@ from project.engine.summary import RunRecord, Summary
 from project.errors import UserError
 from project.loggers import wandb as wandb_logging
 from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger, offline_folders
-from tests.commands import SMALL, checkpoint, command, differences, run, start, summary, wait_for
+from tests.commands import REPORTED, SMALL, checkpoint, command, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 
 EVERY_CPU_METRIC = {
@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_ends_in_wandb_with_its_exit_code_and_has_a_report(tmp_path: Path) -> None:
-    flags = [*SMALL, "--max_epochs", "1000", "--run_name", "stopped", "--default_root_dir", str(tmp_path)]
+    flags = [*REPORTED, "--max_epochs", "1000", "--run_name", "stopped", "--default_root_dir", str(tmp_path)]
     log = tmp_path / "log"
     process = start(command("fit", *flags), log)
     assert wait_for("epoch 2/", log, process)
@@ -195,7 +195,7 @@ def test_a_wandb_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pyt
         raise OSError("no space")
 
     monkeypatch.setattr(wandb, "init", fail)
-    flags = [*SMALL, "--max_epochs", "1", "--default_root_dir", str(tmp_path), "--run_name", "r"]
+    flags = [*REPORTED, "--max_epochs", "1", "--default_root_dir", str(tmp_path), "--run_name", "r"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert fit.main([*flags, "--accelerator", "cpu"]) == 0

@@ -9,8 +9,8 @@ from typing import Any
 TABLES = {
     "devices": "every device and precision here: speed, speed-up over CPU float32, accuracy, peak memory",
     "loaders": "this project's loader and a plain PyTorch loop's: milliseconds per batch",
-    "memory": "precision × activation checkpointing × accumulation × batch size: measured peak and what it is made of",
-    "overhead": "what each feature of a run costs, against loops written by hand",
+    "memory": "peak per precision, activation checkpointing, accumulation, batch size; its parts",  # feature: memory
+    "overhead": "what each feature of a run costs, against plain PyTorch loops",
     "accuracy": "a configuration over several seeds: accuracy, time, time to a target",
 }
 Row = dict[str, Any]  # of a table, by column

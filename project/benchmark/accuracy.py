@@ -32,7 +32,7 @@ def measure(config: Configuration, settings: Settings) -> list[Row]:
     where validation first reaches the target; it is left out where fewer than half of the seeds reach it.
     """
     most_epochs = 0 if not settings.baseline else 1 if settings.quick else MOST_EPOCHS
-    plain = PlainLoop(config) if settings.baseline else None  # refuses other data before the seeds take their time
+    plain = PlainLoop(config) if settings.baseline else None  # refuses other data before the seeds are trained
     with progress("accuracy", settings.n + most_epochs) as bar:
         runs = []
         for seed in range(settings.n):

@@ -23,7 +23,7 @@ COLUMNS = {"weights": "weights_mib", "gradients": "gradients_mib", "optimizer st
 
 
 def measure(config: Configuration, settings: Settings) -> list[Row]:
-    """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
+    """One row per combination on the best device here, each measured once: the peak does not vary.
 
     ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
     the whole optimizer step; ``activations_mib`` is what it holds besides weights, gradients and optimizer state.

@@ -1,4 +1,4 @@
-"""What each feature of a run costs: everything on, without each, Lightning alone, and loops written by hand."""
+"""What each feature of a run costs: everything on, without each, Lightning alone, and plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def pct_inside_hooks(config: Configuration) -> dict[str, float]:
     return {name: 100 * inside / seconds for name, inside in run.inside_s.items()}
 
 
-# Data for loops written by hand: whole sets of images in memory, and single samples.
+# Data for the plain loops: whole sets of images in memory, and single samples.
 
 
 @dataclass(frozen=True)

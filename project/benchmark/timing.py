@@ -213,7 +213,7 @@ def afresh(config: Configuration, seed: int | None = None, trainer: Mapping[str,
 
 
 class SilentTerminal(io.StringIO):
-    """Claims to be a terminal, so that a run draws its progress bar, which costs what it costs."""
+    """Claims to be a terminal, so that a run draws its progress bar, which is part of its cost."""
 
     def isatty(self) -> bool:
         return True
@@ -242,7 +242,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a result means nothing without, of this moment and this process. None is what cannot be known."""
+    """The conditions of a result, now and in this process. None: unknown."""
 
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     command: str = field(default_factory=lambda: command_line().replace(".__main__", "", 1))

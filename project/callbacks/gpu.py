@@ -14,20 +14,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# NVML averages over 1/6 to 1 s itself; asking more often tells nothing new.
+# NVML averages over 1/6 to 1 s, so shorter intervals give nothing new.
 INTERVAL_SECONDS = 0.5
 
 
 class GpuUtilization:
-    """Samples the share of time in which the GPU ran a kernel, in a thread of its own: never on the training's path.
+    """Samples the share of time in which the GPU ran a kernel, in a thread of its own, so that training never waits.
 
     Args:
-        read: Returns the utilization in percent (0-100), or raises where it cannot be had (MIG, no driver access).
+        read: Returns the utilization in percent (0-100), or raises if there is none (MIG, no driver access).
         interval_seconds: Time between two samples.
     """
 
     def __init__(self, read: Callable[[], float], interval_seconds: float = INTERVAL_SECONDS) -> None:
-        self.paused = False  # whether what the GPU does now is not to be counted
+        self.paused = False  # whether samples are dropped now
         self._read, self._interval = read, interval_seconds
         self._samples: list[float] = []
         self._mean: float | None = None
@@ -46,7 +46,7 @@ class GpuUtilization:
         self._thread.join(timeout=5)
 
     def mean(self) -> float | None:
-        """Mean (percent) of the samples since the last call, or the last mean; None where the driver tells nothing."""
+        """Mean (percent) of the samples since the last call, or the last mean; None if the driver gives none."""
         samples, self._samples = self._samples, []
         if samples:
             self._mean = sum(samples) / len(samples)
@@ -60,7 +60,7 @@ class GpuUtilization:
         while not self._stop.wait(self._interval):
             try:
                 sample = float(self._read())
-            except Exception:  # whatever the driver's library raises: the metric is left out
+            except Exception:  # any error of the driver's library: the metric is left out
                 self.forget()
                 return
             if not self.paused:
@@ -94,7 +94,7 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
     """FLOPs of one forward and backward pass per sample (a multiply-add counts 2).
 
     Counted on the meta device: no memory, no arithmetic, no random number, no weight or running mean is touched. In
-    evaluation mode, so that what activation checkpointing computes again is not counted as useful work.
+    evaluation mode, so that the second forward pass of activation checkpointing is not counted.
 
     Raises:
         Exception: The module's ``forward`` does not take the batch's first tensor, or cannot run that way.
@@ -127,7 +127,7 @@ def matmul_dtype(precision: object) -> torch.dtype | None:
 
 def may_use_tf32(module: nn.Module) -> bool:
     """Whether float32 products of a network may run in TF32 (``--matmul_precision``; convolutions do by default)."""
-    products = torch.backends.cuda.matmul.fp32_precision == "tf32"  # what the older getters refuse to tell
+    products = torch.backends.cuda.matmul.fp32_precision == "tf32"  # the older getters raise here
     convolves = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in module.modules())
     return products or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""How much memory a run takes, what for, and whether it leaks."""
+"""How much memory a run uses, for what, and whether it leaks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.callbacks.memory_use import (
-    GIB,
     HEADLINE,
     add_activations,
     explain,
-    is_out_of_memory,
     memory_breakdown,
     possible_savings,
 )
 from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values
+from project.hardware import GIB
+from project.live_memory import is_out_of_memory
 
 MIB = 1024**2
 STATUS = Path("/proc/self/status")
 PEAKS = ("peak_allocated", "peak_reserved")
-# Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
+# Optimizer state is made at the first step that is not skipped; 16-mixed skips one or two.
 SETTLING_STEPS = 3
-# Epochs in a row that must have grown to be a leak. The baseline is the first one's end, when caches are filled.
+# Epochs in a row that must grow to count as a leak. The baseline is the end of the first one, with caches filled.
 EPOCHS = 4
 
 
@@ -48,8 +48,8 @@ class MemoryMonitor(Callback):
       included. CUDA
     - ``memory/peak_reserved_pct``: the same as a share (0-100) of the device's memory. CUDA
 
-    Device metrics are those of the rank that has most. Growth over epochs that looks like a leak is reported in a
-    warning, with numbers. An out-of-memory error gets advice added to its message, and goes on its way.
+    Device metrics are those of the rank with the highest value. Growth over epochs that looks like a leak is reported
+    in a warning, with numbers. An out-of-memory error is raised again with advice in its message.
 
     Args:
         allocator: Makes the device's allocator; None of it on the CPU.
@@ -60,7 +60,7 @@ class MemoryMonitor(Callback):
         self, allocator: Callable[[torch.device], Allocator | None] | None = None, host: HostMemory | None = None
     ) -> None:
         self.leaks: list[str] = []
-        """Reports of growth, the newest of each place."""
+        """Reports of growth, the newest one for each kind of memory."""
         self._make_allocator, self._host = allocator or allocator_of, host or HostMemory()
         self._allocator: Allocator | None = None
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
@@ -73,7 +73,7 @@ class MemoryMonitor(Callback):
         self._precision = "32-true"
 
     def summary(self) -> dict[str, float]:
-        """The run's highest values: ``memory/peak_rss_gib``, with CUDA ``memory/peak_allocated_gib`` and its kin."""
+        """The run's highest values: ``memory/peak_rss_gib``, and with CUDA the other ``memory/peak_*``."""
         return dict(self._run)
 
     @property
@@ -132,7 +132,7 @@ class MemoryMonitor(Callback):
         exception.args = (f"{exception}\n\n{explain(trainer, max(peaks), total)}",)
 
     def _read_peaks(self, of_training: bool = False) -> dict[str, int]:
-        """Read the allocator, keep its peaks for the window, and reset them: the one place that does."""
+        """Read the allocator, keep its peaks for the window, and reset them. Nothing else resets them."""
         if self._allocator is None:
             return {}
         now = self._allocator.read()
@@ -157,7 +157,7 @@ class MemoryMonitor(Callback):
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
         for name, value in {**peaks, "memory/peak_rss_gib": max(rss_gib, peak_rss_gib)}.items():
             self._run[name] = max(self._run.get(name, 0.0), value)
-        if self._logged_at == trainer.global_step:  # the epoch's last step was a log step: its row is written again
+        if self._logged_at == trainer.global_step:  # a log step ended the epoch: the same row is written again
             metrics |= {name: max(value, self._logged_peaks[name]) for name, value in peaks.items()}
         self._logged_at, self._logged_peaks = trainer.global_step, peaks
         log_values(module, {**metrics, "memory/rss_gib": rss_gib}, epoch_end)
@@ -188,13 +188,13 @@ class Allocator:
         }
 
     def reset_peak(self) -> None:
-        """Begin to look for peaks anew."""
+        """Reset the peaks to the present values."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
 
 def allocator_of(device: torch.device) -> Allocator | None:
-    """The allocator of a device, None for the CPU, which has none to ask."""
+    """The allocator of a device, None for the CPU, which keeps no counters."""
     return Allocator(device) if device.type in ("cuda", "mps") else None
 
 
@@ -210,12 +210,12 @@ class HostMemory:
 
     def rss(self) -> int:
         """Of this process and the workers that its loaders have started."""
-        # Python's own list of children: psutil's walks through all processes of the machine, some milliseconds
+        # Python's own list of children: psutil would search all processes of the machine, some milliseconds
         workers = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
         return self.process_rss() + sum(map(self._rss, workers))
 
     def peak_rss(self) -> int:
-        """The most this process has had since it was started, 0 where the system does not tell.
+        """The most this process has had since it was started, 0 if the system does not report it.
 
         Not ``getrusage``: its ``ru_maxrss`` begins with the size of the process that started this one.
         """
@@ -232,7 +232,7 @@ class HostMemory:
             if pid not in self._processes:
                 self._processes[pid] = psutil.Process(pid)
             return int(self._processes[pid].memory_info().rss)
-        except psutil.NoSuchProcess:  # a worker that has just ended
+        except psutil.NoSuchProcess:  # the worker has just ended
             self._processes.pop(pid, None)
             return 0
 
@@ -242,7 +242,7 @@ class MemoryGrowth:
 
     Args:
         place: Named in the report, such as ``host``.
-        least_mib: Growth per epoch below which nothing is reported; allocators and loggers grow a little, too.
+        least_mib: Growth per epoch below which nothing is reported; allocators and loggers always grow a little.
     """
 
     def __init__(self, place: str, least_mib: float) -> None:
@@ -252,8 +252,8 @@ class MemoryGrowth:
     def note(self, used_bytes: int) -> str | None:
         """Add an epoch's end. Returns the report, with numbers, while the growth looks like a leak.
 
-        That is: each of the last four epochs added at least ``least_mib``, and at least a third of what the one that
-        added most did (a cache that fills up adds less and less).
+        Each of the last four epochs must have added at least ``least_mib``, and at least a third of the largest
+        addition (a cache that fills up adds less and less).
         """
         self.mib.append(used_bytes / MIB)
         recent = self.mib[-EPOCHS - 1 :]

@@ -1,27 +1,25 @@
-"""What the memory of a training run is used for, and what could be saved of it."""
+"""What a training run uses memory for, and how much of it could be saved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
 from project.engine.lightning_internals import record_memory_history, write_memory_snapshot
 from project.errors import UserError
+from project.hardware import GIB
 
-GIB = 1024**3
 ACTIVATIONS = "activations and the rest"
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
     """GiB of this rank's ``weights`` (with buffers), ``gradients`` and ``optimizer state``: exact, from the tensors.
 
-    Taken right after an optimizer step: Lightning clears gradients in the next one, and some optimizers make their
-    state in the first.
+    Call it right after an optimizer step: Lightning clears gradients in the next step, and some optimizers make their
+    state in the first one.
     """
     module = trainer.lightning_module
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
@@ -34,7 +32,7 @@ def memory_breakdown(trainer: Trainer) -> dict[str, float]:
 
 
 def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str, float]:
-    """The parts with ``activations and the rest``: the training peak less those, where it is known."""
+    """The parts with ``activations and the rest``: the training peak minus the parts, if it is known."""
     if peak_bytes is None or not parts:
         return dict(parts)
     return {**parts, ACTIVATIONS: max(0.0, peak_bytes / GIB - sum(parts.values()))}
@@ -53,7 +51,7 @@ def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, f
     total, activations = sum(breakdown.values()), breakdown[ACTIVATIONS]
     saved = {
         "half the batch size, --accumulate_grad_batches doubled": activations / 2,
-        "activation checkpointing": activations,  # what it leaves depends on the network
+        "activation checkpointing": activations,  # how much remains depends on the network
     }
     if precision.startswith("32"):
         saved["--precision bf16-mixed"] = activations / 2  # 16-bit activations; weights stay float32
@@ -70,23 +68,12 @@ def table(breakdown: dict[str, float]) -> str:
 
 
 HEADLINE = "Out of memory"
-# What cuBLAS, cuDNN and MPS say when memory is used up, besides what Lightning's is_oom_error knows of CUDA and the CPU
-OUT_OF_MEMORY = ("MPS backend out of memory", "_STATUS_ALLOC_FAILED", "nable to find an engine")
-
-
-def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an exception says that a device's or the host's memory is used up."""
-    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if not (isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str)):
-        return False
-    return is_oom_error(exception) or any(words in exception.args[0] for words in OUT_OF_MEMORY)
 
 
 def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
     """The advice after an out-of-memory error: batch size, peak, breakdown, and three things to try in order.
 
-    ``peak_gib`` is 0 where the device does not tell how much was allocated, ``total_bytes`` None where it is unknown.
+    ``peak_gib`` is 0 and ``total_bytes`` None where the device does not report them.
     """
     evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
     flag = "eval_batch_size" if evaluating else "batch_size"
@@ -105,7 +92,7 @@ def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
 
 
 def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
-    """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
+    """Three things to try, the cheapest first; only flags that the run's module and data module have."""
     precision, evaluating = str(trainer.precision), flag == "eval_batch_size"
     smaller = f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
     if evaluating:

@@ -18,14 +18,14 @@ from project.engine.lightning_internals import profiled_module, surround_compile
 from project.errors import UserError
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
-# The last word of Lightning's names for what it does → the region that begins or ends with it
+# Last word of Lightning's action name → the region that begins or ends with the action
 PARTS = {"train_dataloader_next": "data", "batch_to_device": "data", "backward": "backward"}
 BEGINS = PARTS | {"configure_gradient_clipping": "optimizer"}
 ENDS = PARTS | {"training_step": "loss"}
 
 
 class StepProfiler(Profiler):
-    """Profiles training steps ``wait + warmup`` to ``wait + warmup + active``, then costs nothing more.
+    """Profiles training steps ``wait + warmup`` to ``wait + warmup + active``, then stops.
 
     Lightning's PyTorchProfiler runs one schedule over training and validation, cannot tell forward from loss, and its
     range for the optimizer holds the forward and backward pass. Here every step has the regions ``data`` (waiting for
@@ -36,7 +36,7 @@ class StepProfiler(Profiler):
     TensorBoard, one per rank; ``top_operations.txt``, the time of every region and the operations that take most.
 
     Args:
-        wait: Steps left alone first: compilation, choice of algorithms.
+        wait: First steps, not profiled: compilation, choice of algorithms.
         warmup: Steps profiled and thrown away; the profiler's own start distorts them.
         active: Steps recorded.
         shapes: Record the operations' input shapes.
@@ -134,7 +134,7 @@ class StepProfiler(Profiler):
                 self._undo.append(network.register_forward_pre_hook(self._enter_forward).remove)
                 self._undo.append(network.register_forward_hook(self._leave_forward).remove)
         for optimizer in self._module.trainer.optimizers:
-            # inside PyTorch's own range around step(), which must not end before ours
+            # our region must end before PyTorch's own range around step()
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._leave("optimizer")).remove)
         self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
         self._profile.start()

@@ -17,10 +17,10 @@ MOST_CLASSES = 1000  # a confusion matrix of more fills memory, and nobody reads
 
 
 class TestPredictions(Callback):
-    """Counts predictions by class during the test pass, and keeps the mistakes that the network was surest of.
+    """Counts predictions by class during the test pass, and keeps the most confident mistakes.
 
     For classifiers: ``test_step`` returns logits, float (batch, classes), for a batch of (inputs, labels), labels being
-    integers (batch,). Of any other task nothing is counted. Inputs are shown if they are pictures: (batch, 1 or 3,
+    integers (batch,). For other tasks nothing is counted. Inputs are kept if they are images: (batch, 1 or 3,
     height, width), uint8 or 0-1. Results are of all ranks together. Nothing waits for the device before the pass ends.
 
     Args:
@@ -51,12 +51,12 @@ class TestPredictions(Callback):
         probabilities, predictions = outputs.float().softmax(dim=1).max(dim=1)  # (batch,)
         if self._counts is None:
             self._counts = torch.zeros(classes * classes, dtype=torch.int32, device=outputs.device)
-        elif len(self._counts) != classes * classes:  # another test loader, another task
+        elif len(self._counts) != classes * classes:  # a second test loader with other classes
             return
         # torch.bincount and torchmetrics' confusion matrix, built on it, wait for the device at every batch
         known = (labels >= 0) & (labels < classes)  # others, such as -100, say that a sample does not count
         self._counts.index_add_(0, labels.clamp(0, classes - 1) * classes + predictions, known.int())
-        # right predictions sort last, so that there is no need to wait for how many are wrong
+        # right predictions sort last, so nothing must wait for the number of wrong ones
         sureness = torch.where(known & (predictions != labels), probabilities, -1.0)
         here = {"sureness": sureness, "label": labels, "prediction": predictions}
         if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3):
@@ -99,7 +99,7 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 def _is_classified(outputs: Any, batch: Any) -> bool:
-    """Whether these are logits of a classifier, and the labels that belong to them."""
+    """Whether these are a classifier's logits, and their labels."""
     if not (isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim == 2 and len(outputs)):
         return False
     labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None

@@ -28,10 +28,10 @@ PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": 
 class ThroughputMonitor(Callback):
     """Measures training in windows of ``--log_every_n_steps`` optimizer steps, and the rest at each epoch's end.
 
-    Lightning's own waits for the device at every step, says nothing for 100 steps, and needs the FLOPs from the user.
-    Here the device is waited for at a window's edges only. Left out of every window: the first two optimizer steps (a
-    run of no more than that reports its last one), validation with its loader's start, checkpoint saving, the sanity
-    check, and what happens between two epochs. Logging and progress display are part of a run and count.
+    Lightning's own waits for the device at every step, logs nothing for 100 steps, and asks the user for the FLOPs.
+    This one waits for the device at the ends of a window only. A window leaves out the first two optimizer steps (a run
+    of only two reports the last one), validation with its loader's start, checkpoint saving, the sanity check, and what
+    happens between two epochs. Logging and progress display count.
 
     The Trainer needs ``profiler=monitor.profiler(...)``: it reports waits for data, saving, and a validation to come.
 
@@ -72,14 +72,14 @@ class ThroughputMonitor(Callback):
         self._trainer: Trainer | None = None
 
     def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
-        """The Trainer's profiler; the user's own, or the one of Lightning's that is named, stands behind it."""
+        """The Trainer's profiler. It passes everything on to the profiler that the user chose."""
         if isinstance(chosen, str) and chosen.lower() not in PROFILERS:
             raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
         return LoaderTimer(self, PROFILERS[chosen.lower()]() if isinstance(chosen, str) else chosen)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what happens inside out of the window. Validation and ``trainer.save_checkpoint`` already are."""
+        """Leave the block out of the window. Validation and ``trainer.save_checkpoint`` are left out already."""
         outermost = self._pauses == 0
         self._pauses += 1
         if outermost and self._measuring:
@@ -103,11 +103,11 @@ class ThroughputMonitor(Callback):
         return {name: statistics.median(w[name] for w in self.windows if name in w) for name in names}
 
     def advice(self) -> str:
-        """What was measured, and what to try or to measure, in a sentence or two. Empty where nothing was measured."""
+        """What was measured, and what to try, in one or two sentences. Empty if nothing was measured."""
         return bottleneck(self.summary(), self._trainer) if self.windows and self._trainer else ""
 
     def count_wait(self, seconds: float) -> None:
-        """Training has waited for its next batch."""
+        """Add seconds in which training waited for its next batch."""
         self._window.waited += seconds
 
     def pause_for_validation(self) -> None:
@@ -151,7 +151,7 @@ class ThroughputMonitor(Callback):
             self.windows.append(self._log(trainer, pl_module, *self._close()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.pause_for_validation()  # in the midst of accumulated batches, the profiler does not hear of it sooner
+        self.pause_for_validation()  # while gradients accumulate, the profiler does not report it earlier
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.resume()
@@ -179,7 +179,7 @@ class ThroughputMonitor(Callback):
             self._utilization.forget()
 
     def _close(self) -> tuple[Window, float]:
-        """End the window once the device has caught up, and begin the next. Returns it with the time it ended."""
+        """Wait for the device, end the window and begin the next. Returns it with the time it ended."""
         self.resume()
         self.wait_for_device(self._device)
         window = self._window
@@ -213,7 +213,7 @@ class ThroughputMonitor(Callback):
 class LoaderTimer(Profiler):
     """Reports to a :class:`ThroughputMonitor`, and passes everything on to the user's profiler, if there is one.
 
-    A profiler is the public place where the wait for a batch, saving, and the moment before a validation can be seen.
+    A profiler is the public way to see the wait for a batch, saving, and the moment before a validation.
     """
 
     _nothing = nullcontext("")
@@ -302,12 +302,12 @@ def samples_in(batch: Any) -> int:
     return next((count for count in map(samples_in, parts) if count), 0)
 
 
-# A loader that takes a fifth of the time is worth a flag.
+# Above this share of the time, more workers are worth a try.
 LOADER_BOUND_PCT = 20.0
 
 
 def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
-    """What a run's time went to, by its ``throughput/*`` medians, and what to try or which command measures more."""
+    """Where a run's time went, by the medians of ``throughput/*``, and which flag or command to try."""
     waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
     facts = [f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"]
     if waited is not None:
@@ -318,7 +318,7 @@ def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
     datamodule = getattr(trainer, "datamodule", None)
     if waited is not None and waited >= LOADER_BOUND_PCT:
         cores, loader = max(1, threads.available_cores() // trainer.num_devices), trainer.train_dataloader
-        in_memory = hasattr(getattr(loader, "dataset", None), "gather")  # workers would only copy it
+        in_memory = hasattr(getattr(loader, "dataset", None), "gather")  # workers would not help
         if not in_memory and getattr(loader, "num_workers", cores) < cores:
             flag = "--data.num_workers " if hasattr(datamodule, "num_workers") else "the DataLoader's num_workers="
             measured += f" Try {flag}{cores}."

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-LATTICE = 7  # points per axis of the coarse random field that bends an image: about the width of a stroke apart
+LATTICE = 7  # points per axis of the coarse random field that bends an image; their distance is about a stroke's width
 
 
 def random_deformation(
     images: Tensor, *, degrees: float, scale: float, shear: float, shift: float, elastic: float
 ) -> Tensor:
-    """Rotate, scale, shear, shift and bend every image by its own random amount; what comes in from outside is 0.
+    """Rotate, scale, shear, shift and bend every image by its own random amount. Pixels from outside the image are 0.
 
     Bending is the elastic distortion of Simard, Steinkraus and Platt ("Best practices for convolutional neural
     networks", 2003), with a coarse random field, interpolated, in place of a fine one that is smoothed.
@@ -58,7 +58,7 @@ def transformed(images: Tensor, targets: Tensor, transforms: Sequence[nn.Module]
     Args:
         images: (batch, channels, height, width), uint8 or float in 0-1.
         targets: (batch, ...).
-        transforms: In their order. Called on a batch, a random one would do the same to all of its images.
+        transforms: Applied in order, image by image: on a batch, a random one would treat all images alike.
     """
     for transform in transforms:
         images = as_unit_floats(images)

@@ -20,10 +20,10 @@ from project.data.augment import as_unit_floats, random_deformation, transformed
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]
-SPLIT_SEED = 0  # of the validation split: the same samples whatever --seed_everything is
+SPLIT_SEED = 0  # of the validation split: it does not depend on --seed_everything
 
 
-# Datasets in memory, which are asked for whole batches.
+# Datasets in memory, which return whole batches.
 
 
 class TensorRows(Dataset[tuple[Tensor, ...]]):
@@ -43,7 +43,7 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
 
     def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
         """The batch of these samples (int64, (batch,)), in one call for each tensor."""
-        # copies row by row; tensor[indices] goes byte by byte and takes a CPU eight times as long
+        # copies row by row; tensor[indices] copies byte by byte, which takes eight times as long on a CPU
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
     def part(self, indices: Tensor) -> "TensorRows":
@@ -64,7 +64,7 @@ class TensorImages(TensorRows):
 
     Args:
         images: uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel.
-        labels: (count, ...). Whole numbers of any kind become int64; floats stay what they are.
+        labels: (count, ...). Integers become int64; floats keep their type.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -145,7 +145,7 @@ class SplitDataModule(LightningDataModule):
         count = len(dataset)  # type: ignore[arg-type]
         order = torch.randperm(count, generator=torch.Generator().manual_seed(SPLIT_SEED))
         held_out = max(1, round(count * share))
-        # sorted: reading files or memory in order is several times faster, and training shuffles anyway
+        # sorted: reading in order is several times faster, and training shuffles anyway
         return _part(dataset, (order[:-held_out] if split == "train" else order[-held_out:]).sort().values)
 
     def setup(self, stage: str) -> None:
@@ -159,15 +159,15 @@ class SplitDataModule(LightningDataModule):
                 self.check_split(split, dataset)
                 self.splits[split] = dataset
         if stage == "test":
-            self.splits.pop("train", None)  # the test set comes after training: one of them in memory at a time
+            self.splits.pop("train", None)  # the test comes after training: keep one of the two in memory
 
     def check_split(self, split: Split, dataset: Dataset[Any]) -> None:
-        """What is wrong with a user's data said in the user's words, before it is an error in the loss."""
+        """Check a user's data, so that a mistake is not first seen as an error in the loss."""
         if not len(dataset):  # type: ignore[arg-type]
             raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
 
     def train_dataloader(self) -> DataLoader[Any]:
-        # a set smaller than a batch is one batch, and not dropped
+        # a set smaller than a batch is one batch and is not dropped
         return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -181,14 +181,14 @@ class SplitDataModule(LightningDataModule):
         return len(self.splits[split])  # type: ignore[arg-type]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Lightning's general walk through nested collections costs more than the copy of a small batch."""
+        """Copies the parts directly: Lightning's search through nested collections costs more than a small copy."""
         if isinstance(batch, (tuple, list)) and all(isinstance(part, Tensor) for part in batch):
             # to CUDA without waiting; MPS would train on batches that have not arrived (pytorch #189690)
             return tuple(part.to(device, non_blocking=device.type == "cuda") for part in batch)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def collate_function(self) -> Callable[[Any], Any]:
-        """What makes a batch of a list of samples. No method: worker processes are sent it."""
+        """The function that turns a list of samples into a batch. It is sent to worker processes."""
         return collate
 
     def _loader(self, split: Split, batch_size: int, **order: Any) -> DataLoader[Any]:
@@ -230,7 +230,7 @@ class BatchedDataModule(SplitDataModule):
     mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
     std: list[float] = [0.5]
     image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
-    class_names: list[str] = [str(digit) for digit in range(10)]  # none where the targets are no classes
+    class_names: list[str] = [str(digit) for digit in range(10)]  # empty if the targets are not classes
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class BatchedDataModule(SplitDataModule):
     def augment(self, images: Tensor) -> Tensor:
         """Change training images (batch, channels, height, width) on their device, within 0-1 (or uint8). Override it.
 
-        Draw from torch's own generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
+        Use torch's global generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
         """
         if any(self.augmentation.values()):
             return random_deformation(as_unit_floats(images), **self.augmentation)
@@ -274,7 +274,7 @@ class BatchedDataModule(SplitDataModule):
         return images, targets
 
     def description(self) -> dict[str, Any]:
-        """What a checkpoint must know of the data to be used without them; plain values."""
+        """What a checkpoint must record about the data to be used without them: plain values."""
         return {
             "class_names": [str(name) for name in self.class_names],
             "image_shape": list(self.image_shape),
@@ -283,7 +283,7 @@ class BatchedDataModule(SplitDataModule):
         }
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Take over what :meth:`description` said in training: class names may have been read from a folder."""
+        """Restore what :meth:`description` returned in training: class names may come from a folder."""
         for name, value in description.items():
             setattr(self, name, tuple(value) if name == "image_shape" else value)
 
@@ -304,7 +304,7 @@ class BatchedDataModule(SplitDataModule):
 
 
 def collate(samples: Any) -> Any:
-    """A batch of a list of samples; what a dataset of this file has gathered is one already."""
+    """A batch from a list of samples. What a dataset of this file gathers is already a batch."""
     return samples if isinstance(samples, tuple) else default_collate(samples)
 
 
@@ -316,14 +316,14 @@ def collate_images(samples: Any, image_shape: tuple[int, int, int]) -> Any:
     """
     if isinstance(samples, tuple):
         return samples
-    if not samples:  # a rank of an evaluation with more ranks than samples
+    if not samples:  # evaluation with more ranks than samples
         return torch.empty(0, *image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     images, targets = default_collate([(_as_tensor(image, image_shape), target) for image, target in samples])
     return images, targets.float() if targets.is_floating_point() else targets.long()
 
 
 def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
-    """uint8 (channels, height, width) of a Pillow image: its largest middle part of that shape. Tensors as they are."""
+    """A Pillow image as uint8 (channels, height, width), scaled and cropped at the center. Tensors stay the same."""
     if not isinstance(image, Image.Image):
         return image
     channels, height, width = image_shape

@@ -36,8 +36,8 @@ class MNISTDataModule(BatchedDataModule):
         root: Folder in torchvision's layout: ``root/MNIST/raw/...``, plain or ``.gz``. ``root/MNIST`` and
             ``root/MNIST/raw`` are understood, too.
         source: ``mnist``: the files in ``root``, else a download into it, else an error. ``sample``: the bundled
-            digits. ``auto``: ``mnist`` where it can be had, else ``sample`` with a warning (an error where ``root``
-            is another than the default).
+            digits. ``auto``: ``mnist`` if it is available, else ``sample`` with a warning (an error if ``root``
+            is not the default).
         kwargs: Those of :class:`BatchedDataModule`.
     """
 
@@ -65,7 +65,7 @@ class MNISTDataModule(BatchedDataModule):
             raise UserError(f"--data.source must be auto or mnist, got sample: {type(self).__name__} ships no files.")
 
     def prepare_data(self) -> None:
-        """Fetch the full set where it is wanted, missing and can be had (once per machine)."""
+        """Download the full set if it is wanted and missing (once per machine)."""
         if self.data_source != "sample" and self._missing():
             try:
                 self._download()
@@ -74,7 +74,7 @@ class MNISTDataModule(BatchedDataModule):
                     raise self._lacking(f" and the download failed ({' '.join(str(error).split())})") from None
 
     def _may_fall_back(self) -> bool:
-        """To the bundled digits: not from a folder that was named, which is mistyped rather than wanting."""
+        """Whether to use the bundled digits. Not if a folder was named: its name may be mistyped."""
         return self.data_source == "auto" and self.sample_folder is not None and self.root == DEFAULT_ROOT
 
     def _lacking(self, reason: str = "") -> UserError:
@@ -85,7 +85,7 @@ class MNISTDataModule(BatchedDataModule):
         )
 
     def stay_with(self, data_source: str | None) -> None:
-        """Where the source is ``auto``: what it found then, whatever it would find now."""
+        """Resolve ``auto`` as the earlier run did, whatever is available now."""
         if self.source == "auto" and data_source:
             self.data_source = data_source
 
@@ -134,7 +134,7 @@ class MNISTDataModule(BatchedDataModule):
         return "sample"
 
     def _require_one_source(self) -> None:
-        """All ranks must have found the same data: ranks with other images would train one network on two data sets."""
+        """Check that all ranks use the same source: otherwise one network would train on two datasets."""
         if self.trainer is None or self.trainer.world_size == 1:
             return
         first = self.trainer.strategy.broadcast(self.data_source)
@@ -149,7 +149,7 @@ class MNISTDataModule(BatchedDataModule):
         """Run torchvision's download, with bounded time-outs, into a folder of its own: no half file in the root."""
         from torchvision import datasets
 
-        # above the root where there is none yet: a download that fails creates nothing
+        # in an existing folder, so that a failed download does not create the root
         root = Path(self.root).absolute()
         there = next(place for place in (root, *root.parents) if place.is_dir())
         previous = socket.getdefaulttimeout()
@@ -183,7 +183,7 @@ def _read_pair(folder: Path, prefix: str, digests: dict[str, str | None]) -> tup
     return images, labels
 
 
-# MNIST's IDX files, plain or ``.gz``: read, and checked before they are believed.
+# MNIST's IDX files, plain or ``.gz``: checked before they are used.
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 

@@ -1,7 +1,7 @@
-"""The one place that touches private names of Lightning, torch and torchmetrics: a function each, and why it is needed.
+"""The only file that uses private names of Lightning, torch and torchmetrics: one function each, with its reason.
 
-:func:`check` looks every name up once when a run starts. A name that another version no longer has then ends in one
-line, and not in a signal that is swallowed or a sum that is lost in the middle of a run.
+:func:`check` looks up every name once when a run starts. If a version lacks one, the run ends with one line, instead
+of ignoring a signal or losing a sum later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torchmetrics import Metric
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
-# module: names below it that the functions here use. Attributes that only instances have stand with their class's file.
+# module: names in it that the functions here use. For an attribute of instances, another name of the same file.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
@@ -36,8 +37,10 @@ NAMES = {
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
-    "torch.nn": ["Module._compiled_call_impl"],
-    "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],
+    "torch.nn": ["Module._compiled_call_impl"],  # feature: profiler
+    "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, benchmark, memory
+    "torch.utils._pytree": ["tree_leaves"],  # feature: tune, benchmark, memory
 }
 # How a value is logged, as its entry remembers it, and the reductions that there are
 HOW_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
@@ -64,7 +67,7 @@ def check() -> None:
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from taking over SIGTERM, and its ranks from asking each other about it at every step.
+    """Keep Lightning from handling SIGTERM, and from a broadcast about it between ranks at every step.
 
     Buys: a stop at the same step on all ranks, without a broadcast inside a signal handler (it hung 1 time in 8), and
     no wait for the device at every step. Public way missing: the Trainer has no switch for its handlers (Lightning
@@ -75,10 +78,10 @@ def leave_signals_alone(trainer: Trainer) -> None:
 
 
 def release_child_processes() -> None:
-    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero.
+    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code.
 
-    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's thread
-    takes no orders.
+    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's
+    thread cannot be stopped.
     """
     for thread in threading.enumerate():
         if thread.name == "child-process-observer":
@@ -88,7 +91,7 @@ def release_child_processes() -> None:
 def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
     """The averaged weights that ``WeightAveraging`` callbacks hold.
 
-    Buys: the same running statistics on every rank. Public way missing: the callback shows its model to nobody.
+    Buys: the same running statistics on every rank. Public way missing: the callback has no attribute for its model.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
@@ -105,7 +108,7 @@ def metric_states(module: LightningModule) -> dict[str, Any]:
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Go on with the sums that :func:`metric_states` found.
+    """Restore the sums that :func:`metric_states` returned.
 
     Public way missing: a metric's count of updates can be read and not set, and without it ``compute`` warns.
     """
@@ -177,9 +180,9 @@ def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None
 
 
 def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
-    """Make what ``self.log`` has summed up in evaluation steps that of all ranks, weighted by samples.
+    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in evaluation steps.
 
-    Buys: evaluation metrics do not depend on the number of devices, also those of a module that knows nothing of
+    Buys: evaluation metrics do not depend on the number of devices, even if the module's author ignored
     ranks. Public way missing: ``sync_dist=True`` divides the ranks' counts of samples as whole numbers, so that ranks
     of 17 and 16 samples count 16 each, and only the module's author could set it.
     """
@@ -211,6 +214,7 @@ def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
             logged.cumulated_batch_size = torch.tensor(sum(count for _, count in values), device=logged.value.device)
 
 
+# feature: profiler
 def profiled_module(profiler: Profiler) -> LightningModule:
     """The module that is trained, as the Trainer tells its profiler before ``setup``.
 
@@ -220,11 +224,19 @@ def profiled_module(profiler: Profiler) -> LightningModule:
     return module
 
 
+# end feature: profiler
+
+
+# feature: throughput
 def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:
     """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
     inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
 
 
+# end feature: throughput
+
+
+# feature: profiler
 def surround_compiled_call(
     network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
 ) -> Callable[[], None] | None:
@@ -247,6 +259,10 @@ def surround_compiled_call(
     return lambda: setattr(network, "_compiled_call_impl", compiled)
 
 
+# end feature: profiler
+
+
+# feature: memory
 def record_memory_history(max_entries: int | None) -> None:
     """Record CUDA allocations and frees with their stacks, the newest ``max_entries``; None ends it.
 
@@ -261,6 +277,31 @@ def record_memory_history(max_entries: int | None) -> None:
 def write_memory_snapshot(path: Path) -> None:
     """Write what :func:`record_memory_history` has recorded, for PyTorch's memory viewer."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+# end feature: memory
+
+
+# feature: tune, benchmark, memory
+def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
+    """A block in which ``seen`` is called with the tensors that every operation of torch returns.
+
+    Buys memory counted tensor by tensor on the CPU, whose allocator keeps no count. Public way missing: PyTorch has
+    ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            seen(tree_leaves(result))
+            return result
+
+    return Results()
+
+
+# end feature: tune, benchmark, memory
 
 
 def _on_cpu(value: Any) -> Any:

@@ -89,7 +89,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def keep_rows(self, count: int) -> None:
-        """Go on after the first ``count`` rows of the file; those behind them are of steps that will come again."""
+        """Go on after the first ``count`` rows of the file; the resumed run repeats the steps of the others."""
         rows = self._read()[:count]
         self._columns, self._count = self._shape(rows)
         if rows or self.path.exists():

@@ -33,7 +33,7 @@ END_PATIENCE, STOP_PATIENCE = 7.0, 4.0
 SETTINGS: dict[str, Any] = {
     "x_save_requirements": False,  # reads the metadata of every installed package: half a second; the lock file has it
     "init_timeout": 15.0,  # seconds for the server to answer, while training goes on
-    "finish_timeout": END_PATIENCE,  # W&B's own process ends after it, too
+    "finish_timeout": END_PATIENCE,  # also for W&B's own process
 }
 
 
@@ -145,11 +145,11 @@ class WandbRunLogger(WandbLogger):
         if self._starter is None:
             return
         patience: float | None = STOP_PATIENCE
-        if exit_code == 0:  # files need no server: they may take as long as they do
+        if exit_code == 0:  # files need no server, so there is no limit
             patience = None if self.offline else float(os.environ.get("WANDB_FINISH_TIMEOUT", END_PATIENCE))
         if finished_within(patience, lambda: self._finish(exit_code)):
             self._give_up()
-        if self._staging:  # it is this run's folder: not for later runs of this process
+        if self._staging:  # it names this run's folder; later runs of this process have others
             os.environ.pop("WANDB_DATA_DIR", None)
 
     def _finish(self, exit_code: int) -> None:
@@ -173,7 +173,7 @@ class WandbRunLogger(WandbLogger):
             rank_zero_warn(f"W&B did not take everything in time. To complete it: wandb sync {place}")
         else:
             rank_zero_warn("W&B did not answer in time and has nothing of this run. metrics.csv has every value.")
-        finished_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
+        finished_within(0.5, wandb.teardown)  # removes W&B's exit hook, which would wait for its server
 
     def _start(self, monitor: str | None, mode: str) -> None:
         try:
@@ -205,7 +205,7 @@ class WandbRunLogger(WandbLogger):
                 if self._given_up:
                     raise
                 rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())}).")
-                wandb.teardown()  # its process still counts the run that did not start
+                wandb.teardown()  # its process still holds the run that did not start
         return wandb.init(**options, mode="offline")
 
 
@@ -220,7 +220,7 @@ class _Awaited:
 
 
 def finished_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
-    """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong."""
+    """Do ``work`` in a thread, without waiting longer than ``seconds``; returns the error, if any."""
     outcome: Future[None] = Future()
 
     def target() -> None:
@@ -251,7 +251,7 @@ class WandbStart(Callback):
 
     Args:
         logger: The run's W&B logger.
-        checkpoint: Its ``monitor`` (a metric's name or None) and ``mode`` say by which value W&B sums the run up.
+        checkpoint: Its ``monitor`` (a metric's name or None) and ``mode`` choose the value in W&B's summary.
     """
 
     def __init__(self, logger: WandbRunLogger, checkpoint: Any) -> None:

@@ -32,7 +32,7 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
         pictures["memory/breakdown"] = wandb.plot.bar(parts, "use", "GiB", title="Memory by use")
     run.log(pictures)
     facts = record.summary.to_plain()
-    # what was logged over time has its last or best value there already
+    # logged metrics have their last or best value there already
     run.summary.update({key: value for key, value in facts.items() if key not in record.series})
     best = folder / "best.ckpt"
     if record.stopped_by is None and best.exists():

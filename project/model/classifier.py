@@ -22,8 +22,8 @@ class ImageClassifier(SupervisedModule):
         monitor: See :class:`SupervisedModule`.
         mode: See :class:`SupervisedModule`.
         lr: Peak learning rate.
-        label_smoothing: Share of the target spread over all classes (in what is trained, not in what is logged).
-        class_weights: Weight of each class (in what is trained, not in what is logged). Default: all alike.
+        label_smoothing: Share of the target spread over all classes (in the trained loss, not in the logged one).
+        class_weights: Weight of each class (in the trained loss, not in the logged one). Default: equal.
         channels_last: See :class:`SupervisedModule`.
         kwargs: Those of :class:`SupervisedModule`.
     """
@@ -47,7 +47,7 @@ class ImageClassifier(SupervisedModule):
             network,
             loss="CrossEntropyLoss",
             loss_args=loss_args | ({"weight": class_weights} if class_weights else {}),
-            # Micro-averaged, so the number of classes is not needed to count what is right.
+            # Micro-averaged: the share of right labels, whatever the number of classes.
             metrics={"accuracy": MulticlassAccuracy(num_classes=None, average="micro", validate_args=False), **metrics},
             monitor=monitor,
             mode=mode,
@@ -57,17 +57,18 @@ class ImageClassifier(SupervisedModule):
         )
 
     def setup(self, stage: str) -> None:
-        """Before training: does the network fit the data? An answer in the user's words instead of a shape error."""
+        """Before training: check that the network fits the data, with an error that names the flag to change."""
         super().setup(stage)
         datamodule = getattr(self.trainer, "datamodule", None)
         if stage == "fit" and getattr(datamodule, "class_names", None) and hasattr(datamodule, "image_shape"):
             check_fit(self.network, datamodule)
 
     def metric_targets(self, targets: Tensor) -> Tensor:
-        """Labels (batch,), also of mixed ones (batch, classes), as MixUp makes them."""
+        """Labels (batch,). Mixed labels (batch, classes), as MixUp makes them, become the largest class."""
         return targets.argmax(dim=1) if targets.is_floating_point() else targets
 
 
+# feature: mnist
 class MNISTClassifier(ImageClassifier):
     """:class:`ImageClassifier` with :class:`project.model.ConvNet` unless another network is given.
 
@@ -78,11 +79,14 @@ class MNISTClassifier(ImageClassifier):
 
     def __init__(self, network: nn.Module | None = None, **kwargs: Any) -> None:
         super().__init__(network if network is not None else ConvNet(), **kwargs)
-        self.mean, self.std = torch.tensor([0.1307]), torch.tensor([0.3081])  # also of checkpoints that lack them
+        self.mean, self.std = torch.tensor([0.1307]), torch.tensor([0.3081])  # older checkpoints lack them
+
+
+# end feature: mnist
 
 
 def check_fit(network: nn.Module, datamodule: Any) -> None:
-    """Try the network on one blank image. Draws no random number and leaves no trace in batch statistics.
+    """Try the network on one blank image. Draws no random number and changes no batch statistics.
 
     Args:
         network: Maps images (batch, channels, height, width) to logits (batch, classes).
@@ -96,7 +100,7 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
         return
     shape, classes = tuple(datamodule.image_shape), len(datamodule.class_names)
     data = f"{type(datamodule).__name__}'s images of shape {shape} and {classes} classes"
-    known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
+    known = inspect.signature(type(network)).parameters  # the names that this project's networks use for their sizes
     flags = {"image_shape": f"[{','.join(map(str, shape))}]", "num_classes": classes}
     typed = " ".join(f"--model.network.{name} {value}" for name, value in flags.items() if name in known)
     fix = f" Try {typed}" if typed else ""

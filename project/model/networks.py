@@ -33,7 +33,7 @@ class MLP(nn.Module):
         layers: list[nn.Module] = [nn.Flatten()]  # (batch, channels · height · width)
         size = channels * height * width
         for next_size in hidden:
-            # a place of its own in any case: weights keep their names when dropout is turned on or off
+            # Identity keeps the names of the weights the same, with or without dropout
             layers += [nn.Linear(size, next_size), nn.ReLU(), nn.Dropout(dropout) if dropout else nn.Identity()]
             size = next_size
         layers.append(nn.Linear(size, num_classes))
@@ -45,10 +45,10 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A small convolutional network; every size is a multiple of 8, as tensor cores and vector units like it.
+    """A small convolutional network; every width is a multiple of 8, which suits tensor cores and vector units.
 
     A stage is convolution, pooling where asked for, batch normalisation, ReLU. Pooling comes before the two
-    element-wise layers, which then have a quarter of the work (ReLU and the maximum commute).
+    element-wise layers, which then do a quarter of the work (ReLU and the maximum commute).
 
     Args:
         image_shape: Channels, height and width of the images.

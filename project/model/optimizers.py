@@ -43,7 +43,7 @@ def named_class(option: str, name: str, home: ModuleType, base: type, also: tupl
 
 
 def make(option: str, cls: Any, first: Any, arguments: dict[str, Any]) -> Any:
-    """``cls(*first, **arguments)``, its refusals as a :class:`UserError`."""
+    """``cls(*first, **arguments)``; what it refuses becomes a :class:`UserError`."""
     accepted = inspect.signature(cls).parameters
     for name in arguments:
         if name not in accepted:
@@ -70,8 +70,8 @@ def make_optimizer(
         lr: Learning rate.
         arguments: Further arguments of the class. ``weight_decay`` is dropped where the class has none.
         fused: Use the class's fused kernel where it has one: one call instead of several per parameter.
-        undecayed: For each of ``module.parameters()``, whether weight decay spares it. Default: where it has one
-            dimension, which every parameter has once FSDP has wrapped the module.
+        undecayed: For each of ``module.parameters()``, whether weight decay leaves it out. Default: if it has one
+            dimension. Wrapped by FSDP, every parameter has one, so the list must be made before.
     """
     cls = named_class("--model.optimizer", name, torch.optim, Optimizer)
     if cls is torch.optim.SparseAdam:
@@ -98,8 +98,8 @@ def make_schedule(
 ) -> LRScheduler:
     """One of the four shapes over the run, or a class of ``torch.optim.lr_scheduler``.
 
-    A shape is a function of the share of the run that is done, not one of torch's stateful schedules: a resumed run may
-    have another length or peak than the one that was saved, and a step past the end is no error.
+    A shape is a function of the share of the run that is done, not one of torch's stateful schedules. So a resumed run
+    may have another length or peak rate, and a step past the end is no error.
 
     Args:
         optimizer: Whose rate to set.

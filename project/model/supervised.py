@@ -15,8 +15,8 @@ from project.errors import UserError
 from project.model.networks import recompute_activations
 from project.model.optimizers import SHAPES, make, make_optimizer, make_schedule, named_class
 
-# Training batches that wait on the device to be counted together, and numbers in their outputs. One update of a metric
-# for many batches costs what one batch would: 938 single updates take about a tenth of an epoch of the MLP.
+# Most training batches, and most output values, that wait on the device before they are counted together. One update
+# of a metric for many batches costs as much as for one: 938 single updates take a tenth of an epoch of the MLP.
 MOST_BATCHES, MOST_OUTPUTS = 64, 2**22
 HALF = (torch.float16, torch.bfloat16)
 MOST_CHANNELS = 2**20  # of a mean or standard deviation that a checkpoint may bring
@@ -31,7 +31,7 @@ class SupervisedModule(LightningModule):
 
     Logged, each exact over its samples and over all ranks: ``train/loss`` (log steps: the samples since the last log
     step; epoch end: the epoch), ``val/loss``, ``test/loss``, and ``train/NAME``, ``val/NAME``, ``test/NAME`` for every
-    entry of ``metrics`` (epoch end). Logged losses are without class weights and label smoothing, so that they compare.
+    entry of ``metrics`` (epoch end). Logged losses have no class weights and no label smoothing.
 
     Args:
         network: Maps standardized inputs to outputs.
@@ -104,19 +104,19 @@ class SupervisedModule(LightningModule):
             network.compile()  # in place: torch.compile(network) would prefix every key with `_orig_mod.`
         self.loss_name = loss.rpartition(".")[2]
         self._make_losses(loss, loss_args)
-        # compute groups would hide the sums of all but one of them from whoever saves them
+        # compute groups would share one metric's sums, and checkpoints would miss the others'
         self.train_metrics = MetricCollection(dict(metrics), compute_groups=False).clone()
         self.eval_metrics = self.train_metrics.clone()
         self.register_buffer("mean", torch.zeros(1))
         self.register_buffer("std", torch.ones(1))
         self.register_load_state_dict_pre_hook(take_over_standardization)
         self.undecayed: list[bool] | None = None  # known before a strategy wraps the module
-        self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # uncounted batches: mean loss, outputs, targets
+        self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # batches not yet counted: mean loss, outputs, targets
         self.train_sums: Tensor | None = None  # (2, 2): since the last log step, in the epoch; loss sum, samples
         self.eval_sums: Tensor | None = None  # (2,): loss sum, samples
 
     def _make_losses(self, name: str, arguments: dict[str, Any]) -> None:
-        """``trained_loss``, and ``measured_loss``: one value per sample where it can, no weights and no smoothing."""
+        """``trained_loss``, and ``measured_loss``: if possible one value per sample, no weights, no smoothing."""
         cls = named_class("--model.loss", name, nn, nn.Module)
         accepted = inspect.signature(cls).parameters
         if "reduction" in arguments:
@@ -124,7 +124,7 @@ class SupervisedModule(LightningModule):
         values = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in arguments.items()}
         self.trained_loss = make("--model.loss", cls, [], values)
         plain = {key: v for key, v in values.items() if key not in ("weight", "label_smoothing")}
-        # a loss of the subclass's own is logged as it is trained
+        # a subclass's own loss is logged as it is trained
         self.measures_apart = len(plain) < len(values) and type(self).loss is SupervisedModule.loss
         each = {"reduction": "none"} if "reduction" in accepted else {}
         self.measured_loss = make("--model.loss", cls, [], plain | each)
@@ -132,11 +132,11 @@ class SupervisedModule(LightningModule):
     # What a subclass may change
 
     def inputs(self, batch: Any) -> Any:
-        """What the network is given, of a batch with or without targets: the first part."""
+        """The input of the network: the first part of a batch, or a batch without targets."""
         return batch[0] if isinstance(batch, (tuple, list)) else batch
 
     def targets(self, batch: Any) -> Tensor:
-        """What the outputs are compared with, (batch, ...): the second part."""
+        """The targets of the outputs, (batch, ...): the second part of a batch."""
         return batch[1]
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -147,7 +147,7 @@ class SupervisedModule(LightningModule):
         return self._loss(self.trained_loss if self.training else self.measured_loss, outputs, self.targets(batch))
 
     def predictions(self, outputs: Tensor) -> Tensor:
-        """What metrics and ``predict`` see: probabilities where the loss takes logits, else the outputs."""
+        """Values for metrics and ``predict``: probabilities if the loss takes logits, else the outputs."""
         outputs = widened(outputs)
         if self.loss_name in ("CrossEntropyLoss", "NLLLoss"):
             return outputs.softmax(dim=1)
@@ -174,7 +174,7 @@ class SupervisedModule(LightningModule):
             self.mean, self.std = (torch.tensor(x, dtype=self.mean.dtype, device=self.device) for x in (mean, std))
 
     def on_fit_start(self) -> None:
-        self.window, self.train_sums = [], None  # of a training that was broken off
+        self.window, self.train_sums = [], None  # left by an interrupted training
         self.train_metrics.reset()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class SupervisedModule(LightningModule):
         if self.window and outputs.shape != self.window[-1][1].shape:  # batches are counted as one tensor
             self.count_window()
         self.window.append((loss.detach(), outputs.detach(), targets))
-        # log steps may be far apart, and outputs large
+        # log steps may be far apart, and outputs may be large
         if len(self.window) >= MOST_BATCHES or len(self.window) * outputs.numel() > MOST_OUTPUTS:
             self.count_window()
         return loss
@@ -209,7 +209,7 @@ class SupervisedModule(LightningModule):
         trainer: Any = self.trainer
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         every = trainer.log_every_n_steps
-        # self.log at every step would cost more than the step's products; Lightning drops it off log steps anyway
+        # self.log at every step would cost more than the step itself; Lightning drops it between log steps
         if stepped and every > 0 and trainer.global_step % every == 0:
             self.count_window()
             if self.train_sums is not None:
@@ -221,10 +221,10 @@ class SupervisedModule(LightningModule):
         if self.train_sums is not None:
             self.log("train/loss", self._mean_over_ranks(self.train_sums[1]))
             self.train_sums = None
-            self._log_metrics("train", self.train_metrics)  # a training_step of one's own may have counted nothing
+            self._log_metrics("train", self.train_metrics)  # a subclass's training_step may have counted nothing
 
     def on_validation_epoch_start(self) -> None:
-        self.eval_sums = None  # of a validation that was broken off
+        self.eval_sums = None  # left by an interrupted validation
         self.eval_metrics.reset()
 
     on_test_epoch_start = on_validation_epoch_start
@@ -259,8 +259,8 @@ class SupervisedModule(LightningModule):
     def can_fuse(self) -> bool:
         """Whether a fused optimizer may be used: not with a gradient scaler, nor with clipping under autocast.
 
-        It would unscale by itself, too late for clipping and for the gradient norm; Lightning's mixed precision
-        refuses to clip for it, also where there is no scaler.
+        It unscales inside its step, too late for clipping and for the gradient norm. Lightning's mixed precision
+        refuses to clip with it, even without a scaler.
         """
         plugin = self.trainer.precision_plugin
         clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
@@ -274,7 +274,7 @@ class SupervisedModule(LightningModule):
     # What a resumed run goes on from
 
     def metric_state(self) -> dict[str, Tensor]:
-        """The unfinished sums of ``train/loss``; those of torchmetrics are whoever saves them to find."""
+        """The unfinished sums of ``train/loss``. The engine saves those of torchmetrics itself."""
         self.count_window()  # first: it adds to metrics as well
         return {} if self.train_sums is None else {"train_sums": self.train_sums.cpu()}
 
@@ -286,7 +286,7 @@ class SupervisedModule(LightningModule):
     # Counting
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Outputs and targets of a batch. A single output per sample loses its dimension where targets have none."""
+        """Outputs and targets of a batch. Outputs (batch, 1) become (batch,) if the targets are (batch,)."""
         outputs, targets = self(self.inputs(batch)), self.targets(batch)
         if outputs.shape == (*targets.shape, 1):  # (batch, 1) and (batch,) would broadcast to (batch, batch)
             outputs = outputs.squeeze(-1)
@@ -300,12 +300,12 @@ class SupervisedModule(LightningModule):
     def _loss(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dtype in HALF:
             outputs, loss = outputs.float(), loss.float()
-        # class numbers stay whole; what is compared element by element has the outputs' type
+        # class numbers stay integers; targets of the outputs' shape get the outputs' type
         return loss(outputs, targets.to(outputs.dtype) if outputs.shape == targets.shape else targets)
 
     @torch.no_grad()
     def count_window(self) -> None:
-        """Add the batches that wait to the sums of ``train/loss`` and to the training metrics."""
+        """Add the waiting batches to the sums of ``train/loss`` and to the training metrics."""
         if not self.window:
             return
         losses, outputs, targets = (list(parts) for parts in zip(*self.window, strict=True))
@@ -340,7 +340,7 @@ class SupervisedModule(LightningModule):
         self._log_metrics(split, self.eval_metrics)
 
     def _log_metrics(self, split: str, metrics: MetricCollection) -> None:
-        for name, value in metrics.compute().items():  # adds up over ranks
+        for name, value in metrics.compute().items():  # sums over ranks
             self.log(f"{split}/{name}", value, prog_bar=split == "val")
         metrics.reset()
 
@@ -351,23 +351,23 @@ class SupervisedModule(LightningModule):
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """At least float32: sums and probabilities of half-precision outputs would be coarse."""
+    """At least float32: half precision is too coarse for sums and probabilities."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """Float64, in which the order of a sum does not show; float32 on MPS, which knows no other."""
+    """Float64, so that the order of a sum does not matter; float32 on MPS, which has no float64."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
 def per_sample(loss: Tensor, samples: int) -> Tensor:
-    """A batch's loss, of any of the shapes that a loss may have → one value per sample, float64."""
+    """A batch's loss of any shape → one value per sample, float64."""
     loss = exact(loss.detach())
     return loss.expand(samples) if loss.ndim == 0 else loss.reshape(samples, -1).mean(dim=1)
 
 
 def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before weights are loaded: ``mean`` and ``std`` have a channel's size of their own, and older files lack them."""
+    """Before weights are loaded: give ``mean`` and ``std`` the checkpoint's size; older files lack them."""
     for name in ("mean", "std"):
         mine, saved = getattr(module, name), state_dict.get(prefix + name)
         if saved is None:

@@ -25,7 +25,7 @@ WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its widt
 MOST_EPOCHS = 8  # that are marked in a chart
 MOST_POINTS = 300  # per line; more cannot be told apart at this width
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS, MOST_LETTERS = 40, 16, 25, 14
-# Colours that the page replaces by its own, see THEME; none of them is meant to be seen.
+# Stand-ins for the page's colours, which replace them: see THEME.
 INK, FAINT, LINES = "#010203", "#040506", ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
 THEME = {
     INK: "var(--ink)",
@@ -155,7 +155,7 @@ def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shortened(name: str) -> str:
-    """A class's name as there is room for it beside a chart."""
+    """A class's name, shortened to fit beside a chart."""
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
 
 
@@ -202,7 +202,7 @@ def confusion_matrix(record: RunRecord) -> str:
         shades: Any = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
         labels: Any = [shortened(name) for name in names]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's and numpy's of each other
+            warnings.simplefilter("ignore", DeprecationWarning)  # between torch and numpy
             plot_confusion_matrix(
                 torch.from_numpy(counts), ax=ax, add_text=classes <= MOST_COUNTED_CLASSES, labels=labels, cmap=shades
             )

@@ -149,7 +149,7 @@ def best_trial(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
 
 
 def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
-    """Every trial's course over the epochs, and its best value over each parameter, as PNG.
+    """Every trial's curve over the epochs, and its best value over each parameter, as PNG.
 
     Optuna's own pictures neither mark the best trial nor show the parameters of those stopped early.
     """

@@ -120,7 +120,7 @@ def _parameter(name: str, entry: Any) -> Parameter:
 
 
 def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optuna.Study, list[Trial]]:
-    """The study in a folder, new or as it was left (its journal survives any kill), and the trials left unfinished."""
+    """The study in a folder, new or continued (its journal survives any kill), and its unfinished trials."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(trials * STARTUP_SHARE))
@@ -219,7 +219,7 @@ class RunningTrial:
 def run_trials(
     study: optuna.Study, left: list[Trial], space: Space, folder: Path, fit_arguments: list[str], trials: int, jobs: int
 ) -> None:
-    """Bring a study to ``trials`` trials, ``jobs`` at a time; those that a killed sweep left go on first.
+    """Bring a study to ``trials`` trials, ``jobs`` at a time; unfinished ones of a killed sweep first.
 
     Raises:
         UserError: ``fit`` refused the arguments.

@@ -16,7 +16,7 @@ from project.tune.short_training import Measured, TrainingSteps
 
 Tell = Callable[[str], None]
 FIRST = 16  # the smallest size that is timed, where larger ones fit
-WORTH = 0.05  # of the best rate: what is gained has to be more
+WORTH = 0.05  # of the best rate: a smaller gain does not count
 # Optimizer steps an epoch that a recommended size leaves. On the bundled digits, 4 an epoch gave an accuracy of 0.916
 # after five epochs, and 70 gave 0.983.
 LEAST_STEPS = 50
@@ -28,7 +28,7 @@ class Search:
     """What the search for the largest batch found."""
 
     largest: int = 0  # 0: not even one sample fits
-    limited_by: str = "memory"  # or what else kept it from trying larger ones
+    limited_by: str = "memory"  # or another reason
     tries: list[Measured] = field(default_factory=list)  # those that fitted, in the order they were made
     smallest_failed: int | None = None
 

@@ -119,7 +119,7 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], present: float) 
     """
     count = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     if count:
-        # Each loss averaged with those around it by a Gaussian. What has diverged counts no more than the first losses:
+        # Each loss averaged with those around it by a Gaussian. Diverged losses are cut to the first losses:
         # a loss of 1e12 would be seen a hundred steps before.
         capped = np.minimum(losses[:count], max(losses[: max(1, count // 10)]))
         distance = np.subtract.outer(np.arange(count), np.arange(count)) / (WIDTH * len(rates))
@@ -154,7 +154,7 @@ def draw_range_test(path: Path, test: RangeTest, title: str) -> None:
     axes.plot(test.lowest, lowest, fillstyle="none", color="#228833", label=name, **dot)
     if test.rates[0] < test.present < test.rates[-1]:
         axes.axvline(test.present, color="#999999", linestyle="--", linewidth=1, label=f"now: {test.present:g}")
-    fall = test.smooth[0] - lowest  # a diverging end would press everything else flat
+    fall = test.smooth[0] - lowest  # a diverging end would flatten the rest
     axes.set(xscale="log", ylim=(min(0.0, lowest - 0.1 * fall), test.smooth[0] + 0.3 * fall))
     axes.set(xlabel="learning rate", ylabel="training loss")
     axes.legend(loc="lower left", fontsize=8, frameon=False)

@@ -18,17 +18,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import hardware
-from project.callbacks.memory_use import is_out_of_memory
 from project.engine import signals
 from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import leave_signals_alone
 from project.engine.summary import samples_of
 from project.engine.trainer import build_trainer
-from project.live_memory import LiveMemory
+from project.live_memory import LiveMemory, is_out_of_memory
 
 WARM_UP_SECONDS = 1.0
-# Of the free host memory: what an operation needs only inside itself is not counted, and others live here, too.
+# Of the free host memory: temporary memory inside operations is not counted, and other programs need memory, too.
 CPU_SHARE = 0.6
 
 
@@ -47,7 +46,7 @@ class ShortTraining(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if asked := signals.requested():  # raised where nobody could hear it, such as while a tensor was freed
+        if asked := signals.requested():  # an exception raised while a tensor is freed would be lost
             raise signals.Stopped(asked)
 
 
@@ -61,7 +60,7 @@ def scratch_trainer(flags: dict[str, Any], callback: ShortTraining) -> Iterator[
     scratch = {**without_end, **all_batches, **no_validation, **silent, "val_check_interval": 1.0}
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # there are dozens of trainings here, each with the same lines
+    logger.setLevel(logging.ERROR)  # dozens of trainings would print the same lines
     with tempfile.TemporaryDirectory(prefix="tune-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = build_trainer({**flags, **scratch, "callbacks": [callback], "default_root_dir": folder})
@@ -69,7 +68,7 @@ def scratch_trainer(flags: dict[str, Any], callback: ShortTraining) -> Iterator[
             yield trainer
         finally:
             logger.setLevel(level)
-            # What Lightning hangs on them would keep the trainer, and with it all that it has on the device.
+            # They refer to the trainer, which would keep all its tensors on the device.
             for attribute in ("log", "log_dict"):
                 vars(callback).pop(attribute, None)
             for user in (getattr(trainer, "datamodule", None), getattr(trainer, "lightning_module", None)):
@@ -94,7 +93,7 @@ class Measured:
 
 
 class TrainingSteps:
-    """Trains for moments at any batch size, each time with a new module.
+    """Trains a few steps at any batch size, each time with a new module.
 
     Lightning's batch-size finder keeps memory of failed tries and works with one trainer whose state it must restore
     (Lightning issues 19789, 20231).
@@ -115,7 +114,7 @@ class TrainingSteps:
         self.memory_limit_bytes = int(min(limits) * hardware.GIB) if limits else None
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
-        self.training_samples = samples_of(self.datamodule.train_dataloader())  # None where the data do not tell
+        self.training_samples = samples_of(self.datamodule.train_dataloader())  # None if unknown
 
     def one_try(self, batch_size: int) -> Measured:
         """Two optimizer steps. On the CPU, counting memory slows them down.
@@ -172,7 +171,7 @@ class TrainingSteps:
 
 
 def free_memory() -> None:
-    """Give back what a finished or failed training held."""
+    """Free the memory of a finished or failed training."""
     gc.collect()  # Trainer, module and loops hold each other
     if torch.accelerator.is_available():  # its own empty_cache fails on MPS (PyTorch issue 186430)
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
@@ -237,6 +236,6 @@ class Clock(ShortTraining):
 
     def _start_window(self, trainer: Trainer) -> None:
         device = trainer.strategy.root_device
-        if device.type != "cpu":  # a clock tells nothing before the device has done what was asked of it
+        if device.type != "cpu":  # wait until the device has finished before the clock is read
             torch.accelerator.synchronize(device)
         self._edge, self._edge_steps = time.perf_counter(), self._steps
