@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
+from torchmetrics import MeanAbsoluteError
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
 from project.model import MNISTClassifier
