@@ -51,11 +51,20 @@ FEATURES: dict[str, tuple[str, ...]] = {
 # What several features need goes with the last of them.
 SHARED = {"project/live_memory.py": {"tune", "benchmark", "memory"}}
 
+MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no files
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z]+(?:, [a-z]+)*)(?: -->.*)?$")
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
 IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
 # A test that says this trains on the bundled digits, or compares with them.
 NEEDS_DIGITS = re.compile(r"""["']sample["']|\bSMALL\b|trained_checkpoint|digit_files|MNIST(DataModule|Classifier)""")
+# What a line says that a clone without them needs as well: the digits' licence; the README's first command
+WITHOUT_DIGITS = {
+    "pyproject.toml": [(r'^license = "MIT AND .*$', 'license = "MIT"')],
+    "README.md": [
+        (r" digits that ship inside the package", r" data that an example makes up"),
+        (rf"( && python -m {PACKAGE}\.fit)$", rf"\1 {MADE_UP}"),
+    ],
+}
 # W&B's default project: the text after these, in loggers/wandb.py, a sweep's file and commands.
 WANDB_PROJECT = r"(?<=DEFAULT_PROJECT = \")|(?<=project: )|(?<=--project )"
 LEFT_ALONE = ("requirements.lock", "LICENSE")
@@ -81,7 +90,7 @@ def main(argv: list[str]) -> int:
     print("\nLook at it with git diff HEAD; git reset --hard undoes it. To keep it:")
     print(f"  git add --all && git commit -m 'Rename to {args.name}'")
     print(f"  pip install -e .   # where {PACKAGE} was installed")
-    print(f"  python -m {args.name}.fit{' --config configs/examples/tabular.yaml' if data_is_made else ''}")
+    print(f"  python -m {args.name}.fit {MADE_UP if data_is_made else ''}")
     return 0
 
 
@@ -177,8 +186,9 @@ def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
         elif not is_gone and not depth:
             kept.append(line)
     shortened = "".join(kept)
-    if path.name == "pyproject.toml" and "mnist" in gone:
-        shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)  # the digits had their own
+    if "mnist" in gone:
+        for pattern, instead in WITHOUT_DIGITS.get(path.name, ()):
+            shortened = re.sub(pattern, instead, shortened, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", shortened) if path.suffix == ".md" and shortened != text else shortened
 
 
