@@ -20,7 +20,8 @@ from project.engine.restore import load
 from project.engine.run_folder import ROOT, find_checkpoint
 from project.engine.stop import GracefulStop
 from project.engine.summary import device_name, samples_of
-from project.engine.trainer import as_list, build_trainer, float32_products, trainer_flags
+from project.engine.trainer import as_list, build_trainer, float32_products, lacks_for_test, trainer_flags
+from project.errors import UserError
 
 OUTPUT = Option("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv.")
 
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> int:
         decided_by_rank_zero(lambda: str(find_checkpoint(line.value("ckpt_path"), root, line.value("run_name"))))
     )
     loaded = load(path, argv, "project.test", (OUTPUT,))
+    if missing := lacks_for_test(loaded.module, loaded.datamodule):
+        raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
     flags = trainer_flags(loaded.config)
     flags |= {
         "logger": False,

@@ -23,10 +23,8 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 LINES = [re.split(r"\s+# ", line)[0].strip() for text in BLOCKS for line in text.replace("\\\n", " ").splitlines()]
 PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
 LINES += [span for span in re.findall(r"`([^`\n]+)`", PROSE) if span.startswith("python -m")]
-# What the commands of a clone without bundled digits are tried on
-BASE = ["--config", "configs/examples/tensor_dataset.yaml"]
-BASE = []  # feature: mnist
 COMMANDS = sorted({line for line in LINES if f"-m {PACKAGE}" in line and "pip install" not in line})
+HAS_MNIST = importlib.util.find_spec(f"{PACKAGE}.data.mnist") is not None  # a clone may have left the example out
 # Commands that hand on the options of fit; their own stand in their help.
 TAKE_FIT_OPTIONS = {"tune", "benchmark", "sweep"}
 # Words of an advertisement, and a word that no reader can know.
@@ -79,7 +77,9 @@ def test_every_command_is_there_and_knows_its_options(
     name, arguments = words_of(line)
     if name in ("fit", "test"):
         further = importlib.import_module(f"{PACKAGE}.test").OUTPUT
-        words = [*BASE, *(word for word in arguments if word != "--print_config")]
+        words = [word for word in arguments if word != "--print_config"]
+        if not HAS_MNIST and not any(word.startswith(("--config", "--model.class_path")) for word in words):
+            words = ["--config", "mine.yaml", *words]
         configure(words, f"{PACKAGE}.{name}", further=(further,) if name == "test" else ())
         return
     found = importlib.util.find_spec(f"{PACKAGE}.{name}")
@@ -97,7 +97,7 @@ def test_every_command_is_there_and_knows_its_options(
         if word.startswith("--") and word not in known:
             unknown += arguments[place : place + 2]
     assert not unknown or name in TAKE_FIT_OPTIONS, f"{name} does not know {unknown[0]}"
-    configure([*BASE, *unknown], f"{PACKAGE}.{name}")
+    configure(unknown, f"{PACKAGE}.{name}")
 
 
 def test_links_and_named_files_are_there() -> None:
@@ -110,9 +110,10 @@ def test_links_and_named_files_are_there() -> None:
     assert not [name for name in named if not (ROOT / "configs" / "examples" / name).exists()]
 
 
-def test_the_parts_of_features_are_closed() -> None:
+def test_the_parts_of_features_begin_and_end() -> None:
     marks = re.findall(r"^<!-- (end )?feature: (\w+) -->$", README, re.MULTILINE)
     assert [name for end, name in marks if not end] == [name for end, name in marks if end]
+    assert [bool(end) for end, _ in marks] == [False, True] * (len(marks) // 2)
 
 
 def test_the_snippet_for_newcomers_passes_the_checks_of_this_repository() -> None:

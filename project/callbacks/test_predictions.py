@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ class TestPredictions(Callback):
     For classifiers: ``test_step`` returns logits, float (batch, classes), for a batch of (inputs, labels), labels being
     integers (batch,). For other tasks nothing is counted. Inputs are kept if they are images: (batch, 1 or 3,
     height, width), uint8 or 0-1. Results are of all ranks together. Nothing waits for the device before the pass ends.
-
-    Args:
-        most: Mistakes to keep.
+    Kept are ``most`` mistakes.
     """
 
     __test__ = False  # pytest: this is no test class
@@ -36,11 +33,10 @@ class TestPredictions(Callback):
         self.mistakes: list[Mistake] = []
         """Surest first."""
         self._counts: Tensor | None = None  # (classes × classes,)
-        self._kept: dict[str, Tensor] = {}  # of the surest mistakes so far: sureness, label, prediction, image
+        self._kept: list[dict[str, Tensor]] = []  # of the surest mistakes so far: sureness, label, prediction, image
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.confusion, self.mistakes = None, []
-        self._counts, self._kept = None, {}
+        self.confusion, self.mistakes, self._counts, self._kept = None, [], None, []
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int, **__: int
@@ -61,33 +57,34 @@ class TestPredictions(Callback):
         here = {"sureness": sureness, "label": labels, "prediction": predictions}
         if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3):
             here["image"] = images
-        self._kept = self._surest(here if not self._kept else _joined(self._surest(here), self._kept))
+        self._kept = [self._surest([self._surest([here]), *self._kept])]
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         mine = None
         if self._counts is not None:
-            mine = (self._counts.long().cpu(), {key: value.cpu() for key, value in self._kept.items()})
+            mine = (self._counts.long().cpu(), {key: value.cpu() for key, value in self._kept[0].items()})
         ranks = [part for part in _of_all_ranks(mine) if part is not None]
-        self._counts, self._kept = None, {}
+        self._counts, self._kept = None, []
         if not ranks:
             return
         counts = sum(counts for counts, _ in ranks)
         self.confusion = counts.view(round(len(counts) ** 0.5), -1).numpy()
-        kept = self._surest(reduce(_joined, [kept for _, kept in ranks]))
+        kept = self._surest([kept for _, kept in ranks])
         if "image" not in kept:
             return
-        rows = zip(kept["sureness"], kept["label"], kept["prediction"], _pictures(kept["image"]), strict=True)
+        images = kept["image"]
+        if images.dtype is not torch.uint8:
+            images = (images.float().clamp(0, 1) * 255).round().byte()
+        pictures = images.permute(0, 2, 3, 1).numpy()
+        rows = zip(kept["sureness"], kept["label"], kept["prediction"], pictures, strict=True)
         self.mistakes = [Mistake(image, int(y), int(p), float(sure)) for sure, y, p, image in rows if sure >= 0]
 
-    def _surest(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _surest(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The surest of the rows of several parts; without images where these differ in size."""
+        shared = [key for key in parts[0] if len({part[key].shape[1:] if key in part else None for part in parts}) == 1]
+        rows = {key: torch.cat([part[key] for part in parts]) for key in shared}
         first = rows["sureness"].topk(min(self.most, len(rows["sureness"]))).indices
         return {key: value[first] for key, value in rows.items()}
-
-
-def _joined(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows of both; without images where these differ in size."""
-    shared = [key for key in one if key in other and one[key].shape[1:] == other[key].shape[1:]]
-    return {key: torch.cat([one[key], other[key]]) for key in shared}
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
@@ -99,18 +96,10 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 def _is_classified(outputs: Any, batch: Any) -> bool:
-    """Whether these are a classifier's logits, and their labels."""
-    if not (isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim == 2 and len(outputs)):
-        return False
+    """Whether these are logits of a classifier, and the labels that belong to them."""
     labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    if not (isinstance(labels, Tensor) and labels.shape == outputs.shape[:1]):
+    if not (isinstance(outputs, Tensor) and isinstance(labels, Tensor)):
         return False
+    logits = outputs.is_floating_point() and outputs.ndim == 2 and 1 < outputs.shape[1] <= MOST_CLASSES
     integers = labels.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    return integers and 1 < outputs.shape[1] <= MOST_CLASSES
-
-
-def _pictures(images: Tensor) -> list[np.ndarray]:
-    """uint8, or floats in 0-1, (n, channels, height, width) → uint8 (height, width, channels) each."""
-    if images.dtype is not torch.uint8:
-        images = (images.float().clamp(0, 1) * 255).round().byte()
-    return list(images.permute(0, 2, 3, 1).numpy())
+    return logits and integers and len(outputs) > 0 and labels.shape == outputs.shape[:1]

@@ -20,18 +20,10 @@ from project.data.augment import as_unit_floats, random_deformation, transformed
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]
-SPLIT_SEED = 0  # of the validation split: it does not depend on --seed_everything
-
-
-# Datasets in memory, which return whole batches.
 
 
 class TensorRows(Dataset[tuple[Tensor, ...]]):
-    """Tensors of equal length in memory, such as features and targets; a sample is a row of each.
-
-    Args:
-        tensors: Each (count, ...).
-    """
+    """Tensors (count, ...) of equal length in memory, such as features and targets; a sample is a row of each."""
 
     def __init__(self, *tensors: Tensor) -> None:
         if not tensors or len({len(tensor) for tensor in tensors}) > 1:
@@ -46,12 +38,6 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
         # copies row by row; tensor[indices] copies byte by byte, which takes eight times as long on a CPU
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
-    def part(self, indices: Tensor) -> "TensorRows":
-        """A data set of these samples (int64, (count,))."""
-        smaller = copy.copy(self)
-        smaller.tensors = self.gather(indices)
-        return smaller
-
     def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
         return tuple(tensor[index] for tensor in self.tensors)
 
@@ -62,27 +48,16 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
 class TensorImages(TensorRows):
     """Images and their targets in memory.
 
-    Args:
-        images: uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel.
-        labels: (count, ...). Integers become int64; floats keep their type.
+    Images are uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel. Labels
+    are (count, ...); whole numbers of any kind become int64, floats stay what they are.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         images = images if images.ndim == 4 else images.unsqueeze(1)
         super().__init__(images, labels if labels.is_floating_point() else labels.long())
 
-    @property
-    def images(self) -> Tensor:
-        """(count, channels, height, width)."""
-        return self.tensors[0]
-
-    @property
-    def labels(self) -> Tensor:
-        """(count, ...)."""
-        return self.tensors[1]
-
-
-# Data modules.
+    images = property(lambda self: self.tensors[0])
+    labels = property(lambda self: self.tensors[1])
 
 
 class SplitDataModule(LightningDataModule):
@@ -116,18 +91,17 @@ class SplitDataModule(LightningDataModule):
         test_samples: int | None = None,
     ) -> None:
         super().__init__()
-        self.batch_size = _at_least("batch_size", batch_size, 1)
-        self.eval_batch_size = _at_least("eval_batch_size", eval_batch_size, 1)
-        self.num_workers = num_workers if num_workers is None else _at_least("num_workers", num_workers, 0)
-        self.pin_memory = pin_memory
-        self.prefetch_factor = _at_least("prefetch_factor", prefetch_factor, 1)
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self.limits: dict[str, int | None] = {"train": train_samples, "val": val_samples, "test": test_samples}
-        for split, limit in self.limits.items():
-            if limit is not None:
-                _at_least(f"{split}_samples", limit, 1)
-        # A rank may have no sample of a tiny evaluation set.
-        self.allow_zero_length_dataloader_with_multiple_devices = True
-        self.splits: dict[str, Dataset[Any]] = {}
+        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "prefetch_factor": prefetch_factor}
+        limits = {f"{split}_samples": limit for split, limit in self.limits.items()}
+        for name, value in {**sizes, **limits, "num_workers": num_workers}.items():
+            least = 0 if name == "num_workers" else 1
+            if value is not None and value < least:
+                raise UserError(f"--data.{name} must be at least {least}, got {value}.")
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no sample of a tiny set
+        self.splits: dict[str, Any] = {}  # datasets
 
     def make_split(self, split: Split) -> Dataset[Any]:
         """The dataset of a split: :class:`TensorRows`, or any map-style dataset. Yours to write.
@@ -137,15 +111,14 @@ class SplitDataModule(LightningDataModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
-    def hold_out(self, dataset: Dataset[Any], split: Split, share: float = 0.1) -> Dataset[Any]:
+    def hold_out(self, dataset: Any, split: Split, share: float = 0.1) -> Dataset[Any]:
         """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share`` is validation.
 
         The same samples in every run, on every rank and whatever ``--seed_everything`` is.
         """
-        count = len(dataset)  # type: ignore[arg-type]
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(SPLIT_SEED))
-        held_out = max(1, round(count * share))
-        # sorted: reading in order is several times faster, and training shuffles anyway
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
+        held_out = max(1, round(len(dataset) * share))
+        # sorted: reading files or memory in order is several times faster, and training shuffles anyway
         return _part(dataset, (order[:-held_out] if split == "train" else order[-held_out:]).sort().values)
 
     def setup(self, stage: str) -> None:
@@ -153,17 +126,17 @@ class SplitDataModule(LightningDataModule):
         needed: dict[str, list[Split]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}
         for split in needed.get(stage, []):
             if split not in self.splits:
-                dataset, limit = self.make_split(split), self.limits[split]
-                if limit is not None and limit < len(dataset):  # type: ignore[arg-type]
-                    dataset = _part(dataset, torch.arange(limit))
+                dataset: Any = self.make_split(split)
+                limit = self.limits[split] or len(dataset)
+                dataset = _part(dataset, torch.arange(limit)) if limit < len(dataset) else dataset
                 self.check_split(split, dataset)
                 self.splits[split] = dataset
         if stage == "test":
             self.splits.pop("train", None)  # the test comes after training: keep one of the two in memory
 
-    def check_split(self, split: Split, dataset: Dataset[Any]) -> None:
-        """Check a user's data, so that a mistake is not first seen as an error in the loss."""
-        if not len(dataset):  # type: ignore[arg-type]
+    def check_split(self, split: Split, dataset: Any) -> None:
+        """What is wrong with a user's data said in the user's words, before it is an error in the loss."""
+        if not len(dataset):
             raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -178,7 +151,7 @@ class SplitDataModule(LightningDataModule):
 
     def num_samples(self, split: Split) -> int:
         """Samples in a split that has been set up."""
-        return len(self.splits[split])  # type: ignore[arg-type]
+        return len(self.splits[split])
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copies the parts directly: Lightning's search through nested collections costs more than a small copy."""
@@ -243,13 +216,7 @@ class BatchedDataModule(SplitDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.augmentation = {
-            "degrees": rotate_degrees,
-            "scale": scale_fraction,
-            "shear": shear_degrees,
-            "shift": shift_pixels,
-            "elastic": elastic_pixels,
-        }
+        self.deformation = (rotate_degrees, scale_fraction, shear_degrees, shift_pixels, elastic_pixels)
         self.transforms = transforms or []
 
     def augment(self, images: Tensor) -> Tensor:
@@ -257,66 +224,53 @@ class BatchedDataModule(SplitDataModule):
 
         Use torch's global generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
         """
-        if any(self.augmentation.values()):
-            return random_deformation(as_unit_floats(images), **self.augmentation)
-        return images
+        return random_deformation(as_unit_floats(images), *self.deformation) if any(self.deformation) else images
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Augment a training batch that has reached its device."""
         images, targets = batch
-        if tuple(images.shape[1:]) != tuple(self.image_shape):
-            raise UserError(
-                f"{type(self).__name__}.image_shape must be the images' (channels, height, width), "
-                f"{tuple(images.shape[1:])}, got {tuple(self.image_shape)}."
-            )
+        found, named = tuple(images.shape[1:]), tuple(self.image_shape)
+        if found != named:
+            name = f"{type(self).__name__}.image_shape"
+            raise UserError(f"{name} must be the images' (channels, height, width), {found}, got {named}.")
         if self.trainer is not None and self.trainer.training:
             images, targets = transformed(self.augment(images), targets, self.transforms)
         return images, targets
 
     def description(self) -> dict[str, Any]:
-        """What a checkpoint must record about the data to be used without them: plain values."""
-        return {
-            "class_names": [str(name) for name in self.class_names],
-            "image_shape": list(self.image_shape),
-            "mean": [float(value) for value in self.mean],
-            "std": [float(value) for value in self.std],
-        }
+        """What a checkpoint must know of the data to be used without them; plain values."""
+        numbers = {name: [float(value) for value in getattr(self, name)] for name in ("mean", "std")}
+        return {"class_names": list(map(str, self.class_names)), "image_shape": list(self.image_shape), **numbers}
 
     def describe(self, description: dict[str, Any]) -> None:
         """Restore what :meth:`description` returned in training: class names may come from a folder."""
         for name, value in description.items():
             setattr(self, name, tuple(value) if name == "image_shape" else value)
 
-    def check_split(self, split: Split, dataset: Dataset[Any]) -> None:
+    def check_split(self, split: Split, dataset: Any) -> None:
         super().check_split(split, dataset)
-        labels = dataset.labels if isinstance(dataset, TensorImages) else None
-        if labels is None or labels.is_floating_point() or labels.ndim != 1 or not self.class_names:
+        if not (self.class_names and isinstance(dataset, TensorImages)):
             return
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= len(self.class_names):
+        labels, names = dataset.labels, len(self.class_names)
+        if labels.dtype == torch.int64 and labels.ndim == 1 and not 0 <= int(labels.min()) <= int(labels.max()) < names:
             raise UserError(
-                f"{type(self).__name__}.class_names must name every class: the {split} labels go from {low} to {high}, "
-                f"got {len(self.class_names)} names."
+                f"{type(self).__name__}.class_names must name every class: the {split} labels go from "
+                f"{int(labels.min())} to {int(labels.max())}, got {names} names."
             )
 
     def collate_function(self) -> Callable[[Any], Any]:
-        return partial(collate_images, image_shape=self.image_shape)
+        return partial(collate, image_shape=self.image_shape)
 
 
-def collate(samples: Any) -> Any:
-    """A batch from a list of samples. What a dataset of this file gathers is already a batch."""
-    return samples if isinstance(samples, tuple) else default_collate(samples)
+def collate(samples: Any, image_shape: tuple[int, int, int] | None = None) -> Any:
+    """A batch of a list of samples; what a dataset of this file has gathered is one already.
 
-
-def collate_images(samples: Any, image_shape: tuple[int, int, int]) -> Any:
-    """A batch of (image, target) samples; Pillow images become uint8 tensors of ``image_shape``.
-
-    Returns:
-        Images (batch, channels, height, width), and targets (batch, ...), int64 or floating.
+    With ``image_shape`` samples are (image, target): Pillow images become uint8 tensors, targets int64 or floating.
     """
     if isinstance(samples, tuple):
         return samples
-    if not samples:  # evaluation with more ranks than samples
+    if image_shape is None:
+        return default_collate(samples)
+    if not samples:  # a rank of an evaluation with more ranks than samples
         return torch.empty(0, *image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     images, targets = default_collate([(_as_tensor(image, image_shape), target) for image, target in samples])
     return images, targets.float() if targets.is_floating_point() else targets.long()
@@ -332,10 +286,9 @@ def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
 
 
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
-    return dataset.part(indices) if isinstance(dataset, TensorRows) else Subset(dataset, indices.tolist())
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if value < least:
-        raise UserError(f"--data.{name} must be at least {least}, got {value}.")
-    return value
+    """The samples of a dataset at ``indices`` (int64, (count,)); what was in memory stays what it is."""
+    if not isinstance(dataset, TensorRows):
+        return Subset(dataset, indices.tolist())
+    part = copy.copy(dataset)
+    part.tensors = dataset.gather(indices)
+    return part

@@ -240,7 +240,7 @@ class RunCheckpoint(GracefulStop):
         self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mine.epoch_ends()
+        self._mine.epoch_ends(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._request = max(self._request, self.settle())

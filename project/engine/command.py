@@ -149,12 +149,11 @@ def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...]
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ckpt_path``."""
-    parser.add_argument(
-        "--ckpt_path",
-        metavar="best|last|PATH",
-        help="the checkpoint: a file, or best or last of the newest run (default: best)",
-    )
+    """Add ``--ckpt_path`` and ``--allow_imports``."""
+    which = "the checkpoint: a file, or best or last of the newest run (default: best)"
+    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help=which)
+    packages = "packages that the checkpoint's configuration may name besides your own"
+    parser.add_argument("--allow_imports", metavar="PACKAGES", help=packages)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -49,6 +49,7 @@ class Start:
     batches: int = 0  # done, on each rank
     samples_per_batch: int = 0  # of all ranks together, at that time
     states: Sequence[Any] = ()  # of this rank's stateful loaders or samplers
+    over: bool = False  # whether nothing of the epoch's training is left: only its validation, and the states after it
 
 
 class ExactBatches(Sampler[Any]):
@@ -85,6 +86,7 @@ class ExactBatches(Sampler[Any]):
         self.source, self.batch_size, self.drop_last, self.training = source, batch_size, drop_last, training
         self.may_be_empty, self.seed, self.rank, self.world_size = may_be_empty, seed, rank, world_size
         self.epoch = self.start_batch = self.start_sample = 0
+        self.over = False  # whether nothing of this epoch is left
         self.state: Any = None  # of the source at the epoch's start, where it has one
         self.num_samples = len(source)
         if batch_size is not None and training and drop_last:  # a set smaller than a batch is one batch
@@ -107,14 +109,14 @@ class ExactBatches(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Lightning's hook: the next iteration is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.epoch:
-            self.start_batch = self.start_sample = 0
+            self.start_batch, self.start_sample, self.over = 0, 0, False
         self.epoch = epoch
 
     def start_at(self, start: Start) -> None:
         """Start inside an epoch. The rest ends where an undisturbed epoch ends, and no sample is seen twice, even
         if the batch size or the number of ranks has changed.
         """
-        self.epoch = start.epoch
+        self.epoch, self.over = start.epoch, start.over
         per_batch = start.samples_per_batch or self.global_batch_size
         self.start_sample = min(start.batches * per_batch, self.num_samples)
         self.start_batch = len(self) - self._batches_of(self.num_samples - self.start_sample)
@@ -122,6 +124,8 @@ class ExactBatches(Sampler[Any]):
             self.source.load_state_dict(start.states[0])
 
     def __iter__(self) -> Iterator[Any]:
+        if self.over:  # workers ask before they are asked; the source's order must wait for the next epoch
+            return
         epoch, first_batch, first_sample = self.epoch, self.start_batch, self.start_sample
         order = self._order()
         parts = self._parts_of_training(order, first_sample) if self.training else self._parts_of_evaluation(order)
@@ -267,55 +271,96 @@ class ExactLoader(DataLoader[Any]):
         """See :meth:`ExactBatches.start_at`."""
         self.batches.start_at(start)
 
-    def state_after(self, batches: int | None) -> Any:
-        """The sampler's own state when this epoch began (None: when the next one will), where it has one."""
+    def state_after(self, batches: int, epoch_ends: bool) -> Any:
+        """The sampler's own state when this epoch began, or when the next one will; None where it has none."""
         source = self.batches.source
-        return source.state_dict() if batches is None and has_state(source) else self.batches.state
+        return source.state_dict() if epoch_ends and has_state(source) else self.batches.state
 
 
-class StatefulLoader:
-    """A loader that has a state (or whose dataset has one), recorded after every batch.
+class WatchedLoader:
+    """A training loader that has no exact form; it may have a state (or its dataset), recorded after every batch.
 
-    Lightning may have fetched one batch more than training has used. So the states after the last batches are kept, and
-    a checkpoint takes the one with its batch's number.
+    Its random numbers in this process come from (seed, epoch, batch), the same on every rank, and training's generators
+    do not move. Lightning may have fetched one batch more than training has used. So the states after the last batches
+    are kept, and a checkpoint takes the one with its batch's number.
 
     Args:
         loader: What is iterated.
-        owner: Has ``state_dict`` and ``load_state_dict``: the loader or its dataset.
+        owner: Has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or nobody.
+        seed: Of the run.
     """
 
-    def __init__(self, loader: Any, owner: Any) -> None:
-        self.loader, self.owner = loader, owner
+    def __init__(self, loader: Any, owner: Any, seed: int = 0) -> None:
+        self.loader, self.owner, self.seed = loader, owner, seed
         self.dataset = getattr(loader, "dataset", None)
+        self.sampler = self  # where Lightning looks for ``set_epoch``
+        self.epoch = 0
         self.first = 0  # batches of this epoch that came before
+        self.finished = False  # whether the loader has come to its end
         self._states: dict[int, Any] = {}  # batch → state after it
+        self._over = -1  # an epoch of which nothing is left
+        self._rest: Any = None  # state after an epoch that ended before the loader did (``--limit_train_batches``)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        done, self.first = self.first, 0
-        self._states = {done: self.owner.state_dict()}
-        for batch in self.loader:
+        if self.epoch == self._over:
+            return
+        if self._rest is not None:  # as a resumed run does
+            self.owner.load_state_dict(self._rest)
+        done, self.first, self.finished, self._rest = self.first, 0, False, None
+        self._states = {done: self._state()}
+        with generators_kept():
+            self._draw_for(-1)
+            batches = iter(self.loader)
+        batch = self._next(batches, done)
+        while not self.finished:
             done += 1
-            self._states[done] = self.owner.state_dict()
+            self._states[done] = self._state()
             self._states.pop(done - 4, None)
-            yield batch
+            # One batch ahead: Lightning does not ask a loader with a length for more, and it would never end its epoch.
+            current, batch = batch, self._next(batches, done)
+            yield current
+
+    def _next(self, batches: Iterator[Any], number: int) -> Any:
+        with generators_kept():
+            self._draw_for(number)
+            try:
+                return next(batches)
+            except StopIteration:
+                self.finished = True
+        return None
+
+    def _draw_for(self, batch: int) -> None:
+        seed_generators(hash((self.seed, self.epoch, batch)))
+
+    def _state(self) -> Any:
+        return None if self.owner is None else self.owner.state_dict()
 
     def set_epoch(self, epoch: int) -> None:
-        for part in (self.dataset, self.loader):
+        self.epoch = epoch
+        samplers = [getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
+        for part in (self.dataset, self.loader, *samplers):
             if (tell := getattr(part, "set_epoch", None)) is not None:
                 tell(epoch)
 
     def start_at(self, start: Start) -> None:
         """Start where the checkpoint was taken."""
-        if start.states:
+        self.set_epoch(start.epoch)
+        if start.states and self.owner is not None:
             self.owner.load_state_dict(start.states[0])
-            self.first = start.batches
+            self.first = 0 if start.over else start.batches
+        self._over = start.epoch if start.over else -1
 
-    def state_after(self, batches: int | None) -> Any:
-        """The state after so many batches of this epoch; None: as it is now, between two epochs."""
-        return self.owner.state_dict() if batches is None else self._states.get(batches)
+    def state_after(self, batches: int, epoch_ends: bool) -> Any:
+        """The state after so many batches of this epoch, where there is one."""
+        if epoch_ends and self.finished:
+            return self._state()
+        state = self._states.get(batches)
+        if epoch_ends:
+            self._rest = state
+        return state
 
 
 class ExactLoading:
@@ -329,7 +374,7 @@ class ExactLoading:
         """Whether training can start inside an epoch."""
         self.notes: list[str] = []
         """What could not be made exact, a line each."""
-        self.training: list[ExactLoader | StatefulLoader] = []
+        self.training: list[ExactLoader | WatchedLoader] = []
         self._installed: object = None
 
     def install(self, trainer: Trainer) -> None:
@@ -346,7 +391,7 @@ class ExactLoading:
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
         found = self._exact(loader, trainer.training, trainer.global_rank, trainer.world_size)
-        if found is None:
+        if not isinstance(found, ExactLoader) and getattr(found, "owner", None) is None:
             name = type(getattr(loader, "dataset", loader)).__name__
             if trainer.training:
                 self.anywhere = False
@@ -356,7 +401,6 @@ class ExactLoading:
                 )
             if trainer.world_size > 1:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
-            return loader
         if trainer.training:
             self.training.append(found)
             found.start_at(self.start)
@@ -383,15 +427,16 @@ class ExactLoading:
         # with workers the dataset that counts is theirs
         owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
         owner = next((part for part in owners if has_state(part)), None)
-        return StatefulLoader(loader, owner) if training and owner is not None else None
+        return WatchedLoader(loader, owner, self.seed) if training else loader
 
-    def states(self, batches: int | None) -> list[Any]:
+    def states(self, batches: int, epoch_ends: bool = False) -> list[Any]:
         """The state of this rank's training loaders, besides epoch and batch.
 
         Args:
-            batches: Number of batches done in this epoch; None between two epochs.
+            batches: Number of batches done in this epoch.
+            epoch_ends: Whether the next batch belongs to the next epoch.
         """
-        states = [loader.state_after(batches) for loader in self.training]
+        states = [loader.state_after(batches, epoch_ends) for loader in self.training]
         return states if any(state is not None for state in states) else []
 
     @property

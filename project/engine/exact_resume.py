@@ -15,6 +15,7 @@ from project.engine.exact_loading import ExactLoading, Start
 from project.engine.lightning_internals import (
     add_training_sums,
     averaged_models,
+    log_training_sums,
     metric_states,
     restore_metric_states,
     training_sums,
@@ -72,8 +73,9 @@ class RankState:
     def note(self, trainer: Trainer, place: Place = "batch") -> None:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
         self._random = random_state(trainer.strategy.root_device)
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._loaders = self.loading.states(None if place == "epoch" else done)
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        over = place == "epoch" or batches.is_last_batch  # then the next epoch's start is what counts
+        self._loaders = self.loading.states(batches.current.ready, over)
 
     def gather(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """The noted state and the current sums: plain values and tensors on the CPU."""
@@ -102,8 +104,9 @@ class RankState:
         if self._sums:
             add_training_sums(trainer, self._sums)
 
-    def epoch_ends(self) -> None:
-        """Drop sums that were not logged again: they belong to no later epoch."""
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """Log the sums that no later batch of this epoch has logged again."""
+        log_training_sums(trainer, self._sums)
         self._sums = {}
 
 
@@ -118,8 +121,10 @@ def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> St
     fit = checkpoint["loops"]["fit_loop"]
     ranks = state["ranks"]
     loaders = ranks[rank]["loaders"] if rank < len(ranks) else []
-    done = fit["epoch_loop.batch_progress"]["current"]["completed"] if state["place"] != "epoch" else 0
-    return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders)
+    batches = fit["epoch_loop.batch_progress"]
+    done = batches["current"]["completed"] if state["place"] != "epoch" else 0
+    over = state["place"] == "validation" and batches["is_last_batch"]
+    return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders, over)
 
 
 def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any]) -> str | None:

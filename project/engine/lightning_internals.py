@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.profilers import Profiler
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from project.errors import UserError
@@ -31,6 +31,7 @@ NAMES = {
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
         "_ResultCollection.valid_items",
+        "_ResultCollection.log",
         "_ResultMetric.update",
         "_Metadata.is_mean_reduction",
     ],
@@ -41,6 +42,9 @@ NAMES = {
     "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, benchmark, memory
     "torch.utils._pytree": ["tree_leaves"],  # feature: tune, benchmark, memory
 }
+# How a value is logged, as its entry remembers it, and the reductions that there are
+HOW_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
+REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def check() -> None:
@@ -115,35 +119,64 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
             metric._update_count = states[name]["updates"]
 
 
-def training_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """The sums of ``self.log(..., on_epoch=True)`` in this training epoch so far.
+def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far, and how it was logged.
 
     Buys: the logged mean of an epoch that was interrupted is that of the undisturbed one. Public way missing:
     Lightning's checkpoints do not hold it (issue 17543).
     """
-    sums = {}
+    sums: dict[str, dict[str, Any]] = {}
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
-        if logged.is_tensor and logged.meta.on_epoch and not logged.has_reset:
-            sums[key] = {"value": logged.value.detach().cpu()}
-            if logged.meta.is_mean_reduction:
+        meta = logged.meta
+        if not meta.on_epoch or logged.has_reset:
+            continue
+        how = {name: getattr(meta, name) for name in HOW_LOGGED}
+        sync = {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        sums[key] = {"how": {**how, **sync, "reduce_fx": meta.reduce_fx.__name__}}
+        if logged.is_tensor:  # the sums of a torchmetrics metric are the metric's: see metric_states
+            sums[key]["value"] = logged.value.detach().cpu()
+            if meta.is_mean_reduction:
                 sums[key]["samples"] = logged.cumulated_batch_size.cpu()
     return sums
 
 
-def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Tensor]]) -> None:
-    """Add sums of :func:`training_sums` to what has been logged since, and remove them from ``sums``.
+def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
+    """Add sums of :func:`training_sums` to what has been logged since; what has been added is taken out of ``sums``.
 
     Lightning makes an entry when its value is logged for the first time, so this is called after the next batches.
     """
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         if key in sums and not logged.has_reset:
-            saved = {name: tensor.to(logged.value.device) for name, tensor in sums.pop(key).items()}
+            saved = sums.pop(key)
+            if not logged.is_tensor:
+                continue
+            value = saved["value"].to(logged.value.device)
             if logged.meta.is_max_reduction or logged.meta.is_min_reduction:
-                logged.value = logged.meta.reduce_fx(logged.value, saved["value"])
+                logged.value = logged.meta.reduce_fx(logged.value, value)
             else:
-                logged.value = logged.value + saved["value"]
+                logged.value = logged.value + value
             if "samples" in saved:
-                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"]
+                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"].to(value.device)
+
+
+def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
+    """Log sums of :func:`training_sums` that nobody has logged again: the epoch ends without another batch.
+
+    So it is where a run was stopped in the validation at an epoch's end. Call it before Lightning computes the epoch's
+    values.
+    """
+    results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
+    for key, saved in sums.items():
+        how = saved["how"]
+        reduce_fx = getattr(torch, how["reduce_fx"]) if how["reduce_fx"] in REDUCTIONS else torch.mean
+        metric = None if "value" in saved else module.get_submodule(how["metric_attribute"])
+        how = how | {"reduce_fx": reduce_fx, "sync_dist_fn": trainer.strategy.reduce, "batch_size": 1}
+        results.log(value=torch.zeros((), device=module.device) if metric is None else metric, **how)
+        logged: Any = results[key]
+        if metric is None:
+            logged.value = saved["value"].to(module.device)
+            if "samples" in saved:
+                logged.cumulated_batch_size = saved["samples"].to(module.device)
 
 
 def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ PACKAGE = __name__.split(".")[0]
 TRUSTED = (PACKAGE, "torch", "torchvision", "torchmetrics", "lightning")
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
 def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, list[str]]:
@@ -145,24 +148,37 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
         path: The checkpoint.
     """
     trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
-    for named in _named_classes(config):
-        root = named.split(".")[0]
-        if "." in named and root not in trusted and not _is_users_own(root):
-            raise UserError(
-                f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
-                f"Nothing was imported. If you trust the file: --allow_imports {root}"
-            )
+    for key, text in _texts(config):
+        holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
+        # the parser also takes a class's path, or YAML with it, where nobody would write text
+        names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
+        for named in names or ():
+            root = named.split(".")[0]
+            if root not in trusted and not _is_users_own(root) and (holds_path or _can_be_imported(root)):
+                raise UserError(
+                    f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
+                    f"Nothing was imported. If you trust the file: --allow_imports {root}"
+                )
 
 
-def _named_classes(value: Any, key: str = "") -> Iterator[str]:
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a configuration, with the key it stands under."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _named_classes(item, str(name))
-    elif isinstance(value, list):
+            yield from _texts(item, str(name))
+    elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _named_classes(item, key)
-    elif isinstance(value, str) and (key in PATHS or key.startswith(("callbacks", "logger", "plugins"))):
-        yield value
+            yield from _texts(item, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def _can_be_imported(root: str) -> bool:
+    """Whether there is a module of this name; it is not imported."""
+    try:
+        return importlib.util.find_spec(root) is not None
+    except (ImportError, ValueError):
+        return True
 
 
 def _is_users_own(root: str) -> bool:

@@ -170,7 +170,7 @@ def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -
         raise UserError(
             "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."
         )
-    if not _has_test(config):
+    if lacks_for_test(config.module, config.datamodule):
         return {}
     # In float32, so that the result is the same on any device, also on a CPU.
     if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
@@ -190,13 +190,14 @@ def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -
 test_best.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
 
 
-def _has_test(config: Configuration) -> bool:
-    """Whether the module has a test step, and the module or the data module has test data."""
-    has_step = type(config.module).test_step is not LightningModule.test_step
-    brought = type(config.module).test_dataloader is not LightningModule.test_dataloader
-    data = config.datamodule
-    given = data is not None and type(data).test_dataloader is not LightningDataModule.test_dataloader
-    return has_step and (brought or given)
+def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
+    """What a test needs and nobody has: a ``test_step``, or data for it. None where nothing is missing."""
+    if type(module).test_step is LightningModule.test_step:
+        return f"{type(module).__name__} has no test_step"
+    brought = type(module).test_dataloader is not LightningModule.test_dataloader
+    if brought or (data is not None and type(data).test_dataloader is not LightningDataModule.test_dataloader):
+        return None
+    return f"neither {type(module).__name__} nor its data module has a test_dataloader"
 
 
 @contextmanager
