@@ -127,7 +127,8 @@ def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
         # a configuration may be a long line of flags
         names = [", ".join(format_cell(row.get(key))[:60] for key in naming) for row in drawn]
         values = [row[quantity] for row in drawn]
-        errors = [row[quantity] * row.get("spread_pct", 0) / 200 for row in drawn]
+        # of accuracy the spread is that of its seconds
+        errors = [row.get("std", row[quantity] * row.get("spread_pct", 0) / 200) or 0 for row in drawn]
         axes.barh(range(len(drawn)), values, xerr=errors, tick_label=names, color="#4477aa", ecolor="#999999")
         axes.invert_yaxis()
         axes.tick_params(axis="y", labelsize=8)
