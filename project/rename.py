@@ -80,9 +80,8 @@ def main(argv: list[str]) -> int:
     told += rename(args.name) if args.name != PACKAGE else []
     print("\n".join([*told, *tidy()]))
     print("\nLook at it with git diff HEAD; git reset --hard undoes it. To keep it:")
-    print(
-        f"  git add --all && git commit -m 'Rename to {args.name}'\n  pip install -e .   # where {PACKAGE} was installed"
-    )
+    print(f"  git add --all && git commit -m 'Rename to {args.name}'")
+    print(f"  pip install -e .   # where {PACKAGE} was installed")
     print(f"  python -m {args.name}.fit {MADE_UP if data_is_made else ''}")
     return 0
 

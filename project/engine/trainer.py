@@ -158,7 +158,7 @@ def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
         raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
 
 
-def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
+def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
     """Metrics of best.ckpt on the test set: the one time a run looks at it.
 
     Args:
@@ -185,9 +185,6 @@ def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -
             verbose=False,
         )
     return {name: float(value) for metrics in found for name, value in metrics.items()}
-
-
-test_best.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
 
 
 def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
