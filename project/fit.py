@@ -90,6 +90,7 @@ def build(
     checkpoint = RunCheckpoint(
         job, config.resolved, best, csv, options.checkpoint_every, changed, requeue_signal(config)
     )
+    checkpoint.saves = flags["enable_checkpointing"] is not False
     optimizer = OptimizerMonitor() if "optimizer" in config.monitors else None  # feature: optimizer
     memory = MemoryMonitor() if "memory" in config.monitors and MemoryMonitor not in off else None  # feature: memory
     # feature: throughput
@@ -137,7 +138,7 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
             checkpoint = str(job.checkpoint) if job.checkpoint else None
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=checkpoint, weights_only=True)
         summary = summarize(config, job, session)  # before the test's precision is set
-        summary.metrics |= final_test(trainer, config, session.checkpoint.best_path)
+        summary.metrics |= test_best_checkpoint(trainer, config, session.checkpoint.saved_best)
         trained = True
         signals.resume_immediate()  # every step is saved
         publish(config, job, session, summary)
