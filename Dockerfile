@@ -2,7 +2,7 @@
 # docker run --gpus all project --precision 16-mixed
 # docker run --gpus all --ipc=host --user "$(id -u):$(id -g)" \
 #   -v "$PWD/checkpoints:/app/checkpoints" -v "$PWD/data:/app/data" project --devices 2
-# docker run --entrypoint python project -m project.devices
+# docker run --entrypoint python project -m project.devices  # feature: devices
 #
 # Any Debian with Python 3.10-3.13, its venv module and its headers. PyTorch's wheels bring their own CUDA libraries.
 ARG BASE=python:3.11-slim-bookworm
@@ -15,12 +15,12 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
-# Before the code, so that an edit rebuilds the last small layers only.
+# Before the code, so that an edit of the code rebuilds only the last small layers.
 COPY requirements.lock /tmp/requirements.lock
 RUN python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r /tmp/requirements.lock
 
-# Any `docker run --user ID` has a name and a place for its caches, and can write the two folders below.
+# With any `docker run --user ID`, the user has a name and a folder for caches, and can write the two folders below.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HOME=/tmp \

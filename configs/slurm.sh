@@ -2,8 +2,8 @@
 # One training over several machines under SLURM, one task per GPU; it survives preemption and the time limit.
 #   sbatch configs/slurm.sh
 #   sbatch --nodes 4 configs/slurm.sh --max_epochs 20 --precision bf16-mixed     # arguments of fit
-# Preempted (SIGTERM): saves the exact step, ends; SLURM queues the job again. Time limit near (SIGUSR1): saves, and
-# asks for the queue itself. Either way the job comes back under its own id, and so to its own run and checkpoint.
+# Preempted (SIGTERM): the job saves its step and ends; SLURM queues it again. Time limit near (SIGUSR1): the job saves
+# its step and queues itself again. Both times it returns under its own id, and so to its own run and checkpoint.
 #SBATCH --job-name=training
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4

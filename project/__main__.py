@@ -7,7 +7,7 @@ from pathlib import Path
 def main() -> None:
     """Print every command with the first line of its docstring. Nothing is imported, so that it is there at once."""
     here = Path(__file__).parent
-    commands: dict[str, str] = {}
+    commands = {}
     for path in sorted([*here.glob("*.py"), *here.glob("*/__main__.py")]):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         is_command = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)

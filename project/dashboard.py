@@ -13,31 +13,23 @@ import json
 from typing import Any
 
 from project.errors import UserError
-from project.loggers.panels import PANELS
+from project.loggers import PANELS, STEP
 
-STEP = "trainer/global_step"
 # Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.
 LINES: dict[str, dict[str, list[str]]] = {
-    section: {
-        f"{panel.title} ({panel.unit})" if panel.unit else panel.title: list(panel.lines)
-        for panel in PANELS
-        if panel.section == section
-    }
+    section: {f"{p.title} ({p.unit})" if p.unit else p.title: list(p.lines) for p in PANELS if p.section == section}
     for section in ("Training", "Throughput", "Memory", "Mistakes")
 }
 BARS: dict[str, dict[str, str]] = {
     "Training": {"Best validation accuracy": "val/accuracy.max", "Test accuracy": "test/accuracy"},
     "Memory": {"Peak host memory (GiB)": "memory/peak_rss_gib"},
 }
+CONFUSION_FIELDS = ("Actual", "Predicted", "nPredictions")
 # Section → (table that a run logs, chart of W&B's that shows it, the chart's fields → the table's columns)
 CHARTS: dict[str, list[tuple[str, str, dict[str, str]]]] = {
     "Memory": [("memory/breakdown_table", "wandb/bar/v0", {"label": "use", "value": "GiB"})],
     "Mistakes": [
-        (
-            "test/confusion_matrix_table",
-            "wandb/confusion_matrix/v1",
-            {"Actual": "Actual", "Predicted": "Predicted", "nPredictions": "nPredictions"},
-        ),
+        ("test/confusion_matrix_table", "wandb/confusion_matrix/v1", {name: name for name in CONFUSION_FIELDS}),
         ("test/class_accuracy_table", "wandb/bar/v0", {"label": "class", "value": "accuracy"}),
     ],
 }
@@ -56,72 +48,52 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--name", default="Training, throughput, memory, mistakes", help="what the workspace is called")
     parser.add_argument("--print", action="store_true", help="print the specification as JSON and save nothing")
     options = parser.parse_args(argv)
-    for option in () if options.print else ("entity", "project", "name"):
+    if options.print:
+        workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
+        # as plain values
+        print(json.dumps(dataclasses.asdict(workspace, dict_factory=without_empty), indent=2, default=str))
+        return 0
+    for option in ("entity", "project", "name"):
         if not (getattr(options, option) or "").strip():
             raise UserError(f"--{option} must be given, to save a workspace. To look at it: --print.")
-    if not options.print and not has_wandb_key():
-        raise UserError(
-            "saving a workspace needs a W&B login, and no API key is configured. Run wandb login, or see what would be "
-            "saved with --print."
-        )
-    workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
-    print(json.dumps(specification(workspace), indent=2, default=str) if options.print else save(workspace))
+    if not has_wandb_key():
+        needs = "saving a workspace needs a W&B login, and no API key is configured."
+        raise UserError(f"{needs} Run wandb login, or see what would be saved with --print.")
+    workspace = build_workspace(options.entity, options.project, options.name)
+    try:
+        print(workspace.save().url)
+    except Exception as error:
+        told = f"W&B did not save the workspace ({' '.join(str(error).split())[:300]}). Check both names, the login and"
+        raise UserError(f"--entity {options.entity} --project {options.project}: {told} the network.") from None
     return 0
 
 
-def build_workspace(entity: str, project: str, name: str) -> Any:
-    """The workspace; nothing is sent.
+def without_empty(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What of a workspace is set, without W&B's own bookkeeping."""
+    return {key: value for key, value in pairs if value is not None and key[0] != "_"}
 
-    Raises:
-        UserError: The extra ``dashboard`` is not installed.
-    """
+
+def build_workspace(entity: str, project: str, name: str) -> Any:
+    """The workspace; nothing is sent. A UserError where the extra ``dashboard`` is not installed."""
     try:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
     except ImportError:
-        raise UserError(
-            "python -m project.dashboard needs wandb-workspaces. Install it: pip install 'wandb-workspaces>=0.1.12'."
-        ) from None
+        install = "pip install 'wandb-workspaces>=0.1.12'"
+        raise UserError(f"python -m project.dashboard needs wandb-workspaces. Install it: {install}.") from None
     sections = []
     for section, lines in LINES.items():
         panels: list[Any] = [wr.LinePlot(title=title, x=STEP, y=list(metrics)) for title, metrics in lines.items()]
-        panels += [
-            wr.BarPlot(title=title, metrics=[wr.SummaryMetric(metric)])
-            for title, metric in BARS.get(section, {}).items()
-        ]
-        panels += [
-            wr.CustomChart(query={"summaryTable": {"tableKey": table}}, chart_name=chart, chart_fields=fields)
-            for table, chart, fields in CHARTS.get(section, [])
-        ]
+        for title, metric in BARS.get(section, {}).items():
+            panels.append(wr.BarPlot(title=title, metrics=[wr.SummaryMetric(metric)]))
+        for table, chart, fields in CHARTS.get(section, []):
+            query = {"summaryTable": {"tableKey": table}}
+            panels.append(wr.CustomChart(query=query, chart_name=chart, chart_fields=fields))
         panels += [wr.WeavePanelSummaryTable(table_name=table) for table in TABLES.get(section, [])]
         panels += [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in MEDIA.get(section, {}).items()]
         sections.append(ws.Section(name=section, panels=panels, is_open=True))
-    return ws.Workspace(
-        entity=entity, project=project, name=name, sections=sections, settings=ws.WorkspaceSettings(x_axis=STEP)
-    )
-
-
-def specification(workspace: Any) -> dict[str, Any]:
-    """The workspace as plain values."""
-    return dataclasses.asdict(
-        workspace, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and k[0] != "_"}
-    )
-
-
-def save(workspace: Any) -> str:
-    """Save the workspace; returns its address.
-
-    Raises:
-        UserError: W&B refuses it or cannot be reached.
-    """
-    try:
-        return str(workspace.save().url)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"--entity {workspace.entity} --project {workspace.project}: W&B did not save the workspace ({reason}). "
-            "Check both names, the login and the network."
-        ) from None
+    settings = ws.WorkspaceSettings(x_axis=STEP)
+    return ws.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)
 
 
 if __name__ == "__main__":

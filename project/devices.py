@@ -32,50 +32,41 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("project.devices", __doc__)
     parser.add_argument("--measure", action="store_true", help="time training steps in the precisions this machine has")
     parser.add_argument("--output", metavar="FILE.json", help="also write everything as JSON")
+    # feature: mnist
     parser.add_argument("--data.root", dest="root", default="data", metavar="DIR", help="where to look for MNIST")
+    # end feature: mnist
     args = parser.parse_args(argv)
     output = check_output(args.output, (".json",)) if args.output else None
 
     from project import hardware
     from project.loggers.wandb_account import wandb_mode
 
-    facts: dict[str, Any] = {"cpu": hardware.cpu(), "memory": hardware.memory()}
-    say("CPU", cpu_line(facts["cpu"]))
-    say("memory", f"{facts['memory']['total_gib']:.1f} GiB, {facts['memory']['available_gib']:.1f} GiB available")
-    facts["wandb"] = asdict(wandb_mode(os.environ))
-    say("W&B", facts["wandb"]["text"])
+    cpu, memory, wandb = hardware.cpu(), hardware.memory(), wandb_mode(os.environ)
+    print(f"CPU     {cpu_line(cpu)}", flush=True)
+    print(f"memory  {memory['total_gib']:.1f} GiB, {memory['available_gib']:.1f} GiB available", flush=True)
+    print(f"W&B     {wandb.text}", flush=True)
+    facts: dict[str, Any] = {"cpu": cpu, "memory": memory, "wandb": asdict(wandb)}
     facts["mnist"] = mnist_state(Path(args.root))  # feature: mnist
-    say("MNIST", facts["mnist"]["text"])  # feature: mnist
-
-    facts["accelerators"] = hardware.accelerators()
-    if facts["accelerators"]:
-        print("\n" + format_table(facts["accelerators"]))
-    else:
-        say("GPU", hardware.unusable_gpus() or "none")
-    chosen, _ = choose_gpus(facts["accelerators"])
+    print(f"MNIST   {facts['mnist']['text']}", flush=True)  # feature: mnist
+    facts["accelerators"] = gpus = hardware.accelerators()
+    print(f"\n{format_table(gpus)}" if gpus else f"GPU     {hardware.unusable_gpus() or 'none'}")
     if args.measure:
-        facts["step_ms"] = measure(chosen, precisions(facts["cpu"], chosen))
-    flags = recommend(facts["cpu"], facts["accelerators"], facts.get("step_ms"))
+        chosen, _ = choose_gpus(gpus)
+        facts["step_ms"] = measure(chosen, precisions(cpu, chosen))
+    flags = recommend(cpu, gpus, facts.get("step_ms"))
     # feature: mnist
     if facts["mnist"]["found"] and args.root != "data":
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
     # end feature: mnist
-    facts["recommended"] = {
-        "command": " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)]),
-        "reasons": {flag.flag: flag.reason for flag in flags},
-    }
-    print(f"\n{facts['recommended']['command']}\n")
-    width = max(len(f"{flag.flag} {flag.value}") for flag in flags)
-    for flag in flags:
-        print(f"  {f'{flag.flag} {flag.value}':{width}}  {flag.reason}")
+    words = [f"{flag.flag} {flag.value}" for flag in flags]
+    command = " ".join(["python -m project.fit", *words])
+    facts["recommended"] = {"command": command, "reasons": {flag.flag: flag.reason for flag in flags}}
+    print(f"\n{command}\n")
+    for word, flag in zip(words, flags, strict=True):
+        print(f"  {word:{max(map(len, words))}}  {flag.reason}")
     if output:
         write_rows(output, facts)
     return 0
-
-
-def say(name: str, text: str) -> None:
-    """Print one line of the report, at once."""
-    print(f"{name:<7} {text}", flush=True)
 
 
 def cpu_line(cpu: Mapping[str, Any]) -> str:
@@ -84,19 +75,18 @@ def cpu_line(cpu: Mapping[str, Any]) -> str:
     if cpu["cores"] != cpu["cores_of_machine"]:
         cores += f" of {cpu['cores_of_machine']} (affinity or container limit)"
     has = [name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there]
-    return f"{cpu['name']}, {cores}, {' and '.join(has) if has else 'no bfloat16 arithmetic'}"
+    return f"{cpu['name']}, {cores}, {' and '.join(has) or 'no bfloat16 arithmetic'}"
 
 
 # feature: mnist
 def mnist_state(root: Path) -> dict[str, Any]:
     """Whether the four files of the full set lie below ``root``: ``found``, ``folder``, ``text``."""
     folder = root / "MNIST" / "raw"
-    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
-    names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in kinds]
+    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
     missing = [name for name in names if not any((folder / f"{name}{end}").is_file() for end in ("", ".gz"))]
-    text = f"found in {folder}" if not missing else f"not in {folder}: fit downloads it, or uses the bundled digits"
-    if 0 < len(missing) < len(names):
-        text = f"incomplete in {folder}: {', '.join(missing)} missing"
+    text = f"incomplete in {folder}: {', '.join(missing)} missing" if missing else f"found in {folder}"
+    if len(missing) == len(names):
+        text = f"not in {folder}: fit downloads it, or uses the bundled digits"
     return {"found": not missing, "folder": str(folder), "text": text}
 
 
@@ -119,31 +109,24 @@ def recommend(
 ) -> list[Flag]:
     """Flags for :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`.
 
-    Args:
-        cpu: The CPU.
-        accelerators: What PyTorch can use beside it.
-        step_ms: What :func:`measure` found here; without it no precision but the exact one is recommended.
+    ``step_ms`` is what :func:`measure` found here; without it no precision but the exact one is recommended.
     """
     chosen, why = choose_gpus(accelerators)
     if not chosen:
         cores = "the only core" if cpu["cores"] == 1 else f"all {cpu['cores']} cores"
-        flags = [
-            Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use"),
-            Flag("--devices", "1", f"one process runs {cores} as threads; more processes would only share them"),
-        ]
+        why = f"one process runs {cores} as threads; more processes would only share them"
+        flags = [Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use")]
+        flags.append(Flag("--devices", "1", why))
     else:
-        here = f"{chosen[0]['name']} is here"
         devices = str(len(chosen))
         if len(chosen) < len(accelerators):  # a comma makes it a list of indices, not a count
             devices = ",".join(str(row["index"]) for row in chosen) + ("," if len(chosen) == 1 else "")
-        flags = [
-            Flag("--accelerator", "mps" if chosen[0]["type"] == "mps" else "gpu", here),
-            Flag("--devices", devices, why),
-        ]
+        kind = "mps" if chosen[0]["type"] == "mps" else "gpu"
+        flags = [Flag("--accelerator", kind, f"{chosen[0]['name']} is here"), Flag("--devices", devices, why)]
         if len(chosen) > 1:
             flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
-    others = [name for name in precisions(cpu, chosen) if name != "32-true"]
     if not step_ms:
+        others = [name for name in precisions(cpu, chosen) if name != "32-true"]
         hint = f"; --measure compares it with {' and '.join(others)}" if others else ""
         return [*flags, Flag("--precision", "32-true", f"float32 throughout{hint}")]
     best = min(step_ms, key=lambda name: step_ms[name])
@@ -154,11 +137,9 @@ def recommend(
 
 def precisions(cpu: Mapping[str, Any], chosen: Sequence[Mapping[str, Any]]) -> list[str]:
     """The values of ``--precision`` that have their own arithmetic in the hardware and could be faster."""
-    if not chosen:
-        return ["32-true", *(["bf16-mixed"] if cpu.get("bf16") else [])]
-    if all(row.get("bf16") for row in chosen):
+    if all(row.get("bf16") for row in chosen or [cpu]):
         return ["32-true", "bf16-mixed"]  # bf16 needs no loss scaling, which 16-mixed does
-    return ["32-true", *(["16-mixed"] if all(row.get("tensor_cores") for row in chosen) else [])]
+    return ["32-true", *(["16-mixed"] if chosen and all(row.get("tensor_cores") for row in chosen) else [])]
 
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
@@ -169,12 +150,11 @@ def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping
     if not idle:
         freest = max(accelerators, key=lambda row: row.get("memory_free_gib", 0.0))
         return [freest], "every GPU is in use by others; this one has the most free memory"
-    names = list(dict.fromkeys(row["name"] for row in idle))
-    groups = [[row for row in idle if row["name"] == name] for name in names]
+    groups = [[row for row in idle if row["name"] == name] for name in dict.fromkeys(row["name"] for row in idle)]
     chosen = max(groups, key=lambda group: (len(group), group[0]["memory_total_gib"]))
-    if len(chosen) == len(accelerators):
-        return chosen, "the only GPU" if len(chosen) == 1 else f"{len(chosen)} equal GPUs, none in use"
     left_out = len(accelerators) - len(chosen)
+    if not left_out:
+        return chosen, "the only GPU" if len(chosen) == 1 else f"{len(chosen)} equal GPUs, none in use"
     others = "the other is" if left_out == 1 else f"the other {left_out} are"
     return chosen, f"idle{' and equal' if len(chosen) > 1 else ''}; {others} in use or of another kind"
 
@@ -190,21 +170,18 @@ def measure(
 ) -> dict[str, float]:
     """Milliseconds of a training step of the default network at batch 128, by precision, on one device.
 
-    Precisions take turns, and the median counts: a neighbour who wakes up slows all of them.
-
-    Raises:
-        UserError: The network cannot be trained here.
+    Precisions take turns, and the median counts: a neighbour who wakes up slows all of them. A network that cannot be
+    trained here is a UserError.
     """
     import torch
     from lightning.fabric import Fabric
 
     from project.model import ConvNet
 
-    kind, index = ("mps" if chosen[0]["type"] == "mps" else "gpu", chosen[0]["index"]) if chosen else ("cpu", None)
+    kind = "cpu" if not chosen else "mps" if chosen[0]["type"] == "mps" else "gpu"
 
-    def stepper(precision: str) -> Callable[[], None]:
-        devices = 1 if index is None else [index]
-        fabric = Fabric(accelerator=kind, devices=devices, precision=precision)  # type: ignore[arg-type]
+    def stepper(precision: Any) -> Callable[[], None]:
+        fabric = Fabric(accelerator=kind, devices=[chosen[0]["index"]] if chosen else 1, precision=precision)
         network = ConvNet().to(memory_format=torch.channels_last)
         model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters()))
         images = torch.rand(128, 1, 28, 28, device=fabric.device).contiguous(memory_format=torch.channels_last)
@@ -212,8 +189,7 @@ def measure(
 
         def step() -> None:
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-            fabric.backward(loss)
+            fabric.backward(torch.nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
 
         return step
@@ -228,7 +204,7 @@ def measure(
                 for _ in range(5):
                     step()
                 if chosen:  # a GPU's step returns before it is done
-                    torch.accelerator.synchronize(index)
+                    torch.accelerator.synchronize(chosen[0]["index"])
                 times[name].append((time.perf_counter() - started) / 5 * 1000)
     except RuntimeError as error:
         raise UserError(f"--measure: a training step failed: {' '.join(str(error).split())[:300]}") from error

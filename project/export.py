@@ -20,19 +20,24 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from project.engine.command import CommandParser, add_checkpoint, add_output, prepare_process, run
+
+prepare_process(__name__)  # threads and signals, before torch is imported
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from project import __version__
+from project.engine.restore import Loaded, load
+from project.engine.run_folder import find_checkpoint
 from project.errors import UserError
 from project.tables import check_output, format_table, write_rows
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from project.engine.restore import Loaded
-
-    Outputs = dict[str, Tensor]
-
+Outputs = dict[str, Tensor]
 NAMES = ("model.onnx", "model.pt2", "model.safetensors")
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors")
 # Single samples, a size that fits no vector unit, and many: kernels and so rounding differ between them.
@@ -44,8 +49,6 @@ MOST_SAMPLES = 10_000
 
 def main(argv: list[str]) -> int:
     """Export as ``argv`` says. Returns 1, and leaves no new file, where an export disagrees with the checkpoint."""
-    from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports
-
     parser = CommandParser("project.export", __doc__)
     add_checkpoint(parser)
     parser.add_argument("--output_dir", metavar="DIR", help="folder for the files (default: the checkpoint's)")
@@ -56,22 +59,19 @@ def main(argv: list[str]) -> int:
     output = check_output(args.output) if args.output else None
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        fix = "Run pip install '.[export]' first."
-        raise UserError(f"export needs {', '.join(missing)}, which training does not. {fix}")
-
-    with quick_imports():
-        from project.engine.restore import load
-        from project.engine.run_folder import find_checkpoint
-
+        needs = f"export needs {', '.join(missing)}, which training does not."
+        raise UserError(f"{needs} Run pip install '.[export]' first.")
     checkpoint = find_checkpoint(args.ckpt_path)
-    folder = writable_folder(Path(args.output_dir) if args.output_dir else checkpoint.parent)
-    typed = [
-        word for name in ("data.root", "data.source") if (value := getattr(args, name)) for word in (f"--{name}", value)
-    ]
-    loaded = load(checkpoint, typed)
-    samples = find_samples(loaded, as_in_training=not typed)
-    exported = trace(loaded, samples)
-    facts = metadata(loaded, samples)
+    folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({error.strerror}).") from None
+    typed = {name: value for name, value in vars(args).items() if name.startswith(("data.", "allow_")) and value}
+    loaded = load(checkpoint, [f"--{name}={value}" for name, value in typed.items()])
+    samples = find_samples(loaded, as_in_training=not typed.keys() - {"allow_imports"})
+    exported, facts = trace(loaded, samples), metadata(loaded, samples)
     print(f"{checkpoint}: comparing the exports on {len(samples.inputs[0]):,} samples ({samples.source})", flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
         write_files(Path(scratch), loaded, exported, samples, facts)
@@ -84,22 +84,8 @@ def main(argv: list[str]) -> int:
             return 1
         for name in NAMES:
             os.replace(Path(scratch) / name, folder / name)
-    for name in NAMES:
-        print(f"{os.path.relpath(folder / name)}  {(folder / name).stat().st_size / 1e6:,.2f} MB")
+            print(f"{os.path.relpath(folder / name)}  {(folder / name).stat().st_size / 1e6:,.2f} MB")
     return 0
-
-
-def writable_folder(folder: Path) -> Path:
-    """``folder``, made if it is missing; a :class:`UserError` where it cannot be made or written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({error.strerror}).") from None
-    return folder
-
-
-# What goes in and what comes out.
 
 
 @dataclass
@@ -129,41 +115,35 @@ def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
     Raises:
         UserError: The module has no ``forward``, there is nothing to give to it, or it fails.
     """
-    import torch
-    from lightning.pytorch import LightningModule
-
     module, data, name = loaded.module, loaded.datamodule, type(loaded.module).__name__
     if type(module).forward is LightningModule.forward:
         raise UserError(f"export traces the module's forward, and {name} has none. Write one.")
     shape, example = tuple(getattr(data, "image_shape", ())), module.example_input_array
     if isinstance(example, Mapping):
         raise UserError(f"{name}.example_input_array must be a tensor or a tuple of tensors for export, got a dict.")
-    example = (example,) if isinstance(example, torch.Tensor) else example
+    example = (example,) if isinstance(example, Tensor) else example
     inputs, labels, source = test_set(loaded, len(example or (0,)), as_in_training)
     if not inputs and example:
         inputs, source = tuple(torch.cat([x, x]) for x in example), f"example_input_array; {source}"
     elif not inputs and shape:
-        generator = torch.Generator().manual_seed(0)
-        inputs = (torch.randint(256, (1000, *shape), dtype=torch.uint8, generator=generator),)
-        source = f"random images; {source}"
+        pixels = torch.randint(256, (1000, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        inputs, source = (pixels,), f"random images; {source}"
     elif not inputs:
         give = "Give the module an example_input_array, a tensor with a batch dimension, or the data module a test set."
         raise UserError(f"export has nothing to trace {name} with: {source}. {give}")
     names = ["images"] if shape else list(inspect.signature(module.forward).parameters)[: len(inputs)]
     try:
-        answer = reference(loaded, tuple(x[:2] for x in inputs))
+        found = answer(module, tuple(x[:2] for x in inputs))
     except Exception as error:
         raise UserError(f"{name}.forward fails on {source}: {first_line(error)}") from error
     classes = tuple(getattr(module, "class_names", None) or getattr(data, "class_names", None) or ())
-    if list(answer) == ["output"] and classes and answer["output"].shape[1:] == (len(classes),):
+    if list(found) == ["output"] and classes and found["output"].shape[1:] == (len(classes),):
         return Samples(inputs, names, source, ["logits"], labels, classes)
-    return Samples(inputs, names, source, list(answer))
+    return Samples(inputs, names, source, list(found))
 
 
 def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Tensor, ...], Tensor | None, str]:
     """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
-    import torch
-
     data: Any = loaded.datamodule
     try:
         # feature: mnist
@@ -175,7 +155,7 @@ def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Te
         batches: list[Any] = []
         for batch in data.test_dataloader():
             batch = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
-            batches.append((batch,) if isinstance(batch, torch.Tensor) else tuple(batch))
+            batches.append((batch,) if isinstance(batch, Tensor) else tuple(batch))
             if sum(len(batch[0]) for batch in batches) >= MOST_SAMPLES:
                 break
         inputs = [torch.cat(parts)[:MOST_SAMPLES] for parts in zip(*batches, strict=True)]
@@ -201,17 +181,13 @@ def named(output: Any) -> Outputs:
     return {name: part.float() if part.is_floating_point() else part for name, part in parts.items()}
 
 
-def reference(loaded: Loaded, inputs: tuple[Tensor, ...]) -> Outputs:
-    """What the checkpoint itself answers."""
-    import torch
-
+def answer(model: Callable[..., Any], inputs: tuple[Tensor, ...], size: int = 1000, says: str = "") -> Outputs:
+    """What a model returns for inputs in batches of ``size``, by name; ``says`` stands at a progress bar."""
+    batches = list(zip(*(x.split(size) for x in inputs), strict=True))
     with torch.inference_mode():
-        batches = zip(*(x.split(1000) for x in inputs), strict=True)
-        answers = [named(loaded.module(*batch)) for batch in batches]
-    return {name: torch.cat([answer[name] for answer in answers]) for name in answers[0]}
-
-
-# The three files.
+        bar = tqdm(batches, desc=says, leave=False, disable=None if says else True)  # None: no bar in a log file
+        answers = [named(model(*batch)) for batch in bar]
+    return {name: torch.cat([found[name] for found in answers]) for name in answers[0]}
 
 
 def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
@@ -220,9 +196,8 @@ def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
     Raises:
         UserError: It does what cannot be put into a graph.
     """
-    import torch
 
-    class Graph(torch.nn.Module):
+    class Graph(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.module = loaded.module
@@ -245,10 +220,6 @@ def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
 
 def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
     """What every file says of itself: text values; ``classes``, ``mean`` and ``std`` as JSON."""
-    import torch
-
-    from project import __version__
-
     sizes = [f"{x.dtype}, (batch, {', '.join(map(str, x.shape[1:]))})" for x in samples.exported]
     facts: dict[str, Any] = {
         "classes": json.dumps(samples.classes, ensure_ascii=False) if samples.classes else None,
@@ -262,13 +233,12 @@ def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
         "project_version": __version__,
         "torch_version": torch.__version__,
     }
-    for name in ("mean", "std"):
-        values = [getattr(owner, name, None) for owner in (loaded.module, loaded.datamodule)]
-        for value in (value for value in values if value is not None):
+    for name, owner in itertools.product(("mean", "std"), (loaded.module, loaded.datamodule)):
+        if (value := getattr(owner, name, None)) is not None:
             channels = torch.as_tensor(value).flatten().tolist()
             facts.setdefault(name, json.dumps([round(channel, 6) for channel in channels]))
     if samples.labels is not None:
-        right = reference(loaded, samples.inputs)["output"].argmax(dim=1) == samples.labels
+        right = answer(loaded.module, samples.inputs)["output"].argmax(dim=1) == samples.labels
         facts["test/accuracy"] = round(float(right.double().mean()), 6)
         facts["test_samples"] = f"{len(right)} of {samples.source}"
     return {key: str(value) for key, value in facts.items() if value is not None}
@@ -277,7 +247,7 @@ def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
 def network_of(loaded: Loaded) -> nn.Module:
     """The network inside the module, or the module where it has none of that name."""
     network = getattr(loaded.module, "network", None)
-    return network if hasattr(network, "state_dict") else loaded.module  # type: ignore[return-value]
+    return network if isinstance(network, nn.Module) else loaded.module
 
 
 def write_files(
@@ -289,34 +259,25 @@ def write_files(
         UserError: The graph does what ONNX has no operator for.
     """
     import onnx
-    import torch
     from safetensors.torch import save
 
+    names: dict[str, Any] = {"input_names": samples.names, "output_names": samples.outputs}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # internal ones, such as about weights that share a group
         torch.export.save(exported, folder / NAMES[1], extra_files={"metadata.json": json.dumps(facts, indent=2)})
         try:
-            program = torch.onnx.export(
-                exported,
-                dynamo=True,
-                input_names=samples.names,
-                output_names=samples.outputs,
-                external_data=False,
-                verbose=False,
-            )
+            program = torch.onnx.export(exported, dynamo=True, external_data=False, verbose=False, **names)
         except Exception as error:
             raise UserError(f"{type(loaded.module).__name__} has no form in ONNX: {first_line(error)}") from error
     assert program is not None
     model = program.model_proto
-    for part in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output, model.graph):
+    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    for part in (*model.graph.node, *values, model.graph):
         del part.metadata_props[:]  # torch's notes on where each node came from
     symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param  # such as s34
-    for value in (*model.graph.value_info, *model.graph.input, *model.graph.output):
-        for size in value.type.tensor_type.shape.dim:
-            if size.dim_param:
-                size.dim_param = size.dim_param.replace(symbol, "batch")
-    for key, text in facts.items():
-        model.metadata_props.add(key=key, value=text)
+    for size in (size for value in values for size in value.type.tensor_type.shape.dim if size.dim_param):
+        size.dim_param = size.dim_param.replace(symbol, "batch")
+    onnx.helper.set_model_props(model, facts)
     onnx.checker.check_model(model, full_check=True)
     (folder / NAMES[0]).write_bytes(model.SerializeToString())
     # clones: safetensors refuses tensors that share memory, as tied weights do
@@ -324,57 +285,36 @@ def write_files(
     (folder / NAMES[2]).write_bytes(save(weights, facts))  # save_file would make it readable by its owner alone
 
 
-# The files against the checkpoint they were made of.
-
-
-def runners(folder: Path, samples: Samples) -> dict[str, Callable[[tuple[Tensor, ...]], list[Tensor]]]:
-    """Inputs → outputs, by ONNX Runtime on the CPU and by the ``torch.export`` archive."""
+def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, Any]]:
+    """One row per file and batch size: labels that differ, the largest difference of a value, whether that agrees."""
     import onnxruntime
-    import torch
+    from safetensors.torch import load_file
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()  # its default ignores a container's limit
     session = onnxruntime.InferenceSession(folder / NAMES[0], options, providers=["CPUExecutionProvider"])
-    program = torch.export.load(folder / NAMES[1]).module()
+    expected, rows = answer(loaded.module, samples.inputs), []
 
-    def run_onnx(inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        fed = {name: x.numpy() for name, x in zip(samples.names, inputs, strict=True)}
-        return [torch.from_numpy(output) for output in session.run(samples.outputs, fed)]
+    def run_onnx(*inputs: Tensor) -> Outputs:
+        outputs = session.run(samples.outputs, {name: x.numpy() for name, x in zip(samples.names, inputs, strict=True)})
+        return dict(zip(expected, map(torch.from_numpy, outputs), strict=True))
 
-    def run_pt2(inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        with torch.inference_mode():
-            return list(named(program(*inputs)).values())
-
-    return {"onnx": run_onnx, "torch.export": run_pt2}
-
-
-def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, Any]]:
-    """One row per file and batch size: labels that differ, the largest difference of a value, whether that agrees."""
-    import torch
-    from safetensors.torch import load_file
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    expected, rows = reference(loaded, samples.inputs), []
-    for (kind, runner), batch_size in itertools.product(runners(folder, samples).items(), BATCH_SIZES):
-        batches = list(zip(*(x.split(batch_size) for x in samples.exported), strict=True))
+    models: dict[str, Any] = {"onnx": run_onnx, "torch.export": torch.export.load(folder / NAMES[1]).module()}
+    for (kind, model), size in itertools.product(models.items(), BATCH_SIZES):
         started = time.perf_counter()
-        bar = tqdm(batches, desc=f"{kind}, batches of {batch_size}", leave=False, disable=None)  # no bar in a log file
-        parts = zip(*(runner(batch) for batch in bar), strict=True)
-        found = dict(zip(expected, map(torch.cat, parts), strict=True))
+        found = answer(model, samples.exported, size, f"{kind}, batches of {size}")
         seconds = time.perf_counter() - started
         differs = difference(loaded, samples, expected, found)
-        rows.append({"file": kind, "batch_size": batch_size, **differs, "seconds": seconds})
+        rows.append({"file": kind, "batch_size": size, **differs, "seconds": seconds})
     network_of(loaded).load_state_dict(load_file(folder / NAMES[2]))
-    found = reference(loaded, samples.inputs)
+    found = answer(loaded.module, samples.inputs)
     return [*rows, {"file": "safetensors", **difference(loaded, samples, expected, found)}]
 
 
 def difference(loaded: Loaded, samples: Samples, expected: Outputs, found: Outputs) -> dict[str, Any]:
     """How outputs differ from the checkpoint's; whether that matters is for the module's ``outputs_agree`` to say."""
-    import torch
-
-    pairs = list(zip(expected.values(), found.values(), strict=True))
+    pairs = [(value, found[name]) for name, value in expected.items()]
     row: dict[str, Any] = {"samples": len(pairs[0][0])}
     if samples.classes:
         row["different_labels"] = int((pairs[0][0].argmax(dim=1) != pairs[0][1].argmax(dim=1)).sum())
@@ -387,6 +327,4 @@ def difference(loaded: Loaded, samples: Samples, expected: Outputs, found: Outpu
 
 
 if __name__ == "__main__":
-    from project.engine.command import run
-
     run(main)

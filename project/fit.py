@@ -71,12 +71,12 @@ def build(
     without: Collection[type] = (),
     changed: bool = False,
 ) -> Session:
-    """The Trainer of a run, with everything that rides along on it.
+    """The Trainer of a run, with its callbacks and loggers.
 
     Args:
         config: What the command line means.
         job: The run's folder and where it starts.
-        extra: Further callbacks, behind all others.
+        extra: Further callbacks, after all others.
         without: Classes of callbacks and loggers to leave out.
         changed: Whether a resumed run's configuration differs from its checkpoint's.
     """
@@ -137,9 +137,9 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
         summary = summarize(config, job, session)  # before the test's precision is set
         summary.metrics |= test_best_checkpoint(trainer, config, session.checkpoint.best_path)
         trained = True
-        signals.resume_immediate()  # no step is left that could be lost
+        signals.resume_immediate()  # every step is saved
         publish(config, job, session, summary)
-        if trainer.is_global_zero:  # last: a run that has a summary lacks nothing
+        if trainer.is_global_zero:  # last: a run with a summary is complete
             summary.write(job.folder / "summary.json")
         status = 0
         return summary

@@ -1,4 +1,4 @@
-"""Memory of tensors on the CPU, counted as they come and go, with a limit that raises as a GPU's allocator does."""
+"""When memory is used up: what errors say so, and the CPU's tensors counted, with a limit as a GPU has one."""
 
 from __future__ import annotations
 
@@ -7,28 +7,47 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from project.engine.lightning_internals import each_result
 from project.hardware import GIB
 
+# What cuBLAS, cuDNN and MPS say when memory is used up, besides what Lightning's is_oom_error knows of CUDA and the CPU
+OUT_OF_MEMORY = ("MPS backend out of memory", "_STATUS_ALLOC_FAILED", "nable to find an engine")
 
-class LiveMemory(TorchDispatchMode):
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether an exception says that a device's or the host's memory is used up."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not (isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str)):
+        return False
+    return is_oom_error(exception) or any(words in exception.args[0] for words in OUT_OF_MEMORY)
+
+
+class LiveMemory:
     """Counts the bytes of every tensor that is made while this is active and still alive. Costs microseconds per call.
 
-    What one operation needs only inside itself is not seen. A compiled network runs eagerly meanwhile.
+    Temporary memory inside one operation is not counted. A compiled network runs eagerly meanwhile.
 
     Args:
         limit_bytes: Raise ``torch.OutOfMemoryError`` when more than this is alive; None for no limit.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        super().__init__()
         self.limit_bytes = limit_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._counting = each_result(self.count)
+
+    def __enter__(self) -> LiveMemory:
+        self._counting.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._counting.__exit__(*error)
 
     def count(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made before, such as weights; one that is counted already is not counted again.
@@ -55,8 +74,3 @@ class LiveMemory(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._storages.pop(key)[1]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.count(tree_leaves(result))
-        return result

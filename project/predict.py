@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports, run
 from project.errors import BadImage, UserError
 from project.tables import check_output, format_cell, format_table, write_rows
 
@@ -42,8 +43,6 @@ UNSURE, UNSURE_COLOUR = 0.9, "#c05000"  # probability below which a label is col
 
 def main(argv: list[str]) -> int:
     """Predict as ``argv`` says. Returns 2 where a file had to be skipped."""
-    from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports
-
     parser = CommandParser("project.predict", __doc__)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders (with what is below them) and globs")
     add_checkpoint(parser)
@@ -58,26 +57,23 @@ def main(argv: list[str]) -> int:
         from project.engine.restore import load
         from project.engine.run_folder import find_checkpoint
 
-    loaded = load(find_checkpoint(args.ckpt_path))
+    allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
+    loaded = load(find_checkpoint(args.ckpt_path), allowed)
     _, says = choose_preparation(loaded)
     paths = find_files(args.images, None if hasattr(loaded.datamodule, "prepare_file") else image_endings())
     print(says)
     rows, inputs, bad = predict_files(loaded, paths)
-    if rows:
+    if rows:  # with nothing to write, older files stay
         print(format_table(rows))
+        if output:
+            write_rows(output, rows)
+        if sheet:
+            draw_contact_sheet(sheet, inputs, rows)
     for path, reason in bad:
         print(f"skipped {path}: {reason}", file=sys.stderr)
-    if output and rows:  # with nothing to write, an older file stays
-        write_rows(output, rows)
-    if sheet and rows:
-        draw_contact_sheet(sheet, inputs, rows)
     if bad:
         print(f"error: {len(bad)} of {len(paths)} files could not be read, see above.", file=sys.stderr)
-        return 2
-    return 0
-
-
-# What the module answers, as rows.
+    return 2 if bad else 0
 
 
 def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], list[Tensor], list[tuple[Path, str]]]:
@@ -92,10 +88,10 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
 
     prepare, _ = choose_preparation(loaded)
     good: list[Path] = []
-    batch: list[Tensor] = []  # of one shape
-    inputs: list[Tensor] = []
-    answers: list[tuple[Any, int]] = []
     bad: list[tuple[Path, str]] = []
+    inputs: list[Tensor] = []
+    batch: list[Tensor] = []  # of one shape
+    answers: list[tuple[Any, int]] = []
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
         try:
             prepared = torch.as_tensor(prepare(path))
@@ -144,7 +140,7 @@ def are_probabilities(answer: Any, classes: int) -> bool:
     return bool((answer >= 0).all() and ((answer.float().sum(dim=1) - 1).abs() < 1e-3).all())
 
 
-def columns(answer: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
     """The columns of a batch: name → one value per file.
 
     Args:
@@ -152,25 +148,21 @@ def columns(answer: Any, names: Sequence[str]) -> dict[str, list[Any]]:
             columns ``prediction_0``, ``prediction_1``, ...; a dict's keys take the place of ``prediction``.
         names: Of the classes, where the answer is their probabilities: the columns are its two likeliest classes then.
     """
+    table: dict[str, Any] = {}
     if names:
         top = answer.float().topk(min(2, len(names)), dim=1)
-        table: dict[str, list[Any]] = {}
         for label, chance, place in (("label", "probability", 0), ("runner_up", "runner_up_probability", -1)):
             label = "digit" if label == "label" and names == DIGITS else label  # feature: mnist
             table[label] = [names[index] for index in top.indices[:, place].tolist()]
             table[chance] = top.values[:, place].tolist()
         return table
-    table = {}
     for name, values in (answer if isinstance(answer, Mapping) else {"prediction": answer}).items():
         if getattr(values, "ndim", 0) == 2:
             parts = values.unbind(dim=1)
-            table |= {f"{name}_{i}" if len(parts) > 1 else name: part.tolist() for i, part in enumerate(parts)}
+            table |= {f"{name}_{i}" if len(parts) > 1 else str(name): part.tolist() for i, part in enumerate(parts)}
         else:
-            table[name] = values.tolist() if hasattr(values, "tolist") else values
-    return {str(name): values if isinstance(values, list | tuple) else [] for name, values in table.items()}
-
-
-# Files as people have them, found and read into one kind of array.
+            table[str(name)] = values.tolist() if hasattr(values, "tolist") else values
+    return {name: values if isinstance(values, list | tuple) else [] for name, values in table.items()}
 
 
 def find_files(arguments: Iterable[str], endings: Collection[str] | None = None) -> list[Path]:
@@ -182,21 +174,21 @@ def find_files(arguments: Iterable[str], endings: Collection[str] | None = None)
     Raises:
         UserError: A folder without such files, a glob that matches nothing.
     """
-    found: dict[Path, None] = {}
+    found: list[Path] = []
     for argument in arguments:
         word = os.path.expanduser(argument)  # Path.expanduser() raises where there is no such user
         is_glob = glob.has_magic(word) and not os.path.exists(word)
         files: list[Path] = []
         for path in map(Path, sorted(glob.glob(word, recursive=True)) if is_glob else [word]):
-            below = sorted(file for file in path.rglob("[!.]*") if file.is_file()) if path.is_dir() else []
+            below = sorted(file for file in path.rglob("[!.]*") if file.is_file())  # nothing of what is no folder
             files += [file for file in below if endings is None or file.suffix.lower() in endings]
             files += [] if path.is_dir() else [path]
         if not files:
             kind = f"with an image's ending ({' '.join(sorted(endings))})" if endings else "in it"
             reason = "matches no file" if is_glob else f"is a folder without files {kind}"
             raise UserError(f"IMAGE {argument} {reason}. Check the folder, or name the files.")
-        found |= dict.fromkeys(files)
-    return list(found)
+        found += files
+    return list(dict.fromkeys(found))
 
 
 def image_endings() -> set[str]:
@@ -215,11 +207,11 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], Any], str]:
         UserError: There is none of them.
     """
     data: Any = loaded.datamodule
+    owner, shape = "the data module" if data is None else type(data).__name__, tuple(getattr(data, "image_shape", ()))
     if hasattr(data, "prepare_file"):
-        return data.prepare_file, f"inputs: {type(data).__name__}.prepare_file"
+        return data.prepare_file, f"inputs: {owner}.prepare_file"
     if hasattr(data, "prepare_image"):
-        return lambda path: data.prepare_image(read_image(path)), f"inputs: {type(data).__name__}.prepare_image"
-    shape = tuple(getattr(data, "image_shape", ()))
+        return lambda path: data.prepare_image(read_image(path)), f"inputs: {owner}.prepare_image"
     # feature: mnist
     if shape == (1, 28, 28) and getattr(data, "class_names", None) == DIGITS:
         from project.data.digits import prepare_digit
@@ -229,7 +221,6 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], Any], str]:
     if len(shape) == 3 and shape[0] in (1, 3):
         says = f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
         return lambda path: fit_picture(read_image(path), shape), says
-    owner = "the data module" if data is None else type(data).__name__
     raise UserError(
         f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. Give {owner} a method "
         "prepare_file(path) that returns the input as a tensor, without a batch dimension."
@@ -275,31 +266,21 @@ def to_pixels(image: Image.Image) -> np.ndarray:
         # "I" and "F" have no fixed white; only contrast matters for what follows
         low, high = (0.0, 65535.0) if image.mode.startswith("I;16") else (float(grey.min()), float(grey.max()))
         return np.repeat(((grey - low) / max(high - low, 1e-12))[..., None], 3, axis=2)
-    has_alpha = image.has_transparency_data
-    image = image.convert("RGBA" if has_alpha else "RGB").reduce(factor)
-    pixels = np.asarray(image, dtype=np.float32) / 255
-    if not has_alpha:
+    mode = "RGBA" if image.has_transparency_data else "RGB"
+    pixels = np.asarray(image.convert(mode).reduce(factor), dtype=np.float32) / 255
+    if mode == "RGB":
         return pixels
     colours, alpha = pixels[..., :3], pixels[..., 3:]  # (height, width, 3), (height, width, 1)
     brightness = float((colours * alpha).sum()) / max(3 * float(alpha.sum()), 1e-12)
-    ground = 1.0 if brightness < 0.5 else 0.0
-    return colours * alpha + ground * (1 - alpha)
+    return colours * alpha + (brightness < 0.5) * (1 - alpha)
 
 
 def fit_picture(pixels: np.ndarray, image_shape: tuple[int, int, int]) -> np.ndarray:
-    """uint8 (channels, height, width) for any network of grey or RGB images: the largest middle part of that shape.
-
-    Args:
-        pixels: float32 (height, width, 3) in 0-1, as :func:`read_image` returns it.
-        image_shape: Channels (1 or 3), height and width that the network was trained on.
-    """
+    """uint8 (channels, height, width), grey or RGB: the largest middle part of that shape of what was read."""
     channels, height, width = image_shape
     picture = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
     fitted = ImageOps.fit(picture.convert("L" if channels == 1 else "RGB"), (width, height))
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
-
-
-# What the network was shown, at a glance.
 
 
 def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]) -> None:
@@ -308,34 +289,36 @@ def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]
     Raises:
         UserError: The inputs are no images.
     """
+    import torch
     from torch.nn.functional import interpolate, pad
     from torchvision.utils import make_grid
 
-    tiles = []
-    for image in inputs:
+    across = min(20, max(3, math.ceil(math.sqrt(1.5 * len(inputs)))))
+    white = torch.full((3, TILE + CAPTION, TILE), 255.0)
+    tiles = [white] * (len(inputs) + -len(inputs) % across)  # make_grid would shrink a single row
+    texts = []  # left, top, text, colour, size
+    for index, (image, row) in enumerate(zip(inputs, rows, strict=False)):
         if image.ndim != 3:
             raise UserError(f"--contact_sheet draws images (channels, height, width), got {tuple(image.shape)}.")
         pixels = (image if len(image) == 3 else image[:1].expand(3, -1, -1)).float()
         if image.is_floating_point():  # in 0-1, unless somebody's own preparation has normalised them
             low, high = min(0.0, float(pixels.min())), max(1.0, float(pixels.max()))
             pixels = (pixels - low) / (high - low) * 255
-        tiles.append(pad(interpolate(pixels[None], (TILE, TILE))[0], (0, 0, 0, CAPTION), value=255))
-    across = min(20, max(3, math.ceil(math.sqrt(1.5 * len(tiles)))))
-    tiles += [tiles[0].new_full(tiles[0].shape, 255)] * (-len(tiles) % across)  # make_grid would shrink a single row
-    grid = pad(make_grid(tiles, nrow=across, padding=MARGIN, pad_value=255), (0, 0, 0, 16), value=255)
-    sheet = Image.fromarray(grid.byte().permute(1, 2, 0).numpy())
-    pen, font, small = ImageDraw.Draw(sheet), ImageFont.load_default(14), ImageFont.load_default(10)
-    for index, row in enumerate(rows[: len(inputs)]):
+        tiles[index] = torch.cat([interpolate(pixels[None], (TILE, TILE))[0], white[:, TILE:]], dim=1)
         left = MARGIN + index % across * (TILE + MARGIN)
         top = MARGIN + index // across * (TILE + CAPTION + MARGIN) + TILE
         said = [f"{value:.0%}" if name == "probability" else format_cell(value) for name, value in row.items()][1:3]
         colour = UNSURE_COLOUR if row.get("probability", 1) < UNSURE else "black"
-        pen.text((left, top + 1), cut("  ".join(said), 11), fill=colour, font=font)
-        pen.text((left, top + 17), cut(Path(row["file"]).name, 15), fill="grey", font=small)
+        texts.append((left, top + 1, cut("  ".join(said), 11), colour, 14))
+        texts.append((left, top + 17, cut(Path(row["file"]).name, 15), "grey", 10))
+    grid = pad(make_grid(tiles, nrow=across, padding=MARGIN, pad_value=255), (0, 0, 0, 16), value=255)
+    sheet = Image.fromarray(grid.byte().permute(1, 2, 0).numpy())
     if "probability" in rows[0]:
-        legend = (("black", f"at least {UNSURE:.0%} sure"), (UNSURE_COLOUR, "less sure"))
-        for left, (colour, text) in zip((MARGIN, 2 * TILE), legend, strict=True):
-            pen.text((left, sheet.height - 20), text, fill=colour, font=font)
+        texts.append((MARGIN, sheet.height - 20, f"at least {UNSURE:.0%} sure", "black", 14))
+        texts.append((2 * TILE, sheet.height - 20, "less sure", UNSURE_COLOUR, 14))
+    pen, fonts = ImageDraw.Draw(sheet), {size: ImageFont.load_default(size) for size in (10, 14)}
+    for left, top, text, colour, size in texts:
+        pen.text((left, top), text, fill=colour, font=fonts[size])
     sheet.save(path)
 
 
@@ -345,6 +328,4 @@ def cut(text: str, most: int) -> str:
 
 
 if __name__ == "__main__":
-    from project.engine.command import run
-
     run(main)

@@ -1,4 +1,4 @@
-"""What a run leaves for people when it ends: its summary, ``report.html``, and the same pictures and tables in W&B."""
+"""What a run leaves at its end: its summary, ``report.html``, and the same pictures and tables in W&B."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger
 
-# Seconds for the report of a run that was asked to stop, which has ten for everything
+# Seconds for the report of a stopped run, which has ten seconds for everything
 REPORT_PATIENCE = 4.0
 
 
 @dataclass
 class Session:
-    """A run's Trainer and what rides along on it. None is what is switched off."""
+    """A run's Trainer, callbacks and loggers. None is what is switched off."""
 
     trainer: Trainer
     checkpoint: RunCheckpoint
@@ -56,7 +56,7 @@ class Session:
 
 
 def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> Summary:
-    """What is known of a run when its training has ended."""
+    """The summary of a run whose training has ended."""
     trainer, best, timer = session.trainer, session.checkpoint.best, session.timer
     commit, dirty = git_state()
     metrics = dict(best.metrics)
@@ -90,26 +90,26 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
 
 
 def hardware_line() -> str:
-    """The CPU in one line; the device has a fact of its own."""
+    """The CPU in one line."""
     facts = cpu()
     return f"{facts['name']}, {facts['cores']} core{'s' if facts['cores'] > 1 else ''}"
 
 
 def publish(config: Configuration, run: Run, session: Session, summary: Summary, stopped_by: str | None = None) -> None:
-    """Write the report and complete the W&B run, on rank 0. A failure here is a warning: the run itself is safe.
+    """Write the report and complete the W&B run, on rank 0. A failure is a warning: the run itself is safe.
 
     Args:
-        config: Of the run.
+        config: The run's configuration.
         run: Its folder.
         session: Its Trainer and callbacks.
-        summary: What is known of it.
+        summary: Its facts.
         stopped_by: Name of the signal that ended it early.
     """
     if not session.trainer.is_global_zero:
         return
     record = gather(config, session, summary, stopped_by)
     if session.wandb is not None:
-        session.wandb.record = record  # shown when it is closed
+        session.wandb.record = record  # sent when the W&B run is closed
     # feature: report
     if config.options.report:
         try:
@@ -123,7 +123,7 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
 
 
 def gather(config: Configuration, session: Session, summary: Summary, stopped_by: str | None = None) -> RunRecord:
-    """What the report and W&B show of a run, from its callbacks and ``metrics.csv``."""
+    """What the report and W&B show about a run, from its callbacks and ``metrics.csv``."""
     record = RunRecord(
         summary,
         config=yaml.safe_dump(config.resolved, sort_keys=False),
@@ -149,10 +149,10 @@ def gather(config: Configuration, session: Session, summary: Summary, stopped_by
 
 
 def publish_stopped(config: Configuration, run: Run, session: Session, stop: signals.Stopped) -> None:
-    """The report of what a stopped run has reached, within the time it has; a second signal skips it."""
-    release_child_processes()  # ranks that have nothing to report end now, as they should
+    """Write the report of a stopped run within the time that is left. A second signal skips it."""
+    release_child_processes()  # the other ranks end now
     if session.trainer.is_global_zero and session.timer.start_seconds is not None:
-        if session.trainer.world_size == 1:  # torchrun signals the ranks that are left as soon as one has ended
+        if session.trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
             signals.resume_immediate()
         summary = summarize(config, run, session, finished=False)
         publish(config, run, session, summary, stopped_by=signal.Signals(stop.signum).name)
@@ -160,7 +160,7 @@ def publish_stopped(config: Configuration, run: Run, session: Session, stop: sig
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError in the block where it takes longer; in the main thread only, the others get no signals."""
+    """Raise TimeoutError if the block takes longer. Works in the main thread only: other threads get no signals."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,15 @@
-"""Turn a fresh clone into your own package: folder, imports, commands, class paths, distribution name, image, README.
+"""Turn a fresh clone into your own package, and leave out what you do not need.
 
 python -m project.rename digits
-python -m project.rename digits --bare      # also without the bundled MNIST digits, their tests and result tables
+python -m project.rename digits --without report,sweep      # code, tests, configs, pages and packages go together
+python -m project.rename digits --without mnist             # without the bundled digits, for data of your own
+python -m project.rename digits --without all               # the core: fit, test, engine, model, data, loggers
 """
+
+# What belongs to a feature: the files below, and marked lines in files that the core needs as well. The comment
+# "feature: NAME" behind a line marks that line; on a line of its own it marks all down to "end feature: NAME". In
+# Markdown the comments are <!-- feature: NAME --> and <!-- end feature: NAME -->, and lines of code and table rows that
+# name a feature's command need none. A mark with several names, as in "feature: tune, sweep", goes with the last.
 
 from __future__ import annotations
 
@@ -12,34 +19,69 @@ import keyword
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
-from project.errors import UserError
+from project.engine.command import CommandParser, run
+from project.errors import UserError, nearest
 
 PACKAGE = Path(__file__).parent.name
 CLONE = Path(__file__).parents[1]
 
+# Patterns of git. The first says whether the clone has the feature; tests that import a part of it need no entry.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "report": ("project/report", ".github/report.png"),
+    "predict": ("project/predict.py",),
+    "export": ("project/export.py",),
+    "tune": ("project/tune",),
+    "sweep": ("project/sweep", "configs/sweep.yaml"),
+    "benchmark": ("project/benchmark", ".ci/gpu"),
+    "devices": ("project/devices.py",),
+    "dashboard": ("project/dashboard.py",),
+    "runs": ("project/runs.py",),
+    "throughput": ("project/callbacks/throughput.py", "project/callbacks/gpu.py"),
+    "memory": ("project/callbacks/memory.py", "project/callbacks/memory_use.py", "project/benchmark/memory.py"),
+    "optimizer": ("project/callbacks/optimizer.py",),
+    "profiler": ("project/callbacks/profiler.py", "configs/profile.yaml"),
+    "mnist": (
+        *("project/data/bundled", "project/data/mnist.py", "project/data/digits.py", ".ci/gpu"),
+        *("configs/best.yaml", "configs/fast.yaml", "configs/mlp.yaml", "configs/examples/fashion_mnist.*"),
+    ),
+}
+# What several features need goes with the last of them.
+SHARED = {"project/live_memory.py": {"tune", "benchmark", "memory"}}
+
+MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z]+(?:, [a-z]+)*)(?: -->.*)?$")
+COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
+IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
+# A test that says this trains on the bundled digits, or compares with them.
+NEEDS_DIGITS = re.compile(r"""["']sample["']|\bSMALL\b|trained_checkpoint|digit_files|MNIST(DataModule|Classifier)""")
+# W&B's default project: the text after these, in loggers/wandb.py, a sweep's file and commands.
+WANDB_PROJECT = r"(?<=DEFAULT_PROJECT = \")|(?<=project: )|(?<=--project )"
+LEFT_ALONE = ("requirements.lock", "LICENSE")
+
 
 def main(argv: list[str]) -> int:
-    """Rename as ``argv`` says; returns the exit code."""
-    from project.engine.command import CommandParser
-
+    """Rename and shorten as ``argv`` says; returns the exit code."""
     parser = CommandParser(f"{PACKAGE}.rename", __doc__)
     parser.add_argument("name", metavar="NAME", help="the package's new name, such as digits")
-    parser.add_argument("--bare", action="store_true", help="also remove what only the MNIST example needs")
+    features = f"features to leave out, joined by commas: {', '.join(FEATURES)}; or all"
+    parser.add_argument("--without", default="", metavar="LIST", help=features)
     args = parser.parse_args(argv)
     check_name(args.name)
-    files = tracked_files()
-    if args.name == PACKAGE and not args.bare:
+    leave_out = chosen_features(args.without)
+    check_clone()
+    data_is_made = "mnist" not in features_here() - leave_out
+    if args.name == PACKAGE and not leave_out:
         print(f"the package is already called {PACKAGE}: nothing to do.")
         return 0
-    told = remove_example(files) if args.bare else []
-    told += rename(args.name, [path for path in files if (CLONE / path).exists()])
-    print("\n".join(told))
-    print("\nLook at it with git diff; git reset --hard undoes it. To keep it:")
+    told = remove(leave_out) if leave_out else []
+    told += rename(args.name) if args.name != PACKAGE else []
+    print("\n".join([*told, *tidy()]))
+    print("\nLook at it with git diff HEAD; git reset --hard undoes it. To keep it:")
     print(f"  git add --all && git commit -m 'Rename to {args.name}'")
-    first = "devices" if args.bare else "fit"  # a bare clone has no digits to train on
-    print(f"  pip install -e .   # where {PACKAGE} was installed\n  python -m {args.name}.{first}")
+    print(f"  pip install -e .   # where {PACKAGE} was installed")
+    print(f"  python -m {args.name}.fit{' --config configs/examples/tabular.yaml' if data_is_made else ''}")
     return 0
 
 
@@ -59,68 +101,141 @@ def check_name(name: str) -> None:
         raise UserError(f"NAME must not hide an installed package, got {name}. Choose another.")
 
 
-def tracked_files() -> list[Path]:
-    """Files under git's control, relative to the clone.
+def features_here() -> set[str]:
+    """The features that this clone still has."""
+    return {name for name, patterns in FEATURES.items() if git("ls-files", "--", patterns[0])}
+
+
+def chosen_features(text: str) -> set[str]:
+    """The features that ``--without`` names and this clone has.
 
     Raises:
-        UserError: No git repository, or one with changes that a rename would be mixed up with.
+        UserError: There is no such feature.
     """
-    changed = git("status", "--porcelain")
-    if changed:
-        first = changed.splitlines()[0][3:]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in {*names} - {*FEATURES, "all"}:
+        known = ", ".join(FEATURES)
+        raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
+    return features_here() & set(FEATURES if "all" in names else names)
+
+
+def check_clone() -> None:
+    """Raise a UserError where this is no git repository, or one with changes that a rename would be mixed up with."""
+    if changed := git("status", "--porcelain"):
         raise UserError(
-            f"the clone has uncommitted changes ({first}, ...), which a rename could not be told from. Commit or stash "
-            "them first."
+            f"the clone has uncommitted changes ({changed.splitlines()[0][3:]}, ...), which a rename could not be told "
+            "from. Commit or stash them first."
         )
-    return [Path(name) for name in git("ls-files", "-z").split("\0") if name and not (CLONE / name).is_symlink()]
 
 
-def rename(name: str, files: list[Path]) -> list[str]:
+def texts() -> dict[Path, str]:
+    """The text files under git's control, by their path in the clone."""
+    found = {}
+    for name in git("ls-files", "-z").split("\0"):
+        path = CLONE / name
+        if name and path.is_file() and not path.is_symlink():
+            try:
+                found[Path(name)] = path.read_bytes().decode()
+            except UnicodeDecodeError:
+                continue  # pictures and digits hold no names
+    return found
+
+
+def write(changed: dict[Path, str], before: dict[Path, str], done: str) -> list[str]:
+    """Write the texts that are not what they were before; returns a line for each."""
+    differing = {path: text for path, text in changed.items() if text != before[path]}
+    for path, text in differing.items():
+        (CLONE / path).write_bytes(text.encode())
+    return [f"{done} {path}" for path in differing]
+
+
+def remove(leave_out: Collection[str]) -> list[str]:
+    """Remove features: their files, marked lines, then tests that import or need what is gone. Tells what."""
+    gone = {*FEATURES} - (features_here() - {*leave_out})
+    patterns = [pattern for name in gone for pattern in FEATURES[name]]
+    patterns += [path for path, owners in SHARED.items() if owners <= gone]
+    removed = git("rm", "-r", "--ignore-unmatch", "--", *patterns).splitlines()
+    before = texts()
+    told = write({path: without_marked(path, text, gone) for path, text in before.items()}, before, "shortened")
+    tests = {path: text for path, text in texts().items() if path.match("tests/*.py")}
+    while stale := [path for path in tests if is_stale(path, tests, "mnist" in gone)]:
+        removed += git("rm", "--force", "--", *map(str, stale)).splitlines()
+        tests = {path: text for path, text in tests.items() if path not in stale}
+    return [*(f"removed {line[4:-1]}" for line in removed), *told]
+
+
+def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
+    """A file's text without the lines, blocks and commands of features that are gone."""
+    kept, depth = [], 0
+    for line in text.splitlines(keepends=True):
+        mark = MARK.match(line.rstrip())
+        is_gone = mark is not None and {*mark[3].split(", ")} <= {*gone}
+        if mark is not None and is_gone and not mark[1].strip():
+            depth += -1 if mark[2] else 1
+        elif path.suffix == ".md" and {*COMMAND.findall(line)} & {*gone}:
+            continue
+        elif not is_gone and not depth:
+            kept.append(line)
+    shortened = "".join(kept)
+    if path.name == "pyproject.toml" and "mnist" in gone:
+        shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)  # the digits had their own
+    return re.sub(r"\n{3,}", "\n\n", shortened) if path.suffix == ".md" and shortened != text else shortened
+
+
+def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
+    """Whether a file of tests/ imports what is not there, needs the digits, or only helped tests that are gone."""
+    if without_digits and NEEDS_DIGITS.search(tests[path]):
+        return True
+    for module, name in IMPORT.findall(tests[path]):
+        parts = (*module.split("."), name) if name and module in (PACKAGE, "tests") else module.split(".")
+        found = CLONE.joinpath(*parts)
+        if not found.with_suffix(".py").is_file() and not any(found.glob("*.py")):
+            return True
+    helps = not path.name.startswith(("test_", "conftest"))
+    return helps and not any(re.search(rf"\b{path.stem}\b", text) for other, text in tests.items() if other != path)
+
+
+def rename(name: str) -> list[str]:
     """Rewrite the files, move the package's folder. Returns lines that tell what changed."""
-    from project.renaming.words import rewrite
-
-    told = []
-    for path in files if name != PACKAGE else []:
-        try:
-            text = (CLONE / path).read_bytes().decode()
-        except UnicodeDecodeError:
-            continue  # pictures and digits hold no names
-        changed = rewrite(path, text, PACKAGE, name)
-        if changed != text:
-            (CLONE / path).write_bytes(changed.encode())
-            told.append(f"{count_changes(text, changed):4d} lines  {path}")
-    if name != PACKAGE:
-        git("mv", PACKAGE, name)
-        told.append(f"moved {PACKAGE}/ to {name}/")
-    return [*told, *tidy()]
+    before = texts()
+    found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(before.values()))
+    after = {path: renamed(path, text, PACKAGE, name, found[1] if found else None) for path, text in before.items()}
+    told = write(after, before, "rewrote")
+    git("mv", PACKAGE, name)
+    return [*told, f"moved {PACKAGE}/ to {name}/"]
 
 
-def count_changes(before: str, after: str) -> int:
-    """Lines that differ; a rename adds and removes none."""
-    return sum(a != b for a, b in zip(before.splitlines(), after.splitlines(), strict=True))
+def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None = None) -> str:
+    """A file's text with the package called ``new``: where ``old`` is dotted, a folder, imported, or run by ``-m``.
 
-
-def remove_example(files: list[Path]) -> list[str]:
-    """Remove what only MNIST needs, and commit nothing. Returns lines that tell what is gone."""
-    from project.renaming.bare import files_of_the_example, without_the_example
-
-    gone = files_of_the_example(CLONE, PACKAGE)
-    if gone:
-        git("rm", "--quiet", *map(str, gone))
-    told = [f"removed {path}" for path in gone]
-    for path in (path for path in files if path not in gone and path.suffix in (".md", ".toml")):
-        text = (CLONE / path).read_text()
-        if (kept := without_the_example(path, text)) != text:
-            (CLONE / path).write_text(kept)
-            told.append(f"shortened {path}")
-    return told
+    The word in a sentence, W&B's ``project:`` key, ``project=`` argument and TOML's ``[project]`` tables stay.
+    W&B's default project ``wandb_project`` is called ``new`` as well.
+    """
+    if path.name in LEFT_ALONE:
+        return text
+    rules = [
+        (rf"(?<![\w.\-/\[]){old}(?=\.[\w{{*])", new),  # old.fit, old.{module}; not data.old.x, [old.urls]
+        (rf"(?<![\w.\-/])((?:\.{{1,2}}/)*){old}(?=/)", rf"\1{new}"),  # old/data, ./old/data; not entity/old/run
+        (rf"(?<=\bfrom ){old}(?= import\b)|(?<=\bimport ){old}(?![\w\-])|(?<=-m ){old}(?![\w\-])", new),
+        (rf"\b{old.upper()}_(?=[A-Z])", f"{new.upper()}_"),  # environment variables
+    ]
+    if path.name == "pyproject.toml":
+        rules.append((rf"([\"'@]){old}(?=[\"'\[])", rf"\1{new}"))  # quoted, alone or with extras
+    if path.name in ("Dockerfile", "README.md"):  # the image; COPY; the title; a word of code
+        rules += [(rf"(?m)^(#.*docker |docker |COPY )(.*[ ])?{old}(?=[ ]|$)", rf"\1\2{new}")] * 2
+        rules += [(rf"(\A# |`){old}(?=`|\n)", rf"\1{new}")]
+    if wandb_project is not None:
+        rules.append((rf"({WANDB_PROJECT}){re.escape(wandb_project)}\b", new))
+    for pattern, instead in rules:
+        text = re.sub(pattern, instead, text)
+    return text
 
 
 def tidy() -> list[str]:
-    """Sort imports and wrap lines anew with ruff, where it is installed: another name has another place and length."""
+    """Drop imports that nothing uses any more, sort and format with ruff: a new name has another place and length."""
     if importlib.util.find_spec("ruff") is None:
         return ["ruff is not installed: run `ruff check --fix` and `ruff format` before you push."]
-    for arguments in (["check", "--select", "I", "--fix", "--quiet"], ["format", "--quiet"]):
+    for arguments in (["check", "--select", "I,F401", "--fix", "--quiet"], ["format", "--quiet"]):
         subprocess.run([sys.executable, "-m", "ruff", *arguments], cwd=CLONE, check=False)
     return []
 
@@ -143,6 +258,4 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    from project.engine.command import run
-
     run(main)

@@ -1,9 +1,8 @@
-"""List, compare and average the runs of checkpoints/; draw them on one page.
+"""List, compare and average the runs of checkpoints/.
 
 python -m project.runs
 python -m project.runs --filter optimizer=SGD --sort val/accuracy
 python -m project.runs --seeds --output seeds.csv      # mean and standard deviation over the seeds of a configuration
-python -m project.runs --report runs.html              # one offline page: curves, settings, seeds, test results
 
 Reads each run's summary.json, config.yaml and metrics.csv.
 """
@@ -18,25 +17,31 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from project.engine.command import CommandParser, add_output
 from project.errors import UserError, nearest
 from project.tables import check_output, columns_of, format_cell, format_table, write_rows
 
+# feature: report
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+# end feature: report
 
 Row = dict[str, Any]
 SEED = "seed_everything"
 # Settings that say where a run is, not what it is
 PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.root")
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")  # one of them makes a folder a run's
-NOT_DRAWN = ("step", "epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
+# feature: report
 # Of configurations, legible on white and on black; then dashed
 COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c2379a", "#8a6de9", "#b8860b", "#d93025", "#12a4af")
+NOT_DRAWN = ("step", "epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
+# end feature: report
 
 
 @dataclass
@@ -60,14 +65,13 @@ class Run:
     @property
     def results(self) -> dict[str, float]:
         """The monitored metric at its best, and every ``test/*``."""
-        monitor = self.summary.get("monitor")
-        kept = {name: v for name, v in self.summary.items() if name == monitor or str(name).startswith("test/")}
+        best = self.summary.get("monitor")
+        kept = {name: v for name, v in self.summary.items() if name == best or str(name).startswith("test/")}
         return {name: value for name, value in kept.items() if is_number(value)}
 
     def row(self, differing: list[str]) -> Row:
         """The run as a line of the list."""
-        files = [path for name in FILES if (path := self.folder / name).exists()]
-        written = max(path.stat().st_mtime for path in files)
+        written = max(path.stat().st_mtime for name in FILES if (path := self.folder / name).exists())
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
         settings = {name: self.settings.get(name) for name in differing}
         took = {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
@@ -76,20 +80,17 @@ class Run:
 
 def main(argv: list[str]) -> int:
     """List, compare or draw runs as ``argv`` says."""
-    from project.engine.command import CommandParser
-
     parser = CommandParser("project.runs", __doc__)
     parser.add_argument("--root", default="checkpoints", metavar="DIR", help="the folder of the runs")
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds")
-    parser.add_argument(
-        "--filter", action="append", default=[], metavar="KEY=VALUE", help="only runs with this setting or state"
-    )
+    only = "only runs with this setting or state"
+    parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help=only)
     parser.add_argument("--seeds", action="store_true", help="one line per configuration: mean and std over its seeds")
-    parser.add_argument("--output", metavar="FILE", help="also write what is printed: .json or .csv")
+    add_output(parser)
     parser.add_argument("--report", metavar="FILE.html", help="draw the runs on one page that needs no network")
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
-    report = check_output(args.report, (".html",), "--report") if args.report else None
+    report = check_output(args.report, (".html",), "--report") if args.report else None  # feature: report
 
     runs = read_runs(Path(args.root))
     for condition in args.filter:
@@ -98,28 +99,31 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--filter {' '.join(args.filter)}: none of the runs in {args.root} is like that.")
     rows = seed_rows(runs) if args.seeds else [run.row(differing(runs)) for run in runs]
     if args.sort:
-        rows = sorted_rows(rows, args.sort)
+        if args.sort not in (known := columns_of(rows)):
+            hint = nearest(args.sort, known)
+            raise UserError(f"--sort must be a column ({', '.join(known)}), got {args.sort}.{hint}")
+        values = [row.get(args.sort) for row in rows]  # numbers before text, what lacks it last
+        keys = [(0, v, "") if is_number(v) else (2 if v is None else 1, 0, str(v)) for v in values]
+        rows = [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
     print(format_table(rows))
     if output:
         write_rows(output, rows)
+    # feature: report
     if report:
         report.write_text(render(runs), encoding="utf-8")
         print(f"report in {report}")
+    # end feature: report
     return 0
 
 
 def read_runs(root: Path) -> list[Run]:
-    """The runs of a folder, by name.
-
-    Raises:
-        UserError: There is none.
-    """
-    runs = []
-    folders = root.iterdir() if root.is_dir() else ()
-    for folder in sorted(path for path in folders if path.is_dir() and not path.is_symlink()):
-        if any((folder / name).exists() for name in FILES):
-            config, summary = (mapping_in(folder / name) for name in ("config.yaml", "summary.json"))
-            runs.append(Run(folder, flattened(config), summary))
+    """The runs of a folder, by name; a UserError where there is none."""
+    folders = sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
+    runs = [
+        Run(folder, flattened(mapping_in(folder / "config.yaml")), mapping_in(folder / "summary.json"))
+        for folder in folders
+        if any((folder / name).exists() for name in FILES)
+    ]
     if not runs:
         raise UserError(f"--root must hold runs, got {root}, where there is none. Train one: python -m project.fit")
     return runs
@@ -155,11 +159,7 @@ def differing(runs: list[Run], ignored: tuple[str, ...] = PLACES) -> list[str]:
 
 
 def holds(condition: str, run: Run, runs: list[Run]) -> bool:
-    """Whether a run has what ``KEY=VALUE`` says; KEY is a setting, its last part, or a fact of the summary.
-
-    Raises:
-        UserError: No run knows the key.
-    """
+    """Whether a run has what ``KEY=VALUE`` says; KEY is a setting, its last part, or a fact of the summary."""
     key, equals, value = condition.partition("=")
     known = {name for each in runs for name in (*each.settings, *each.summary, "name", "state")}
     names = [name for name in known if name == key] or [name for name in known if name.endswith(f".{key}")]
@@ -171,22 +171,6 @@ def holds(condition: str, run: Run, runs: list[Run]) -> bool:
         with contextlib.suppress(yaml.YAMLError, ValueError):
             meant.append(read(value))
     return any(name in facts and facts[name] in meant for name in names)
-
-
-def sorted_rows(rows: list[Row], column: str) -> list[Row]:
-    """Rows by a column, numbers before text, what lacks it last.
-
-    Raises:
-        UserError: There is no such column.
-    """
-    if column not in (known := columns_of(rows)):
-        raise UserError(f"--sort must be a column ({', '.join(known)}), got {column}.{nearest(column, known)}")
-
-    def key(row: Row) -> tuple[int, float, str]:
-        value = row.get(column)
-        return (0, float(value or 0), "") if is_number(value) else (2 if value is None else 1, 0.0, str(value))
-
-    return sorted(rows, key=key)
 
 
 def is_number(value: Any) -> bool:
@@ -218,11 +202,10 @@ def seed_rows(runs: list[Run]) -> list[Row]:
     return rows
 
 
-# The page. Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
-
-
 def render(runs: list[Run]) -> str:
     """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
+
+    Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
 
     Raises:
         UserError: The feature ``report``, which draws, is not part of this package.
@@ -234,58 +217,39 @@ def render(runs: list[Run]) -> str:
         from project.report.charts import draw
     except ImportError:
         raise UserError("--report needs the feature report, which was left out of this package.") from None
-    names, styles = differing(runs), dict[Path, tuple[str, str]]()
+    names, styles = differing(runs), dict[str, tuple[str, str]]()
     for index, group in enumerate(by_configuration(runs)):
-        styles |= {
-            run.folder: (COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]) for run in group
-        }
-    lines: dict[str, dict[Path, list[tuple[float, float]]]] = {}
-    for run in runs:
-        for metric, series in read_curves(run.folder / "metrics.csv").items():
-            lines.setdefault(metric, {})[run.folder] = series
+        style = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
+        styles |= {run.folder.name: style for run in group}
+    curves = {run.folder.name: read_curves(run.folder / "metrics.csv") for run in runs}
 
-    def chart(number: int, of_runs: dict[Path, list[tuple[float, float]]]) -> str:
-        def paint(ax: Axes) -> None:
-            for folder, series in of_runs.items():
-                colour, dashes = styles[folder]
+    def paint(metric: str, ax: Axes) -> None:
+        for name, (colour, dashes) in styles.items():
+            if series := curves[name].get(metric):
                 marker = "o" if len(series) < 2 else None  # a single value would not be seen as a line
                 ax.plot(*zip(*series, strict=True), color=colour, linestyle=dashes, marker=marker, linewidth=1.1)
-            ax.set_xlabel("optimizer step")
+        ax.set_xlabel("optimizer step")
 
-        return Markup(draw(f"chart {number}", paint))
-
-    rows = [run.row(names) for run in runs]
+    metrics = sorted({metric for of_run in curves.values() for metric in of_run})
+    charts = [(metric, Markup(draw(f"chart {n}", partial(paint, metric)))) for n, metric in enumerate(metrics)]
     tests = [{"name": run.folder.name, **{k: v for k, v in run.results.items() if k[:5] == "test/"}} for run in runs]
     settings = [{"": name, **{run.folder.name: run.settings.get(name) for run in runs}} for name in names]
-    return (
-        Environment(autoescape=True)
-        .from_string(PAGE)
-        .render(
-            tables={
-                "Runs": rows,
-                "Mean and standard deviation over seeds": seed_rows(runs),
-                "Settings that differ": settings,
-                "Test results": tests,
-            },
-            legend=[(run.folder.name, styles[run.folder][0]) for run in runs],
-            charts=[(metric, chart(number, of_runs)) for number, (metric, of_runs) in enumerate(sorted(lines.items()))],
-            columns=columns_of,
-            cell=format_cell,
-            date=time.strftime("%Y-%m-%d %H:%M"),
-        )
-    )
+    tables = {"Runs": [run.row(names) for run in runs], "Mean and standard deviation over seeds": seed_rows(runs)}
+    tables |= {"Settings that differ": settings, "Test results": tests}
+    legend = [(run.folder.name, styles[run.folder.name][0]) for run in runs]
+    facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
+    return Environment(autoescape=True).from_string(PAGE).render(facts, columns=columns_of, cell=format_cell)
 
 
 def read_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
     """What a ``metrics.csv`` says of training and validation: metric → (step, value); empty without a file."""
     curves: dict[str, list[tuple[float, float]]] = {}
     with contextlib.suppress(OSError, UnicodeDecodeError, csv.Error), open(path, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            for name, text in row.items():
-                with contextlib.suppress(ValueError, TypeError):  # an empty cell, half a line of a run that goes on
-                    point = float(row["step"]), float(text)
-                    if not name.startswith(NOT_DRAWN) and all(map(math.isfinite, point)):
-                        curves.setdefault(name, []).append(point)
+        for name, text, step in ((*cell, row.get("step", "")) for row in csv.DictReader(file) for cell in row.items()):
+            with contextlib.suppress(ValueError, TypeError):  # an empty cell, half a line of a run that goes on
+                point = float(step), float(text)
+                if not name.startswith(NOT_DRAWN) and all(map(math.isfinite, point)):
+                    curves.setdefault(name, []).append(point)
     return curves
 
 
@@ -310,6 +274,7 @@ li { display: inline-block; margin-right: 1rem } i { display: inline-block; widt
 {% endfor %}</table></div>
 {% endfor %}</html>
 """
+# end feature: report
 
 
 if __name__ == "__main__":

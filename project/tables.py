@@ -23,11 +23,7 @@ Row = Mapping[str, Any]
 
 
 def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output") -> Path:
-    """``path``, if a file of such an ending can be written there. Call it before any work.
-
-    Raises:
-        UserError: Another ending, a folder of that name, or a place where no file can be made.
-    """
+    """``path``, if a file of such an ending can be written there, else a UserError. Call it before any work."""
     path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no such user
     if path.suffix.lower() not in endings:
         raise UserError(f"{option} must end in {' or '.join(endings)}, got {path}. The ending chooses the format.")
@@ -64,21 +60,19 @@ def write_rows(path: Path | str, rows: Sequence[Row] | Row) -> None:
         if path.exists():
             shutil.copymode(path, beside)
         os.replace(beside, path)
-    except BaseException:
+    finally:
         beside.unlink(missing_ok=True)
-        raise
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """Rows as aligned text: a heading, a rule, one line per row; numbers to the right, in four significant digits."""
     columns = []
     for name in columns_of(rows):
-        values = [row[name] for row in rows if row.get(name) is not None]
-        texts = [name, *(format_cell(row.get(name)) for row in rows)]
+        values = [row.get(name) for row in rows]
+        texts = [name, *map(format_cell, values)]
         width = max(map(len, texts))
-        texts.insert(1, "-" * width)
-        to_right = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        columns.append([text.rjust(width) if to_right else text.ljust(width) for text in texts])
+        to_right = all(value is None or type(value) in (int, float) for value in values)
+        columns.append([f"{text:{'>' if to_right else '<'}{width}}" for text in [name, "-" * width, *texts[1:]]])
     return "\n".join("  ".join(texts).rstrip() for texts in zip(*columns, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's metrics on the test set; everything that is needed is in the checkpoint.
+"""A checkpoint's metrics on the test set. Needs only the checkpoint.
 
 python -m project.test
 python -m project.test --ckpt_path checkpoints/mine/best.ckpt --data.root data --output metrics.json
@@ -20,7 +20,8 @@ from project.engine.restore import load
 from project.engine.run_folder import ROOT, find_checkpoint
 from project.engine.stop import GracefulStop
 from project.engine.summary import device_name, samples_of
-from project.engine.trainer import as_list, build_trainer, float32_products, trainer_flags
+from project.engine.trainer import as_list, build_trainer, float32_products, lacks_for_test, trainer_flags
+from project.errors import UserError
 
 OUTPUT = Option("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv.")
 
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> int:
         decided_by_rank_zero(lambda: str(find_checkpoint(line.value("ckpt_path"), root, line.value("run_name"))))
     )
     loaded = load(path, argv, "project.test", (OUTPUT,))
+    if missing := lacks_for_test(loaded.module, loaded.datamodule):
+        raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
     flags = trainer_flags(loaded.config)
     flags |= {
         "logger": False,
@@ -44,7 +47,7 @@ def main(argv: list[str]) -> int:
         "enable_model_summary": False,
     }
     trainer = build_trainer(flags)
-    with float32_products():  # as fit's own test; --precision still chooses autocast
+    with float32_products():  # like fit's own test; --precision still chooses autocast
         found = trainer.test(loaded.module, datamodule=loaded.datamodule, verbose=False)
     facts = {
         "checkpoint": str(path),

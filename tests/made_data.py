@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from project.data.mnist import write_idx
+from project.data.mnist import write_idx  # feature: mnist
 
 
 def spots(count: int, classes: int, shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
@@ -23,6 +23,7 @@ def spots(count: int, classes: int, shape: tuple[int, int, int], seed: int) -> t
     return images.to(torch.uint8), labels
 
 
+# feature: mnist
 def make_idx_files(folder: Path, train: int = 480, test: int = 203) -> None:
     """MNIST's four files, ten classes of (1, 28, 28)."""
     folder.mkdir(parents=True)
@@ -30,6 +31,9 @@ def make_idx_files(folder: Path, train: int = 480, test: int = 203) -> None:
         images, labels = spots(count, 10, (1, 28, 28), seed)
         write_idx(folder / f"{prefix}-images-idx3-ubyte", images)
         write_idx(folder / f"{prefix}-labels-idx1-ubyte.gz", labels)
+
+
+# end feature: mnist
 
 
 def make_picture_folder(root: Path, names: list[str], train: int = 300, test: int = 101) -> None:

@@ -1,4 +1,4 @@
-"""Modules and data modules of people who have never heard of this project: nothing of it is imported here."""
+"""Modules, loaders and data modules as people have them; most know nothing of this project."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 from torchmetrics import MeanAbsoluteError
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
+from project.model import MNISTClassifier
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -68,3 +69,199 @@ class Pretrained(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.blocks(images)
+
+
+def table(count: int) -> TensorDataset:
+    """Four features and a target of any size and sign."""
+    draw = torch.Generator().manual_seed(count)
+    x = torch.randn(count, 4, generator=draw)
+    return TensorDataset(x, x @ torch.tensor([1.0, -2.0, 3.0, 0.5]) + torch.arange(count) / 100 + 0.25)
+
+
+class Line(L.LightningModule):
+    """A regression that logs in every way Lightning knows, and draws random numbers on its way."""
+
+    def __init__(self, lr: float = 0.02, width: int = 4) -> None:
+        super().__init__()
+        self.lr = lr
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+        self.error = MeanAbsoluteError()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        predicted = self.last(nn.functional.dropout(self.first(x), 0.1, self.training)).squeeze(1)
+        loss = nn.functional.mse_loss(predicted, y)
+        self.error(predicted.detach(), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_error", self.error, on_step=False, on_epoch=True)
+        self.log("train_largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("train_samples", float(len(y)), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.last(self.first(x)).squeeze(1), y))
+        self.log("val_mean", y.mean())
+        self.log("val_largest", y.max(), reduce_fx="max")
+        self.log("val_samples", float(len(y)), reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class ByEpoch(Sampler[int]):
+    """A sampler that follows ``set_epoch``."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class WithState(Sampler[int]):
+    """A sampler with a generator of its own, which goes on from epoch to epoch, and its state."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.draw = count, torch.Generator().manual_seed(7)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.count, generator=self.draw).tolist())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"draw": self.draw.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.draw.set_state(state["draw"])
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that come one after the other, without a state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(table(101))
+
+
+class StreamWithState(IterableDataset[Any]):
+    """The same, with a state: how many have come."""
+
+    def __init__(self) -> None:
+        self.rows, self.next = table(101), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < len(self.rows):
+            self.next += 1
+            yield self.rows[self.next - 1]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class SizedStreamWithState(StreamWithState):
+    """The same, with a length: Lightning then never asks for one batch more than there are."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class LoaderWithState:
+    """A loader as torchdata's ``StatefulDataLoader``: an iteration begins anew unless a state was loaded before it."""
+
+    def __init__(self) -> None:
+        self.rows, self.epochs, self.done, self.loaded = table(101), 0, 0, False
+
+    def __len__(self) -> int:
+        return 13
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        if not self.loaded:
+            self.done = 0
+        self.loaded = False
+        order = torch.randperm(101, generator=torch.Generator().manual_seed(self.epochs))
+        while self.done < len(self):
+            self.done += 1
+            yield list(self.rows[order[8 * self.done - 8 : 8 * self.done]])
+        self.epochs, self.done = self.epochs + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs, "done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs, self.done, self.loaded = state["epochs"], state["done"], True
+
+
+def weighted() -> DataLoader[Any]:
+    return DataLoader(table(101), 8, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "weighted": weighted,
+    "by epoch": lambda: DataLoader(table(101), 8, sampler=ByEpoch(101)),
+    "sampler with state": lambda: DataLoader(table(101), 8, sampler=WithState(101)),
+    "stream": lambda: DataLoader(Stream(), 8),
+    "stream with state": lambda: DataLoader(StreamWithState(), 8),
+    "sized stream with state": lambda: DataLoader(SizedStreamWithState(), 8),
+    "loader with state": LoaderWithState,
+}
+
+
+class Loaders(L.LightningDataModule):
+    """Training data from one of :data:`LOADERS`; 13 batches an epoch. ``kind`` is its name."""
+
+    def __init__(self, kind: str = "weighted") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def train_dataloader(self) -> Any:
+        return LOADERS[self.kind]()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(53), batch_size=10)
+
+
+class LineWithLoaders(Line):
+    """A module that brings its own loaders, and notes on every rank what it is trained on."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with open(f"seen-{self.trainer.world_size}-{self.global_rank}.txt", "a") as file:
+            print(self.current_epoch, batch_idx, *[round(y, 4) for y in batch[1].tolist()], file=file)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        size = 16 // self.trainer.world_size  # of all ranks together it is the same
+        return DataLoader(table(101), size, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(53), batch_size=10)
+
+
+class Told(Line):
+    """Its validation errors are told beforehand: the best is not the last."""
+
+    monitor, mode = "val_told", "min"
+    errors = [0.59, 0.63, 0.21, 0.21, 6.85]
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_told", self.errors[self.current_epoch])
+
+
+class SlowClassifier(MNISTClassifier):
+    """With a learning rate of its own."""
+
+    def __init__(self, lr: float = 0.0005, **kwargs: Any) -> None:
+        super().__init__(lr=lr, **kwargs)

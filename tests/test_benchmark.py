@@ -15,13 +15,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import TABLES, Settings, memory, overhead
+from project.benchmark import TABLES, Settings, devices, overhead
 from project.benchmark.__main__ import main, measure_table, read_options
-from project.benchmark.accuracy import ExampleNetwork
+from project.benchmark.accuracy import example_network
 from project.benchmark.devices import ResNet18
-from project.benchmark.loaders import time_epoch
-from project.benchmark.overhead import InMemory, PerSampleImages
-from project.benchmark.timing import EpochClock, RealRun, afresh, alternate, median_and_spread, progress, run_epochs
+from project.benchmark.overhead import InMemory, PerSampleImages, time_epoch
+from project.benchmark.timing import EpochClock, RealRun, afresh, alternate, median_and_spread, run_epochs
 from project.engine import signals
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import configure
@@ -52,7 +51,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = {name: overhead.FEATURES[name] for name in ("memory monitor", "W&B", "checkpoints")}
+    some = {name: overhead.FEATURES[name] for name in ("W&B", "checkpoints")}
     monkeypatch.setattr(overhead, "FEATURES", some)
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
     assert list(rows)[:3] == ["hand-written floor", "plain PyTorch loop", "all features"]
@@ -91,6 +90,7 @@ def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Pa
     assert "hardware" not in row
 
 
+# feature: memory
 @pytest.mark.nightly
 def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
     rows = rows_of("memory", tmp_path, "--batch_sizes", "32", "64", "--precisions", "32-true")
@@ -112,12 +112,15 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
         return RealRun([], 0, None, "a GPU", None, None, {})
 
     measured: set[str] = set()
-    monkeypatch.setattr("project.benchmark.devices.available_devices", lambda: ["cpu", "cuda"])
-    monkeypatch.setattr(memory, "usable", lambda device, precisions: ["32-true"])
-    monkeypatch.setattr(memory, "run_epochs", run_on)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(devices, "usable", lambda device, precisions: ["32-true"])
+    monkeypatch.setattr(devices, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
-    memory.measure(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
+    devices.measure_memory(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
+
+
+# end feature: memory
 
 
 @pytest.mark.nightly
@@ -144,7 +147,7 @@ def test_accuracy_is_the_mean_over_seeds_beside_a_plain_loop(tmp_path: Path) -> 
 
 
 def test_the_networks_to_compare_with_are_the_published_ones() -> None:
-    assert sum(p.numel() for p in ExampleNetwork().parameters()) == 1_199_882
+    assert sum(p.numel() for p in example_network().parameters()) == 1_199_882
     assert sum(p.numel() for p in ResNet18().parameters()) == 11_175_370
 
 
@@ -153,8 +156,7 @@ def test_the_networks_to_compare_with_are_the_published_ones() -> None:
 
 def test_variants_take_turns_and_every_other_round_runs_backwards() -> None:
     order: list[str] = []
-    with progress("t", 9) as bar:
-        alternate({name: lambda name=name: order.append(name) for name in "abc"}, 3, bar)
+    alternate("t", {name: lambda name=name: order.append(name) for name in "abc"}, 3)
     assert "".join(order) == "abccbaabc"
 
 
@@ -163,8 +165,7 @@ def test_progress_is_shown_on_a_terminal_only(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with progress("devices", 2) as bar:
-        alternate({"cpu": lambda: None}, 2, bar)
+    alternate("devices", {"cpu": lambda: None}, 2)
     shown = capsys.readouterr().err
     assert ("devices" in shown) == terminal
     assert ("0/2" in shown) == terminal
@@ -215,7 +216,7 @@ def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.Mon
 
     waits: list[tuple[str, bool]] = []
     loader = [(torch.zeros(2, 1, 4, 4), torch.zeros(2))]
-    monkeypatch.setattr("project.benchmark.loaders.synchronize", lambda device: None)
+    monkeypatch.setattr("project.benchmark.overhead.synchronize", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "to", copy)
     for device in ("cuda", "mps"):
         time_epoch(lambda: loader, lambda images: images, torch.device(device), 1)  # type: ignore[arg-type, return-value]
@@ -243,7 +244,7 @@ def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
     [
         ([], None, []),
         (["--data.root", "memory"], None, ["--data.root", "memory"]),
-        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),
+        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),  # feature: memory
         (["--n", "3", "overhead"], "overhead", []),
         (["overhead", "--data.root=loaders"], "overhead", ["--data.root=loaders"]),
     ],
@@ -259,7 +260,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         return []
 
     measured: list[tuple[str, int, int]] = []
-    monkeypatch.setattr("project.benchmark.overhead.measure", measure)
+    monkeypatch.setattr("project.benchmark.overhead.measure_overhead", measure)
     Path("mine.yaml").write_text("data: {batch_size: 32}\n")
     for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
         measure_table("overhead", flags, {})
@@ -272,7 +273,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["devcies"], "TABLE must be one of devices, loaders, memory, overhead, accuracy, got devcies."),
+        (["devcies"], f"TABLE must be one of {', '.join(TABLES)}, got devcies."),
         (["loaders", "--n", "0"], "--n must be at least 1, got 0."),
         (["loaders", "--workers", "0", "-1"], "--workers must be at least 0, got -1."),
         (["accuracy", "--target", "99"], "--target must be above 0 and below 1, got 99.0. 0.99 is 99 %."),
@@ -280,7 +281,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         (["loaders", "--plot", "x.jpg"], "--plot must end in .png, got x.jpg."),
         (["loaders", "--data.batch_sice", "3"], "--data.batch_sice"),
         (["overhead", *TINY, "--model.lr", "-1"], "--model.lr must be above 0, got -1"),
-        (["memory", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
+        (["loaders", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

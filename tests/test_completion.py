@@ -20,8 +20,8 @@ done
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes_commands_and_their_options() -> None:
     lines = [
-        "python -m project.pre",
-        "python -m project.predict --con",
+        "python -m project.tes",
+        "python -m project.test --ckpt",
         "python -m project.fit --data.train",
         "python x --d",
     ]
@@ -29,4 +29,4 @@ def test_bash_completes_commands_and_their_options() -> None:
     told = subprocess.run(
         ["bash", "-c", TRY, "bash", *lines], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert told.stdout.splitlines() == ["project.predict", "--contact_sheet", "--data.train_samples", ""]
+    assert told.stdout.splitlines() == ["project.test", "--ckpt_path", "--data.train_samples", ""]

@@ -13,14 +13,21 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
-from project.data import BatchedDataModule, MNISTDataModule, SplitDataModule, TensorImages, TensorRows
+from project.data import (
+    BatchedDataModule,
+    MNISTDataModule,  # feature: mnist
+    SplitDataModule,
+    TensorImages,
+    TensorRows,
+)
 from project.data.augment import random_deformation
-from project.data.bundled.make_digits import stratified
-from project.data.mnist import DIGITS, read_idx, write_idx
+from project.data.bundled.make_digits import stratified  # feature: mnist
+from project.data.mnist import DIGITS, read_idx, write_idx  # feature: mnist
 from project.errors import UserError
-from tests.made_data import make_idx_files
+from tests.made_data import make_idx_files  # feature: mnist
 
 
+# feature: mnist
 @pytest.mark.parametrize("name", ["x-images-idx3-ubyte", "x-images-idx3-ubyte.gz"])
 def test_idx_files_are_read_back_plain_and_gzipped(tmp_path: Path, name: str) -> None:
     images = torch.randint(0, 256, (5, 1, 28, 28), dtype=torch.uint8)
@@ -101,6 +108,9 @@ def test_a_mistyped_root_is_an_error_that_creates_nothing(
     with pytest.raises(UserError, match=r"dtaa/mnist.*lacks train-images"):  # another rank, or no prepare_data
         module.setup("fit")
     assert list(workplace.iterdir()) == []
+
+
+# end feature: mnist
 
 
 # Datasets and loaders.

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from project import fit
 from project.engine import command as entry
 from tests import made_data
-from tests.promises import ROOT, PromiseSuite, TaskSuite
+from tests.promises import ROOT, PictureSuite, PromiseSuite, TaskSuite
 
 CONFIGS = ROOT / "configs" / "examples"
 EXAMPLES = sorted(CONFIGS.glob("*.py"))
@@ -35,7 +35,6 @@ class TestAutoEncoder(PromiseSuite):
 
     monitor, mode, logged = "val_loss", "min", {"train_loss", "val_loss"}
     reached = ("test_loss", 0.3)
-    takes_pictures = False
     interrupt_at, signal = 40, "SIGKILL"
 
     @classmethod
@@ -48,7 +47,6 @@ class TestGAN(PromiseSuite):
     """Manual optimization with two optimizers, loaders of the module's own, nothing that could be followed."""
 
     monitor, logged, reached = None, {"g_loss", "d_loss"}, None
-    takes_pictures = False
     interrupt_at = 55
 
     @classmethod
@@ -56,7 +54,7 @@ class TestGAN(PromiseSuite):
         return example("gan")
 
 
-class TestPngFolder(PromiseSuite):
+class TestPngFolder(PromiseSuite, PictureSuite):
     """Two worker processes, random flips, a kill instead of a request to stop, and Pillow in between."""
 
     signal = "SIGKILL"
@@ -67,21 +65,21 @@ class TestPngFolder(PromiseSuite):
         return [*example("png_folder", folder), "--data.batch_size", "30", "--data.num_workers", "2"]
 
 
-class TestFashionMNIST(TaskSuite):
+class TestFashionMNIST(PictureSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
         made_data.make_idx_files(folder / "FashionMNIST" / "raw")
         return [*example("fashion_mnist", folder), "--data.batch_size", "48"]
 
 
-class TestTensorFiles(TaskSuite):
+class TestTensorFiles(PictureSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
         made_data.make_tensor_files(folder)
         return [*example("tensor_dataset", folder), "--data.batch_size", "40"]
 
 
-class TestFinetunedBackbone(TaskSuite):
+class TestFinetunedBackbone(PictureSuite):
     reached = ("test/accuracy", 0.0)  # frozen at random weights, early layers are no use; real ones would be
 
     @classmethod
@@ -94,7 +92,6 @@ class TestFinetunedBackbone(TaskSuite):
 class TestImageRegression(TaskSuite):
     monitor, mode, logged = "val/mae", "min", {"train/loss", "train/mae", "val/loss", "val/mae"}
     reached = ("test/mae", 0.15)
-    takes_pictures = False
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -104,7 +101,6 @@ class TestImageRegression(TaskSuite):
 class TestMultiLabel(TaskSuite):
     monitor, logged = "val/f1", {"train/loss", "train/f1", "val/loss", "val/f1"}
     reached = ("test/f1", 0.8)
-    takes_pictures = False
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -114,7 +110,6 @@ class TestMultiLabel(TaskSuite):
 class TestTabular(TaskSuite):
     monitor, logged = "val/r2", {"train/loss", "train/r2", "val/loss", "val/r2"}
     reached = ("test/r2", 0.3)
-    takes_pictures = False
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:

@@ -69,7 +69,7 @@ def test_onnx_and_torch_export_agree_with_the_checkpoint_on_all_10000_test_image
 
 
 def agree_on(images: torch.Tensor, batch_size: int, folder: Path, loaded: Loaded) -> None:
-    expected = export.reference(loaded, (images,))["output"]
+    expected = export.answer(loaded.module, (images,))["output"]
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     program = torch.export.load(folder / "model.pt2").module()
     parts = (images.float() / 255).split(batch_size)
@@ -97,7 +97,7 @@ def test_the_files_say_what_goes_in_what_comes_out_and_where_they_are_from(folde
     assert json.loads(facts["classes"]) == [str(digit) for digit in range(10)]
     assert facts["run_name"] == "trained"
     test = loaded.datamodule.splits["test"]
-    accuracy = (export.reference(loaded, (test.images,))["output"].argmax(dim=1) == test.labels).double().mean()
+    accuracy = (export.answer(loaded.module, (test.images,))["output"].argmax(dim=1) == test.labels).double().mean()
     assert float(facts["test/accuracy"]) == pytest.approx(accuracy.item(), abs=1e-6)
 
 
@@ -282,7 +282,7 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
         seen.append(find_samples(loaded, as_in_training).source)
         raise UserError("enough")
 
-    monkeypatch.setattr("project.engine.checkpoint_files.load", lambda *_: loaded)
+    monkeypatch.setattr("project.export.load", lambda *_: loaded)
     monkeypatch.setattr("project.export.find_samples", noted)
     words = [word for name in typed for word in (name, str(mnist_root))]
     assert entry.exit_code(export.main, ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words]) == 2
@@ -310,7 +310,19 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
+def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(path: Path, words: list[str]) -> Any:
+        raise UserError(" ".join(words))
+
+    monkeypatch.setattr(export, "load", noted)
+    flags = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", str(tmp_path), "--data.source", "sample"]
+    with pytest.raises(UserError, match=r"^--allow_imports=theirs,mine --data.source=sample$"):
+        export.main([*flags, "--allow_imports", "theirs,mine"])
+
+
 def test_a_pixel_in_0_to_1_is_what_a_byte_was_in_training(loaded: Loaded) -> None:
     images = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 28, 28)
-    of_bytes = export.reference(loaded, (images,))["output"]
-    np.testing.assert_allclose(of_bytes, export.reference(loaded, (images.float() / 255,))["output"], atol=1e-4)
+    of_bytes = export.answer(loaded.module, (images,))["output"]
+    np.testing.assert_allclose(of_bytes, export.answer(loaded.module, (images.float() / 255,))["output"], atol=1e-4)

@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from project.callbacks.memory import MemoryMonitor
-from project.callbacks.memory_use import ACTIVATIONS, GIB, MemorySnapshot
-from project.callbacks.optimizer import OptimizerMonitor
-from project.callbacks.profiler import StepProfiler
-from project.callbacks.throughput import ThroughputMonitor
+from project.callbacks.memory import MemoryMonitor  # feature: memory
+from project.callbacks.memory_use import ACTIVATIONS, GIB, MemorySnapshot  # feature: memory
+from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
+from project.callbacks.profiler import StepProfiler  # feature: profiler
+from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from tests.monitored import Linear, Points, make_trainer
 
 pytestmark = [
@@ -36,6 +36,7 @@ def gpu_trainer(folder: Any, *callbacks: Any, **options: Any) -> Any:
     return make_trainer(folder, *callbacks, accelerator="gpu", **{"log_every_n_steps": 20, **options})
 
 
+# feature: throughput
 def test_mfu_and_utilization_are_within_what_a_gpu_can_do(tmp_path):
     monitor = ThroughputMonitor()
     options = {"precision": "bf16-mixed", "log_every_n_steps": 200, "profiler": monitor.profiler()}
@@ -49,6 +50,10 @@ def test_mfu_and_utilization_are_within_what_a_gpu_can_do(tmp_path):
     assert monitor.advice()
 
 
+# end feature: throughput
+
+
+# feature: memory
 def test_memory_agrees_with_pytorchs_own_counters(tmp_path):
     class Counters(Callback):
         def on_train_start(self, trainer, pl_module):
@@ -96,6 +101,10 @@ def test_a_snapshot_loads_and_holds_this_runs_allocations(tmp_path):
     assert any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)
 
 
+# end feature: memory
+
+
+# feature: optimizer
 def test_the_loss_scale_is_logged_under_16_mixed(tmp_path):
     class Slow(Wide):  # at Linear's learning rate the activations overflow 16 bits
         def configure_optimizers(self):
@@ -108,6 +117,10 @@ def test_the_loss_scale_is_logged_under_16_mixed(tmp_path):
     assert 0 < row["grad_norm"] < float("inf")
 
 
+# end feature: optimizer
+
+
+# feature: profiler
 def test_a_profile_has_the_kernels_of_every_region(tmp_path):
     trainer, _ = gpu_trainer(tmp_path, profiler=StepProfiler(wait=2, warmup=1, active=3))
     trainer.fit(Wide(), Points(1024 * 10, 1024).loader())
@@ -115,3 +128,6 @@ def test_a_profile_has_the_kernels_of_every_region(tmp_path):
     device_ms = {line.split()[0]: float(line.split()[2]) for line in lines[2:7]}
     assert all(device_ms[name] > 0 for name in ("forward", "backward", "optimizer"))
     assert device_ms["backward"] > device_ms["forward"]  # two products for each of the forward pass
+
+
+# end feature: profiler

@@ -24,11 +24,11 @@ from project.callbacks.memory_use import (
     MemorySnapshot,
     add_activations,
     flags_to_try,
-    is_out_of_memory,
     possible_savings,
     table,
 )
 from project.errors import UserError
+from project.live_memory import is_out_of_memory
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*logging interval", "ignore:.*does not have many workers")
@@ -36,8 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*logging interval", "ignore:.*d
 
 class FakeAllocator:
     """A device of 8 GiB on which what is allocated and reserved is set by hand."""
-
-    total: int | None = 8 * GIB
 
     def __init__(self) -> None:
         self.now = {"allocated": 0, "reserved": 0}
@@ -48,12 +46,12 @@ class FakeAllocator:
         self.now = {"allocated": int(allocated_gib * GIB), "reserved": int((reserved_gib or 2 * allocated_gib) * GIB)}
         self.peak = {name: max(self.peak[name], size) for name, size in self.now.items()}
 
-    def read(self) -> dict[str, int]:
-        return {**self.now, **{f"peak_{name}": size for name, size in self.peak.items()}}
-
-    def reset_peak(self) -> None:
-        self.resets += 1
-        self.peak = dict(self.now)
+    def read(self, device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
+        sizes = {**self.now, **{f"peak_{name}": size for name, size in self.peak.items()}, "total": 8 * GIB}
+        if reset_peaks:
+            self.resets += 1
+            self.peak = dict(self.now)
+        return sizes
 
 
 class FakeHost(HostMemory):
@@ -76,7 +74,7 @@ class FakeHost(HostMemory):
 def known_run(folder: Path, **options: Any) -> tuple[Any, Any, FakeAllocator, MemoryMonitor, Linear]:
     """A run that holds 1 GiB; a training step touches 3, a validation step 5, what came before training 6."""
     allocator = FakeAllocator()
-    monitor = MemoryMonitor(lambda device: allocator, FakeHost())
+    monitor = MemoryMonitor(allocator.read, FakeHost())
     trainer, rows = make_trainer(folder, monitor, **{"log_every_n_steps": 4, **options})
 
     def touch(gib: float) -> None:
@@ -206,7 +204,7 @@ def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
 def test_two_ranks_share_the_larger_device_figure_and_the_sum_of_host_memory(tmp_path):
     allocator = FakeAllocator()
     host = FakeHost()
-    monitor = MemoryMonitor(lambda device: allocator, host)
+    monitor = MemoryMonitor(allocator.read, host)
     trainer, rows = make_trainer(tmp_path, monitor, devices=2, strategy="ddp_fork", use_distributed_sampler=False)
 
     class Differ(Callback):
@@ -329,18 +327,18 @@ def test_a_long_clean_run_reports_no_leak(tmp_path, recwarn):
 # Savings and advice
 
 
-def test_savings_are_gib_of_what_was_measured():
+def test_savings_are_shares_of_the_peak_that_was_measured():
     parts = add_activations({"weights": 1.0, "gradients": 1.0, "optimizer state": 2.0}, 8 * GIB)
     assert parts[ACTIVATIONS] == 4.0
     assert possible_savings(parts, "32-true") == {
-        "half the batch size, --accumulate_grad_batches doubled": 2.0,
-        "activation checkpointing": 4.0,
-        "--precision bf16-mixed": 2.0,
-        "--precision bf16-true": 4.0,
+        "half the batch size, --accumulate_grad_batches doubled": 25.0,
+        "activation checkpointing": 50.0,
+        "--precision bf16-mixed": 25.0,
+        "--precision bf16-true": 50.0,
     }
     mixed = possible_savings(parts, "bf16-mixed")
     assert "--precision bf16-mixed" not in mixed
-    assert mixed["--precision bf16-true"] == 2.0  # activations are 16-bit already
+    assert mixed["--precision bf16-true"] == 25.0  # activations are 16-bit already
     assert "--precision bf16-true" not in possible_savings(parts, "bf16-true")
     on_the_cpu = {"weights": 1.0, "gradients": 1.0, "optimizer state": 2.0}  # activations are not known there
     assert possible_savings(on_the_cpu, "32-true") == {}

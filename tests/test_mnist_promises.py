@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.promises import PromiseSuite
+from tests.promises import PictureSuite, PromiseSuite
 
 
-class TestMNIST(PromiseSuite):
+class TestMNIST(PromiseSuite, PictureSuite):
     reached = ("test/accuracy", 0.25)  # real digits, twenty steps
 
     @classmethod

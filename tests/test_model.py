@@ -18,7 +18,13 @@ from torchmetrics.classification import MulticlassF1Score, MultilabelF1Score
 
 from project.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from project.errors import UserError
-from project.model import MLP, ConvNet, ImageClassifier, MNISTClassifier, SupervisedModule
+from project.model import (
+    MLP,
+    ConvNet,
+    ImageClassifier,
+    MNISTClassifier,  # feature: mnist
+    SupervisedModule,
+)
 from project.model.networks import recompute_activations
 from project.model.optimizers import make_optimizer, rate_factor
 from project.model.supervised import MOST_BATCHES
@@ -68,8 +74,8 @@ def test_recomputing_stores_fewer_activations() -> None:
 
 
 def test_compiled_checkpoints_are_eager_ones() -> None:
-    eager = MNISTClassifier(MLP())
-    compiled = MNISTClassifier(MLP(), compile=True)
+    eager = ImageClassifier(MLP())
+    compiled = ImageClassifier(MLP(), compile=True)
     assert list(compiled.state_dict()) == list(eager.state_dict())
     eager.load_state_dict(compiled.state_dict())
 
@@ -207,7 +213,7 @@ def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
 def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart() -> None:
     """An epoch's logits of a network with many classes would fill a GPU."""
     torch.manual_seed(0)
-    module, right = MNISTClassifier(MLP()), 0
+    module, right = ImageClassifier(MLP()), 0
     for index in range(2 * MOST_BATCHES):
         images, labels = torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
         right += int((module(images).argmax(dim=1) == labels).sum())
@@ -218,7 +224,7 @@ def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart(
     module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
     module.count_window()
     assert module.train_sums is not None
-    assert module.train_sums[:, 1].tolist() == [4 * 2 * MOST_BATCHES + 7] * 2
+    assert module.train_sums[1].tolist() == [4 * 2 * MOST_BATCHES + 7] * 2
 
 
 def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path: Path) -> None:
@@ -333,6 +339,7 @@ def test_a_module_takes_raw_images_and_standardizes_them_as_the_data_module_says
     assert torch.equal(other(raw), module(raw))
 
 
+# feature: mnist
 def test_a_state_dict_of_before_standardization_was_in_it_still_loads() -> None:
     module = MNISTClassifier(MLP())
     older = {key: value for key, value in module.state_dict().items() if key.startswith("network.")}
@@ -341,6 +348,9 @@ def test_a_state_dict_of_before_standardization_was_in_it_still_loads() -> None:
     digits = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
     assert torch.equal(other(digits), module(digits))
     assert torch.allclose(module.standardize(digits), (digits / 255 - 0.1307) / 0.3081, atol=1e-6)
+
+
+# end feature: mnist
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
@@ -368,6 +378,7 @@ def test_a_network_that_does_not_fit_the_data_is_told_before_training(tmp_path: 
         plain_trainer(tmp_path).fit(ImageClassifier(MLP(image_shape=(2, 8, 8))), Pictures())
 
 
+# feature: mnist
 class SlowLearner(MNISTClassifier):
     """A class of a user's own with defaults of its own."""
 
@@ -405,3 +416,6 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
     cli.trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # hyperparameters are plain values
     assert saved["hyper_parameters"]["optimizer"] == "SGD"
+
+
+# end feature: mnist

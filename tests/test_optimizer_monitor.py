@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
-from project.callbacks.memory import MemoryMonitor
+from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor
-from project.callbacks.throughput import ThroughputMonitor
+from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -92,6 +92,8 @@ def test_of_several_optimizers_the_first_is_logged_at_every_log_step(tmp_path):
     ]
 
 
+# feature: memory
+# feature: throughput
 class Logging(Linear):
     """Logs its loss at every step."""
 
@@ -116,3 +118,7 @@ def test_all_monitors_stand_in_the_rows_of_the_loss(tmp_path, accumulate):
     assert last == 6
     assert {"throughput/step_ms", "memory/rss_gib"} <= set(at_the_end)
     assert "optimizer/lr" not in at_the_end
+
+
+# end feature: throughput
+# end feature: memory

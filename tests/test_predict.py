@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from project.data.digits import prepare_digit
 from project.engine import command as entry
 from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
+from project.model import MNISTClassifier
 from project.predict import find_files, fit_picture, image_endings, read_image
 from tests.digit_files import WAYS
 from tests.trained import trained_checkpoint
@@ -209,6 +211,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_checkpoint_of_somebody_elses_package_is_used_only_where_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = ModuleType("theirs")
+    theirs.Classifier = type("Classifier", (MNISTClassifier,), {"__module__": "theirs"})
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    saved = torch.load(trained_checkpoint(), weights_only=True)
+    saved["run"]["config"]["model"]["class_path"] = "theirs.Classifier"
+    torch.save(saved, tmp_path / "theirs.ckpt")
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    words = [str(tmp_path / "black.png"), "--ckpt_path", str(tmp_path / "theirs.ckpt")]
+    assert entry.exit_code(predict.main, words) == 2
+    assert "If you trust the file: --allow_imports theirs" in capsys.readouterr().err
+    assert entry.exit_code(predict.main, [*words, "--allow_imports", "theirs"]) == 2
+    assert "one plain colour, no digit in it" in capsys.readouterr().err
 
 
 def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -8,40 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from project.rename import CLONE, PACKAGE
-from project.renaming.words import rewrite
+from project import rename
+from project.engine import command as entry
+from project.rename import CLONE, FEATURES, PACKAGE, SHARED, features_here, renamed, texts, without_marked
 
-NAME = "handwriting"
-
-
-@pytest.mark.parametrize(
-    ("path", "before", "after"),
-    [
-        ("a.py", "from P.data import x\nimport P.fit as f\n", "from N.data import x\nimport N.fit as f\n"),
-        ("a.py", "import P\nP.fit.main([])\nself.P.fit\n", "import N\nN.fit.main([])\nself.P.fit\n"),
-        ("a.py", 'wandb.init(P="a", b={"P": 1}["P"])\n', 'wandb.init(P="a", b={"P": 1}["P"])\n'),
-        ("a.py", 'x = ROOT / "P" / "data"\nfind_spec("P")\n', 'x = ROOT / "N" / "data"\nfind_spec("N")\n'),
-        ("a.py", '"P.model.ConvNet", f"python -m P.fit {y}"\n', '"N.model.ConvNet", f"python -m N.fit {y}"\n'),
-        ("a.py", '"""This P: see :mod:`P.fit`."""  # a P\n', '"""This P: see :mod:`N.fit`."""  # a P\n'),
-        ("a.py", '"import P.fit; me/P/runs, wandb.ai/me/P"\n', '"import N.fit; me/P/runs, wandb.ai/me/P"\n'),
-        ("a.py", 'word.startswith("P.") or "-m P." in word\n', 'word.startswith("N.") or "-m N." in word\n'),
-        ("a.py", 'f"P.{x}", f"-m P.{x}", f"a P. {x}"\n', 'f"N.{x}", f"-m N.{x}", f"a P. {x}"\n'),
-        ("a.yaml", "P: mnist\nclass_path: P.model.MLP # this P\n", "P: mnist\nclass_path: N.model.MLP # this P\n"),
-        ("a.yaml", "command: [python, -m, P.fit]\n", "command: [python, -m, N.fit]\n"),
-        ("a.md", "# P\nA P in P/data.\n", "# N\nA P in N/data.\n"),
-        ("a.md", "```\ndocker run P --x\nP: a\nwandb --P b\n```\n", "```\ndocker run N --x\nP: a\nwandb --P b\n```\n"),
-        ("a.toml", '[P]\nname = "P"\n[P.urls]\n', '[P]\nname = "N"\n[P.urls]\n'),
-        ("a.toml", 'all = ["P[dev]"]\npath = "P/__init__.py" # P\n', 'all = ["N[dev]"]\npath = "N/__init__.py" # P\n'),
-        ("Dockerfile", 'COPY P P\nENTRYPOINT ["-m", "P.fit"]\n', 'COPY N N\nENTRYPOINT ["-m", "N.fit"]\n'),
-        (".dockerignore", "!P/\n", "!N/\n"),
-        ("run", "#!/bin/sh\n# a P\npytest --cov=P tests\n", "#!/bin/sh\n# a P\npytest --cov=N tests\n"),
-        ("LICENSE", "The P maintainers, P/data\n", "The P maintainers, P/data\n"),
-    ],
-)
-def test_only_what_means_the_package_is_renamed(path: str, before: str, after: str) -> None:
-    old = "pro" + "ject"  # this file is renamed as well
-    written = rewrite(Path(path), re.sub(r"\bP\b", old, before), old, "thing")
-    assert written == re.sub(r"\bN\b", "thing", re.sub(r"\bP\b", old, after))
+NAME, LONGER = "digits", "handwriting"
+MADE_UP = ["--config", "configs/examples/tabular.yaml", "--max_epochs", "2"]  # an example that brings its data
 
 
 def git(clone: Path, *arguments: str) -> str:
@@ -50,7 +23,7 @@ def git(clone: Path, *arguments: str) -> str:
 
 
 def python(clone: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTEST_ADDOPTS", "PYTHONPATH")}
     environment |= {"PYTHONPATH": str(clone), "WANDB_MODE": "disabled", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=clone, env=environment, capture_output=True, text=True, timeout=timeout
@@ -59,85 +32,266 @@ def python(clone: Path, *arguments: str, timeout: float = 240) -> subprocess.Com
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A fresh clone of this repository as it is committed, without its history."""
+    """A fresh clone of this repository: what is committed, and what is changed in files that git knows."""
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=CLONE, capture_output=True).returncode:
         pytest.skip("not a git clone")
-    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{CLONE}", "clone")
+    state = git(CLONE, "stash", "create").strip() or git(CLONE, "rev-parse", "HEAD").strip()
+    git(tmp_path, "clone", "--quiet", "--shared", "--no-checkout", str(CLONE), "clone")
+    git(tmp_path / "clone", "checkout", "--quiet", state)
     return tmp_path / "clone"
 
 
+@pytest.mark.parametrize(
+    ("path", "before", "after"),
+    [
+        ("a.py", "from P.data import x\nimport P.fit as f\n", "from N.data import x\nimport N.fit as f\n"),
+        ("a.py", "import P\nP.fit.main([])\nself.P.fit\n", "import N\nN.fit.main([])\nself.P.fit\n"),
+        ("a.py", 'wandb.init(P="a", b={"P": 1}["P"])\n', 'wandb.init(P="a", b={"P": 1}["P"])\n'),
+        ("a.py", '"P.model.ConvNet", f"python -m P.fit {y}"\n', '"N.model.ConvNet", f"python -m N.fit {y}"\n'),
+        ("a.py", '"""This P: see :mod:`P.fit`."""  # a P\n', '"""This P: see :mod:`N.fit`."""  # a P\n'),
+        ("a.py", '"import P.fit; me/P/runs, wandb.ai/me/P"\n', '"import N.fit; me/P/runs, wandb.ai/me/P"\n'),
+        ("a.py", 'f"P.{x}", f"-m P.{x}", f"from P. {x}"\n', 'f"N.{x}", f"-m N.{x}", f"from P. {x}"\n'),
+        ("a.py", 'os.environ["P_KILLS"], WANDB_P_KILLS\n', 'os.environ["N_KILLS"], WANDB_P_KILLS\n'),
+        ("a.py", 'DEFAULT_PROJECT = "w-b"  # a w-b\n', 'DEFAULT_PROJECT = "thing"  # a w-b\n'),
+        ("a.yaml", "P: mnist\nclass_path: P.model.MLP # this P\n", "P: mnist\nclass_path: N.model.MLP # this P\n"),
+        ("a.yaml", "P: w-b\nwandb --P w-b\n", "P: thing\nwandb --P thing\n"),
+        ("a.yaml", "command: [python, -m, P.fit]\n", "command: [python, -m, N.fit]\n"),
+        ("README.md", "# P\nA P in P/data, `P`.\n", "# N\nA P in N/data, `N`.\n"),
+        ("README.md", "```\ndocker run P --x\nP: a\nwandb --P b\n", "```\ndocker run N --x\nP: a\nwandb --P b\n"),
+        ("pyproject.toml", '[P]\nname = "P"\n[P.urls]\n', '[P]\nname = "N"\n[P.urls]\n'),
+        ("pyproject.toml", 'all = ["P[dev]"]\npath = "P/a.py" # P\n', 'all = ["N[dev]"]\npath = "N/a.py" # P\n'),
+        ("Dockerfile", '# docker build -t P .\nCOPY P P\n["P.fit"]\n', '# docker build -t N .\nCOPY N N\n["N.fit"]\n'),
+        (".dockerignore", "!P/\n", "!N/\n"),
+        ("run", "#!/bin/sh\n# a P\n[[ $m == P.* ]] && ls P/*.py\n", "#!/bin/sh\n# a P\n[[ $m == N.* ]] && ls N/*.py\n"),
+        ("LICENSE", "The P maintainers, P/data\n", "The P maintainers, P/data\n"),
+    ],
+)  # fmt: skip
+def test_only_what_means_the_package_is_renamed(path: str, before: str, after: str) -> None:
+    old = "pro" + "ject"  # this file is renamed as well
+    for letter, word in (("P", old), ("N", "thing")):
+        before, after = (re.sub(rf"\b{letter}\b", word, text) for text in (before, after))
+        before, after = (text.replace(f"{letter}_KILLS", f"{word.upper()}_KILLS") for text in (before, after))
+    assert renamed(Path(path), before, old, "thing", "w-b") == after
+
+
+MARKED = {
+    "a.py": "a\nb  # feature: XX\n# feature: XX\nc\nd  # feature: tune\n# end feature: XX\n    # feature: tune\n    e\n"
+    "    # end feature: tune\n# feature: XX, tune\nf\n# end feature: XX, tune\n",
+    "a.md": "a\n\n<!-- feature: XX -->\nb\n<!-- end feature: XX -->\n\nc\n| d | <!-- feature: XX --> |\n"
+    f"python -m {PACKAGE}.XX lr\n| `{PACKAGE}.XX` | e |\ntext {PACKAGE}.XX\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "left"),
+    [
+        ("a.py", {"sweep"}, "a d e f"),
+        ("a.py", {"report"}, "a e f"),
+        ("a.py", {"tune"}, "a b c f"),
+        ("a.py", {"report", "tune"}, "a"),
+        ("a.md", {"report"}, f"a c text {PACKAGE}.report"),
+    ],
+)
+def test_marked_lines_blocks_and_commands_go_with_the_last_feature_that_is_named(
+    name: str, gone: set[str], left: str
+) -> None:
+    text = without_marked(Path(name), MARKED[name].replace("XX", "report"), gone)
+    lines = [re.split(r"\s*(#|<!--)", line)[0].strip() for line in text.splitlines()]
+    kept = " ".join(line for line in lines if line)
+    assert kept == left if gone != {"sweep"} else kept.startswith("a b c d e")
+
+
+def test_every_mark_names_features_and_ends_and_every_pattern_finds_a_file() -> None:
+    for path, text in texts().items():
+        if path.name == "test_rename.py":
+            continue
+        open_marks: list[str] = []
+        for line in text.splitlines():
+            if mark := rename.MARK.match(line):
+                assert {*mark[3].split(", ")} <= {*FEATURES}, f"{path}: {line}"
+                if not mark[1].strip():
+                    assert not mark[2] or open_marks.pop() == mark[3], f"{path}: {line}"
+                    open_marks += [] if mark[2] else [mark[3]]
+        assert not open_marks, f"{path}: {open_marks} does not end"
+    if features_here() == {*FEATURES}:
+        for pattern in [*SHARED, *(pattern for patterns in FEATURES.values() for pattern in patterns)]:
+            assert git(CLONE, "ls-files", "--", pattern), pattern
+
+
 def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path) -> None:
-    told = python(clone, "-m", f"{PACKAGE}.rename", NAME)
+    before = dangling(clone, PACKAGE)
+    told = python(clone, "-m", f"{PACKAGE}.rename", LONGER)
     assert told.returncode == 0, told.stderr
-    assert f"moved {PACKAGE}/ to {NAME}/" in told.stdout
+    assert f"moved {PACKAGE}/ to {LONGER}/" in told.stdout
     assert not (clone / PACKAGE).exists()
     assert leftovers(clone, PACKAGE) == []
+    assert dangling(clone, LONGER) == before
 
-    refused = python(clone, "-m", f"{NAME}.rename", "numerals")
+    refused = python(clone, "-m", f"{LONGER}.rename", "numerals")
     assert refused.returncode == 2
     assert "uncommitted changes" in refused.stderr
     git(clone, "add", "--all")
     git(clone, "commit", "--quiet", "-m", "Rename")
 
-    shown = python(clone, "-m", f"{NAME}.fit", "--print_config")
-    assert f"class_path: {NAME}.model.ConvNet" in shown.stdout, shown.stderr
-    # the last of them starts a command as a process, by a name that an f-string makes
-    some = ["tests/test_packaging.py", "tests/test_tables.py", "tests/test_stop.py"]
-    tests = python(clone, "-m", "pytest", "-q", *some, "-k", "not install and (packaging or tables or while_starting)")
+    shown = python(clone, "-m", f"{LONGER}.fit", "--print_config")
+    assert shown.returncode == 0, shown.stderr
+    assert f"class_path: {LONGER}." in shown.stdout
+    tests = python(
+        clone, "-m", "pytest", "-q", "-n", "0", "tests/test_packaging.py", "tests/test_tables.py", "-k", "not install"
+    )
     assert tests.returncode == 0, tests.stdout
 
-    again = python(clone, "-m", f"{NAME}.rename", "numerals")
+    again = python(clone, "-m", f"{LONGER}.rename", "numerals", "--without", "report,sweep")
     assert again.returncode == 0, again.stderr
-    assert leftovers(clone, NAME) == []
-    assert "unused" not in python(clone, "-m", "compileall", "-q", "numerals", "tests").stdout
+    assert leftovers(clone, LONGER) == []
+    assert {*dangling(clone, "numerals")} <= {*before}
 
 
-def test_a_bare_clone_has_no_digits_and_tests_that_pass(clone: Path) -> None:
-    told = python(clone, "-m", f"{PACKAGE}.rename", NAME, "--bare")
+@pytest.mark.parametrize("feature", sorted(features_here()))
+def test_each_feature_lifts_out(clone: Path, feature: str) -> None:
+    before = dangling(clone, PACKAGE)
+    lift_out(clone, feature)
+    assert [line for line in problems(clone, NAME) if line not in before] == []
+
+
+def lift_out(clone: Path, features: str) -> None:
+    told = python(clone, "-m", f"{PACKAGE}.rename", NAME, "--without", features)
     assert told.returncode == 0, told.stderr
-    assert not (clone / NAME / "data" / "bundled").exists()
-    readme = (clone / "README.md").read_text()
-    assert "<!-- mnist -->" not in readme
-    assert "trains on digits" not in readme
-    first = readme.partition("```bash\n")[2].partition("\n```")[0].split(" && ")[-1]
-    assert python(clone, *first.split()[1:]).returncode == 0, first
-    assert told.stdout.splitlines()[-1].strip() == first  # what to do next, once the clone is installed
-    assert not (clone / "tests" / "digit_files.py").exists()
-    collected = python(clone, "-m", "pytest", "-q", "--collect-only", "tests")
+    gone = features_here() if features == "all" else {*features.split(",")}
+    for pattern in [pattern for feature in gone for pattern in FEATURES[feature]]:
+        assert not git(clone, "ls-files", "--", pattern.replace(f"{PACKAGE}/", f"{NAME}/")), pattern
+    marks = re.compile(rf"feature: ({'|'.join(gone)})( -->.*)?$", re.MULTILINE)
+    assert [path for path, text in files(clone).items() if marks.search(text)] == []
+
+
+def test_the_core_without_any_feature_imports_passes_its_types_and_trains(clone: Path) -> None:
+    before = dangling(clone, PACKAGE)
+    lift_out(clone, "all")
+    assert [line for line in problems(clone, NAME) if line not in before] == []
+    assert_imports_and_trains(clone)
+    types = python(clone, "-m", "mypy", "--cache-dir", str(CLONE / ".mypy_cache"))
+    assert types.returncode == 0, types.stdout
+    code = {path: text for path, text in files(clone).items() if path.parts[0] == NAME and path.suffix == ".py"}
+    print(f"the core: {sum(map(count_lines, code.values()))} lines in {len(code)} files")
+
+
+@pytest.mark.parametrize("features", ["throughput,memory,optimizer,report", "mnist"])
+def test_what_remains_imports_trains_and_collects_its_tests(clone: Path, features: str) -> None:
+    lift_out(clone, features)
+    assert_imports_and_trains(clone)
+    collected = python(clone, "-m", "pytest", "-q", "-n", "0", "--collect-only", "tests")
     assert collected.returncode == 0, collected.stdout
-    assert "TestTensorFiles::test_a_run_that_was_stopped_and_resumed_is_bit_identical" in collected.stdout
-    tests = python(clone, "-m", "pytest", "-q", "tests/test_examples.py", "-k", "TensorFiles and trains or newcomer")
-    assert tests.returncode == 0, tests.stdout
+
+
+def assert_imports_and_trains(clone: Path) -> None:
+    """Every module in one process, then a short run in another."""
+    modules = [
+        f"import {'.'.join(path.with_suffix('').parts)}" for path in files(clone) if path.match(f"{NAME}/**/*.py")
+    ]
+    imported = python(clone, "-c", "\n".join(modules))
+    assert imported.returncode == 0, imported.stderr
+    trained = python(clone, "-m", f"{NAME}.fit", *MADE_UP, "--accelerator", "cpu", "--run_name", "short")
+    assert trained.returncode == 0, trained.stderr
+    assert (clone / "checkpoints" / "short" / "summary.json").exists()
+
+
+def files(clone: Path) -> dict[Path, str]:
+    """The text files of a clone that git knows, by their path in it."""
+    git(clone, "add", "--all")
+    found = {}
+    for name in git(clone, "ls-files", "-z").split("\0")[:-1]:
+        content = (clone / name).read_bytes()
+        if b"\0" not in content:
+            found[Path(name)] = content.decode()
+    return found
 
 
 def leftovers(clone: Path, name: str) -> list[str]:
-    """Lines of tracked files where a name still looks like a package's: dotted, a folder, imported."""
+    """Lines of tracked files where a name still looks like a package's: dotted, a folder, imported, a variable's."""
     git(clone, "add", "--all")
-    pattern = rf"(^|[^][A-Za-z0-9_./-])({name}\.([a-z_]+\b|\{{)|{name}/|(from|import|-m) {name}\b)"
+    pattern = rf"(^|[^][A-Za-z0-9_./-])({name}\.([a-z_]+\b|\{{)|{name}/|(from|import|-m) {name}\b|{name.upper()}_[A-Z])"
     found = subprocess.run(["git", "grep", "-nE", pattern], cwd=clone, capture_output=True, text=True).stdout
     return [line for line in found.splitlines() if not line.startswith(("requirements.lock", "LICENSE"))]
 
 
+def problems(clone: Path, package: str) -> list[str]:
+    """What is wrong with the files of a clone: ruff's findings, imports and mentions of what is not there."""
+    found = []
+    for arguments in (["check", "--quiet"], ["format", "--check", "--quiet"]):
+        ended = python(clone, "-m", "ruff", *arguments, "--no-cache")
+        found += [ended.stdout] if ended.returncode else []
+    assert python(clone, "-m", "compileall", "-q", package, "tests", "configs").returncode == 0
+    return [*found, *dangling(clone, package)]
+
+
+def dangling(clone: Path, package: str) -> list[str]:
+    """Names of modules, and of what is in them, that a clone's files import or mention and that are not there.
+
+    README and comments are read as well: a sentence that sends its reader to a command that is gone is a mistake.
+    """
+    code = {path: text for path, text in files(clone).items() if path.name not in ("test_rename.py", "rename.py")}
+    defined = {}
+    for path, text in code.items():
+        if path.suffix == ".py":
+            parts = path.with_suffix("").parts
+            defined[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = names_in(text)
+    for module in [*defined]:
+        parent, _, name = module.rpartition(".")
+        defined.setdefault(parent, set()).add(name)
+    found = []
+    for path, text in code.items():
+        mentions = re.findall(rf"(?<![\w./-]){package}(?:\.[a-zA-Z]\w*)+", text)
+        mentions += [name.replace("/", ".") for name in re.findall(rf"(?<![\w./-]){package}(?:/\w+)+(?=\.py\b)", text)]
+        for node in ast.walk(ast.parse(text if path.suffix == ".py" else "")):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (package, "tests"):
+                mentions += [f"{node.module}.{alias.name}" for alias in node.names]
+        found += [f"{path}: {name}" for name in sorted({*mentions}) if not is_there(name, defined)]
+    return [re.sub(rf"\b{package}(?=[./])", NAME, line) for line in found]
+
+
+def is_there(mention: str, defined: dict[str, set[str]]) -> bool:
+    """Whether a dotted name is that of a module, or of something in one."""
+    module, rest = mention.removesuffix(".__init__"), ""
+    while module and module not in defined:
+        module, _, rest = module.rpartition(".")
+    return bool(module) and (not rest or rest in defined[module])
+
+
+def names_in(text: str) -> set[str]:
+    """What a Python file defines or imports at its top."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def count_lines(text: str) -> int:
+    return len(text.splitlines())
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("words", "message"),
     [
-        ("My-Digits", "lower-case Python identifier"),
-        ("2digits", "lower-case Python identifier"),
-        ("class", "no keyword"),
-        ("json", "standard library"),
-        ("torch", "an installed package"),
-        ("tests", "is taken"),
+        (["My-Digits"], "lower-case Python identifier"),
+        (["2digits"], "lower-case Python identifier"),
+        (["class"], "no keyword"),
+        (["json"], "standard library"),
+        (["torch"], "an installed package"),
+        (["tests"], "is taken"),
+        (["digits", "--without", "report,reprt"], "got reprt. Did you mean report?"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused_and_nothing_touched(
-    name: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_is_refused_and_nothing_touched(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from project import rename
-    from project.engine import command as entry
-
     monkeypatch.setattr(rename, "rename", None)  # whatever happens, this clone stays what it is
-    monkeypatch.setattr(rename, "remove_example", None)
-    assert entry.exit_code(rename.main, [name]) == 2
+    monkeypatch.setattr(rename, "remove", None)
+    assert entry.exit_code(rename.main, words) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error

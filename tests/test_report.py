@@ -157,7 +157,7 @@ def trained_predictions(callback: TestPredictions, batch_size: int = 77) -> tupl
     )
     trainer.test(loaded.module, datamodule=datamodule, verbose=False)
     with torch.no_grad():
-        images = datamodule.normalize(datamodule.splits["test"].images)  # type: ignore[attr-defined]
+        images = datamodule.splits["test"].images  # type: ignore[attr-defined]
         return loaded.module.eval()(images).softmax(dim=1), datamodule
 
 

@@ -94,9 +94,11 @@ def test_damaged_files_of_a_run_hide_no_other_run(root: Path) -> None:
     (root / "slow-2" / "summary.json").write_text("[1")
     (root / "fast" / "metrics.csv").unlink()
     (root / "fast" / "config.yaml").write_text("[" * 20_000)
-    assert [row["name"] for row in listed(root, "--report", str(root / "page.html"))] == ["fast", "slow-1", "slow-2"]
+    assert [row["name"] for row in listed(root)] == ["fast", "slow-1", "slow-2"]
+    listed(root, "--report", str(root / "page.html"))  # feature: report
 
 
+# feature: report
 class Page(HTMLParser):
     """The tags, attributes and texts of a page."""
 
@@ -144,14 +146,7 @@ def test_no_markup_of_a_run_reaches_the_page(root: Path) -> None:
     assert evil in page.texts
 
 
-def test_without_the_report_feature_the_page_is_refused_and_the_list_remains(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "project.report.charts", None)
-    assert exit_code(runs.main, ["--root", str(root), "--report", str(root / "page.html")]) == 2
-    told = capsys.readouterr()
-    assert "slow-1" in told.out
-    assert told.err == "error: --report needs the feature report, which was left out of this package.\n"
+# end feature: report
 
 
 @pytest.mark.parametrize(
@@ -162,7 +157,7 @@ def test_without_the_report_feature_the_page_is_refused_and_the_list_remains(
         (["--filter", "model.lrr=1"], "got model.lrr=1. Did you mean model.lr?"),
         (["--filter", "lr"], "--filter must be KEY=VALUE"),
         (["--filter", "lr=5"], "--filter lr=5: none of the runs"),
-        (["--report", "x.csv"], "--report must end in .html, got x.csv"),
+        (["--report", "x.csv"], "--report must end in .html, got x.csv"),  # feature: report
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -24,7 +24,7 @@ from project.callbacks.gpu import (
     peak_flops,
     training_flops_per_sample,
 )
-from project.callbacks.throughput import ThroughputMonitor, Window, bottleneck, rates, samples_in
+from project.callbacks.throughput import ThroughputMonitor, bottleneck, rates, samples_in
 from project.engine.progress import silence_unfounded_advice
 from project.errors import UserError
 from project.model.networks import MLP, ConvNet, recompute_activations
@@ -321,21 +321,20 @@ def test_the_summary_is_the_median_over_windows(tmp_path):
 
 
 def test_rates_of_several_ranks_are_totals_over_their_mean_time():
-    window = Window(started=10.0, batches=4, steps=2, samples=30, waited=0.5)
-    assert window.totals(now=12.0) == [2.0, 4, 30, 0.5]
-    assert rates([window.totals(12.0), [4.0, 4, 18, 1.0]], steps=2) == pytest.approx(
+    assert rates([[2.0, 4, 30, 0.5, 40.0, 1], [4.0, 4, 18, 1.0, 60.0, 1]], steps=2) == pytest.approx(
         {
             "throughput/samples_per_sec": 48 / 3,
             "throughput/device_samples_per_sec": 48 / 6,
             "throughput/batches_per_sec": 8 / 3,
             "throughput/step_ms": 1500.0,
             "throughput/data_wait_pct": 25.0,
+            "throughput/gpu_utilization_pct": 50.0,
         }
     )
 
 
 def test_samples_are_left_out_where_a_batch_does_not_tell():
-    assert "throughput/samples_per_sec" not in rates([[1.0, 4, 0, 0.0]], steps=4)
+    assert "throughput/samples_per_sec" not in rates([[1.0, 4, 0, 0.0, 0.0, 0]], steps=4)
 
 
 @pytest.mark.parametrize(
@@ -422,10 +421,12 @@ class Readings:
 
     def __init__(self, *values: float) -> None:
         self.values = list(values)
-        self.drained, self.over = threading.Event(), threading.Event()
+        self.made, self.drained, self.over = threading.Event(), threading.Event(), threading.Event()
         self.sampler = GpuUtilization(self.read, interval_seconds=0.001)
+        self.made.set()
 
     def read(self) -> float:
+        self.made.wait(10)  # the sampler's thread may be quicker than the line that names it
         if not self.values:
             self.drained.set()
             self.over.wait(10)
@@ -588,8 +589,10 @@ def test_advice_says_what_was_measured():
     assert advice() == "10.0 ms a batch, 1 % of it waiting for data."
     assert advice(devices=2) == "20.0 ms a batch, 1 % of it waiting for data."
     assert advice(gpu_utilization_pct=30.0).startswith("10.0 ms a batch, 1 % of it waiting for data, the GPU idle 70 %")
+    # feature: tune
     tune = " To find the fastest batch size: python -m project.tune batch_size."
     assert advice(datamodule=SimpleNamespace(batch_size=64)).endswith(tune)
+    # end feature: tune
 
 
 def test_a_bound_loader_is_given_workers_only_where_they_are_missing_and_useful(monkeypatch):

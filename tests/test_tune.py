@@ -21,10 +21,17 @@ from project.engine import command as entry
 from project.engine.cli import Configuration, configure
 from project.errors import UserError
 from project.hardware import GIB
+from project.live_memory import is_out_of_memory
 from project.tune import __main__ as tune
 from project.tune.batch_size import Search, advice_lines, advise, find_largest, sizes_to_time
-from project.tune.learning_rate import RateRamp, range_test, read_curve
-from project.tune.short_training import Measured, TrainingSteps, free_memory, is_out_of_memory
+from project.tune.learning_rate import RateRamp, read_curve
+from project.tune.short_training import (
+    Measured,
+    TrainingSteps,
+    free_memory,
+    one_device_flags,
+    scratch_trainer,
+)
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 
@@ -44,7 +51,7 @@ def fits_up_to(
 @pytest.mark.parametrize("largest", [0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 4095, 4096, 4097, 54_999])
 def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> None:
     tried: list[int] = []
-    search = find_largest(fits_up_to(largest, tried), 55_000, "the training set", 60, lambda _: None)
+    search = find_largest(fits_up_to(largest, tried), 55_000, "the training set", 60)
     assert (search.largest, search.smallest_failed, search.limited_by) == (largest, largest + 1, "memory")
     assert len(tried) == len(set(tried)) <= 30
 
@@ -52,14 +59,14 @@ def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> 
 @pytest.mark.parametrize(("ceiling", "sizes"), [(100, [16, 32, 64, 100]), (10, [10]), (64, [16, 32, 64])])
 def test_the_search_stops_at_the_ceiling_and_says_so(ceiling: int, sizes: list[int]) -> None:
     tried: list[int] = []
-    search = find_largest(fits_up_to(55_000, tried), ceiling, "the training set", 60, lambda _: None)
+    search = find_largest(fits_up_to(55_000, tried), ceiling, "the training set", 60)
     assert tried == sizes
     assert (search.largest, search.limited_by) == (ceiling, "the training set")
 
 
 def test_no_size_is_tried_whose_step_would_take_longer_than_allowed() -> None:
     tried: list[int] = []
-    search = find_largest(fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2, lambda _: None)
+    search = find_largest(fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2)
     assert tried == [16, 32, 64, 128]
     assert "--max_step_seconds" in search.limited_by
 
@@ -142,32 +149,32 @@ def test_memory_is_freed_on_mps_where_the_general_call_fails(monkeypatch: pytest
 @pytest.fixture
 def steps(workplace: Path) -> TrainingSteps:
     config = configure([*SMALL, "--model.network", "MLP"], "project.tune")
-    return TrainingSteps(config, tune.one_device_flags(config))
+    return TrainingSteps(config, one_device_flags(config))
 
 
 def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(steps: TrainingSteps) -> None:
     """Against every size's own peak, measured without a limit."""
-    steps.memory_limit_bytes = int(steps.one_try(301).peak_bytes or 0) + 100
-    search = find_largest(steps.one_try, steps.training_samples or 0, "", 60, lambda _: None)
+    steps.memory_limit_bytes = int(steps.measure(301).peak_bytes or 0) + 100
+    search = find_largest(steps.measure, steps.training_samples or 0, "", 60)
     limit, steps.memory_limit_bytes = steps.memory_limit_bytes, None
-    peaks = {size: steps.one_try(size).peak_bytes or 0 for size in range(298, 305)}
+    peaks = {size: steps.measure(size).peak_bytes or 0 for size in range(298, 305)}
     assert search.largest == max(size for size, peak in peaks.items() if peak <= limit) == 301
     assert peaks[302] > limit
     assert search.limited_by == "memory"
 
 
 def test_memory_is_free_again_after_a_try_that_fitted_and_after_those_that_did_not(steps: TrainingSteps) -> None:
-    steps.one_try(64)  # the images stay
+    steps.measure(64)  # the images stay
     gc.collect()
     before = tensor_bytes()
     gc.disable()  # only what a try itself frees is free
     try:
-        peak = steps.one_try(1000).peak_bytes or 0
+        peak = steps.measure(1000).peak_bytes or 0
         assert tensor_bytes() <= before + 100_000
         for share in (0.5, 0.999):  # in the first forward pass, and in the second step
             steps.memory_limit_bytes = int(share * peak)
             with pytest.raises(torch.OutOfMemoryError):
-                steps.one_try(1000)
+                steps.measure(1000)
             assert tensor_bytes() <= before + 100_000
     finally:
         gc.enable()
@@ -194,7 +201,7 @@ def test_tries_are_real_steps_at_that_batch_size_and_leave_the_weights_alone(
         lambda self, batch, index: seen.append(len(batch[1])) or step(self, batch, index),
     )
     steps.flags["accumulate_grad_batches"] = 2
-    measured = steps.one_try(48)
+    measured = steps.measure(48)
     assert seen == [48] * 4  # two optimizer steps of two batches
     assert measured.batch_size == 48
     assert measured.peak_bytes
@@ -212,7 +219,7 @@ def test_an_error_that_is_no_lack_of_memory_is_not_taken_for_one(
 
     monkeypatch.setattr(ImageClassifier, "training_step", broken)
     with pytest.raises(ValueError, match="a mistake"):
-        steps.one_try(16)
+        steps.measure(16)
     assert is_out_of_memory(torch.OutOfMemoryError())
 
 
@@ -238,12 +245,12 @@ def test_tune_batch_size_writes_a_table_and_a_picture_and_touches_no_run(
 def test_a_size_that_fits_two_steps_but_not_many_is_not_called_fitting(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def timed(self: TrainingSteps, size: int) -> Measured:
-        if size > 32:
+    def measure(self: TrainingSteps, size: int, full_speed: bool = False) -> Measured:
+        if full_speed and size > 32:
             raise torch.OutOfMemoryError
         return Measured(size, 1.0)
 
-    monkeypatch.setattr(TrainingSteps, "timed", timed)
+    monkeypatch.setattr(TrainingSteps, "measure", measure)
     flags = ["--max_batch_size", "64", "--output", "sizes.json", "--model.network", "MLP"]
     assert entry.exit_code(tune.main, ["batch_size", *SMALL, *flags]) == 0
     assert json.loads(Path("sizes.json").read_text())["largest_batch_size"] == 32
@@ -254,18 +261,18 @@ def test_the_learning_rate_is_where_the_loss_is_lowest_whatever_diverges_behind(
     rates = [1e-6 * 10 ** (6 * step / 200) for step in range(200)]
     losses = [0.2 + min(2.1, abs(math.log10(rate / 0.01))) for rate in rates]
     for diverged in (losses[-1], 1e12, math.nan, math.inf):
-        test = read_curve(rates, [*losses[:190], *[diverged] * 10], present=0.1)
-        assert test.lowest == pytest.approx(0.01, rel=0.1)
-        assert test.suggestion == test.lowest / 2
-    below_zero = read_curve(rates, [loss - 5 for loss in losses], present=0.1)
-    assert below_zero.lowest == pytest.approx(0.01, rel=0.1)
+        smooth, lowest = read_curve(rates, [*losses[:190], *[diverged] * 10])
+        assert rates[lowest] == pytest.approx(0.01, rel=0.1)
+        assert len(smooth) == (200 if math.isfinite(diverged) else 190)
+    _, lowest = read_curve(rates, [loss - 5 for loss in losses])
+    assert rates[lowest] == pytest.approx(0.01, rel=0.1)
 
 
 @pytest.mark.parametrize("losses", [[2.3] * 50, [2.3 + step for step in range(50)], [math.nan] * 50, [], [-2.3] * 50])
 def test_a_loss_that_never_falls_is_no_suggestion_but_an_error(losses: list[float]) -> None:
     rates = [10 ** (step / 10 - 6) for step in range(len(losses))]
     with pytest.raises(UserError, match="the loss never fell"):
-        read_curve(rates, losses, present=0.1)
+        read_curve(rates, losses)
 
 
 def test_the_ramp_records_the_rate_and_the_loss_of_every_optimizer_step() -> None:
@@ -340,6 +347,7 @@ def test_a_module_without_lr_is_tuned_by_the_rates_of_its_optimizer(
     assert entry.exit_code(tune.main, ["lr", "--max_lr", "10", "--output", "lr.json"]) == 0
     facts = json.loads(Path("lr.json").read_text())
     assert 0.005 < facts["suggested_lr"] < 2
+    assert facts["suggested_lr"] == facts["lowest_loss_lr"] / 2
     assert f"  learning rate {facts['suggested_lr']:.2g}\n\nIt was 0.2." in capsys.readouterr().out
     assert [round(math.log10(row["lr"]), 2) for row in facts["curve"][:2]] == [-6, -5.96]
 
@@ -382,9 +390,12 @@ def test_the_range_test_ends_at_a_loss_that_is_no_number_and_runs_none_after_it(
             return loss * (math.nan if float(self.optimizers().param_groups[0]["lr"]) > 0.3 else 1.0)
 
     config = plain(Bursting(), PlainData())
-    test = range_test(config, tune.one_device_flags(config), 1e-4, 10, 50)
-    assert max(test.rates) < 0.3
-    assert len(test.rates) == len(test.losses) < 50
+    ramp = RateRamp(1e-4, 10, 50)
+    with scratch_trainer(one_device_flags(config), ramp) as trainer:
+        trainer.fit(config.module, datamodule=config.datamodule)
+    smooth, _ = read_curve(ramp.rates, ramp.losses)
+    assert max(ramp.rates[: len(smooth)]) < 0.3
+    assert len(smooth) == len(ramp.losses) - 1 < 50
 
 
 def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
@@ -450,11 +461,11 @@ def test_tune_refuses_to_run_under_a_launcher(workplace: Path, monkeypatch: pyte
 def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(workplace: Path) -> None:
     flags = ["--data.source", "sample", "--accelerator", "gpu", "--model.network", "ConvNet"]
     config = configure(flags, "project.tune")
-    steps = TrainingSteps(config, tune.one_device_flags(config))
-    steps.one_try(64)
+    steps = TrainingSteps(config, one_device_flags(config))
+    steps.measure(64)
     before = torch.cuda.memory_allocated()
     steps.memory_limit_bytes = GIB // 4
-    search = find_largest(steps.one_try, steps.training_samples or 0, "", 60, lambda _: None)
+    search = find_largest(steps.measure, steps.training_samples or 0, "", 60)
     assert search.limited_by == "memory"
     assert search.smallest_failed == search.largest + 1
     assert torch.cuda.memory_allocated() <= before + 2**20

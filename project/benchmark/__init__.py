@@ -1,4 +1,4 @@
-"""``python -m project.benchmark``: this machine's tables, one file per table. Nothing heavy is imported here."""
+"""``python -m project.benchmark``: this machine's tables. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from project.errors import UserError
+
+# Table → the column that its chart shows, and what it says.
 TABLES = {
-    "devices": "every device and precision here: speed, speed-up over CPU float32, accuracy, peak memory",
-    "loaders": "this project's loader and a plain PyTorch loop's: milliseconds per batch",
-    "memory": "precision × activation checkpointing × accumulation × batch size: measured peak and what it is made of",
-    "overhead": "what each feature of a run costs, against loops written by hand",
-    "accuracy": "a configuration over several seeds: accuracy, time, time to a target",
+    "devices": (
+        "samples_per_sec",
+        "every device and precision: speed, speed-up over CPU float32, accuracy, peak memory",
+    ),
+    "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
+    "memory": ("peak_mib", "precision × activation checkpointing × accumulation × batch size: the peak and its parts"),
+    "overhead": ("epoch_s", "what each feature of a run costs, against loops written by hand"),
+    "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }
 Row = dict[str, Any]  # of a table, by column
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured. All but the last three are options of the same name."""
+    """How much is measured. All but the last three are options of the same name; a UserError for a wrong value."""
 
     n: int = 5  # measurements behind every median; seeds, for accuracy
     quick: bool = False  # tiny sizes
@@ -31,3 +37,12 @@ class Settings:
     fit_flags: Sequence[str] = ()  # flags of fit that say what is measured
     batch_size: int = 0  # that these flags set; 0 where the data module has none
     each_feature: bool = True  # whether overhead also leaves out one feature after the other
+
+    def __post_init__(self) -> None:
+        counts = {"n": [self.n], "batch_sizes": self.batch_sizes, "workers": self.workers}
+        for name, values in counts.items():
+            least = 0 if name == "workers" else 1
+            if wrong := [value for value in values if value < least]:
+                raise UserError(f"--{name} must be at least {least}, got {wrong[0]}.")
+        if not 0 < self.target < 1:
+            raise UserError(f"--target must be above 0 and below 1, got {self.target}. 0.99 is 99 %.")

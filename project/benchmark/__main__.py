@@ -14,15 +14,12 @@ import importlib
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from project.benchmark import TABLES, Row, Settings
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
 from project.errors import UserError, nearest
-from project.tables import check_output, format_table, write_rows
-
-if TYPE_CHECKING:
-    from project.benchmark.timing import Conditions
+from project.tables import check_output, format_cell, format_table, write_rows
 
 # For --quick: seconds instead of minutes, and figures that say only that the command works.
 QUICK = ["--data.source", "sample", "--data.train_samples", "1024", "--data.val_samples", "200"]
@@ -32,16 +29,7 @@ SMALL_MLP = ["--model.network", "MLP", "--model.lr", "0.002", "--model.label_smo
 PRESETS = {"overhead": SMALL_MLP, "loaders": SMALL_MLP}
 # A file or class of the user's own says what is measured; it may not know the preset's flags.
 BEATS_THE_PRESET = ("--config", "-c", "--model", "--model.class_path", "--data", "--data.class_path")
-# All tables together take about ten minutes.
-IN_WHOLE_PASS = {"devices": {"n": 3}, "overhead": {"n": 3, "each_feature": False}, "accuracy": {"n": 3}}
-# Table → the quantity drawn, its axis label, and the columns that name a row.
-PANELS = {
-    "devices": ("samples_per_sec", "samples per second", "device network precision batch_size"),
-    "loaders": ("ms_per_batch", "milliseconds per batch", "loader"),
-    "memory": ("peak_mib", "peak MiB", "device precision activation_checkpointing accumulation batch_size"),
-    "overhead": ("epoch_s", "seconds per epoch", "loop"),
-    "accuracy": ("test/accuracy", "test accuracy", "configuration"),
-}
+IN_WHOLE_PASS = {"n": 3, "each_feature": False}  # all tables together take about ten minutes
 
 
 def main(argv: list[str]) -> int:
@@ -51,18 +39,22 @@ def main(argv: list[str]) -> int:
     plot = options.plot or (output.with_suffix(".png") if output else None)
     plot = check_output(plot, (".png",), "--plot") if plot else None
     typed = {k: v for k, v in vars(options).items() if k not in ("output", "plot") and v is not None}
-    check(Settings(**typed))
+    Settings(**typed)  # refuses wrong values before anything takes its time
     os.environ["WANDB_MODE"] = "offline"  # a benchmark uploads nothing
     with quick_imports():
-        from project.benchmark.timing import Conditions
+        from project.benchmark.timing import conditions, line_of
 
-    conditions = Conditions()
-    print(conditions.line, flush=True)
+    facts = conditions()
+    print(line_of(facts), flush=True)
     tables: dict[str, list[Row]] = {}
     for name in [table] if table else TABLES:
         tables[name] = measure_table(name, fit_flags, typed, whole_pass=table is None)
-        print(f"\n{name}: {TABLES[name]}\n{format_table(tables[name])}", flush=True)
-        save(output, plot, conditions, tables)  # after every table: a stopped pass keeps what it has
+        print(f"\n{name}: {TABLES[name][1]}\n{format_table(tables[name])}", flush=True)
+        # after every table: a stopped pass keeps what it has
+        if output is not None:
+            write(output, facts, tables)
+        if plot is not None:
+            draw(plot, tables, line_of(facts))
     return 0
 
 
@@ -76,8 +68,8 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     add_output(parser)
     add("--plot", metavar="FILE.png", help="chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
-    whole = "" if table else "; without a table mostly 3"
-    add("--n", type=int, metavar="N", help=f"measurements behind every median (accuracy: seeds; default: 5{whole})")
+    n = Settings.n if table else IN_WHOLE_PASS["n"]
+    add("--n", type=int, metavar="N", help=f"measurements behind every median (accuracy: seeds; default: {n})")
     if table == "devices":
         add("--networks", nargs="+", choices=Settings.networks, help="chosen is --model.network")
     if table in ("devices", "memory"):
@@ -91,21 +83,11 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     return table, *parser.parse_known_args(rest)
 
 
-def check(settings: Settings) -> None:
-    """Refuse counts that measure nothing."""
-    least = [("n", settings.n, 1), *(("batch_sizes", size, 1) for size in settings.batch_sizes)]
-    for name, value, lowest in [*least, *(("workers", count, 0) for count in settings.workers)]:
-        if value < lowest:
-            raise UserError(f"--{name} must be at least {lowest}, got {value}.")
-    if not 0 < settings.target < 1:
-        raise UserError(f"--target must be above 0 and below 1, got {settings.target}. 0.99 is 99 %.")
-
-
 def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_pass: bool = False) -> list[Row]:
     """The rows of one table. Flags of ``fit`` and fields of :class:`Settings` that were typed win over its presets."""
     from project.engine.cli import configure
 
-    settings = Settings(**{**(IN_WHOLE_PASS.get(name, {}) if whole_pass else {}), **typed})
+    settings = Settings(**{**(IN_WHOLE_PASS if whole_pass else {}), **typed})
     own = any(word.split("=")[0] in BEATS_THE_PRESET for word in fit_flags)
     flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if settings.quick else []), *fit_flags]
     config = configure(flags, "project.benchmark")
@@ -114,20 +96,20 @@ def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_
         kind = type(config.datamodule).__name__
         raise UserError(f"--data: the table {name} needs a data module with a batch_size, {kind} has none.")
     n = min(settings.n, 2) if settings.quick else settings.n
-    table = importlib.import_module(f"project.benchmark.{name}")
-    rows: list[Row] = table.measure(config, replace(settings, n=n, fit_flags=flags, batch_size=size))
+    file = {"memory": "devices", "loaders": "overhead"}.get(name, name)  # with the table that it shares most with
+    measure = getattr(importlib.import_module(f"project.benchmark.{file}"), f"measure_{name}")
+    rows: list[Row] = measure(config, replace(settings, n=n, fit_flags=flags, batch_size=size))
     return rows
 
 
-def save(output: Path | None, plot: Path | None, conditions: Conditions, tables: dict[str, list[Row]]) -> None:
-    """JSON: the conditions once and every table. CSV: every row with its conditions. And the chart."""
-    if output is not None and output.suffix.lower() == ".json":
-        write_rows(output, {**conditions.to_plain(), "tables": tables})
-    elif output is not None:
-        shared = conditions.to_columns()
-        write_rows(output, [{"table": name, **row, **shared} for name, rows in tables.items() for row in rows])
-    if plot is not None:
-        draw(plot, tables, conditions.line)
+def write(path: Path, facts: Row, tables: dict[str, list[Row]]) -> None:
+    """JSON: the conditions once and every table. CSV: every row with its conditions, a column per fact."""
+    if path.suffix.lower() == ".json":
+        write_rows(path, {**facts, "tables": tables})
+        return
+    versions = {f"version_{name}": version for name, version in facts["versions"].items()}
+    shared = {k: v for k, v in {**facts["hardware"], **facts, **versions}.items() if k not in ("hardware", "versions")}
+    write_rows(path, [{"table": name, **row, **shared} for name, rows in tables.items() for row in rows])
 
 
 def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
@@ -137,29 +119,27 @@ def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
     heights = [max(1.2, 0.28 * len(rows)) for rows in tables.values()]
     figure = Figure(figsize=(10, sum(heights) + 1.1 * len(tables) + 0.5), layout="constrained")
     panels = figure.subplots(len(tables), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (table, rows) in zip(panels, tables.items(), strict=True):
-        quantity, label, naming = PANELS[table]
+    for axes, (name, rows) in zip(panels, tables.items(), strict=True):
+        quantity = TABLES[name][0]
         drawn = [row for row in rows if row.get(quantity) is not None]
-        names = [" ".join(_word(key, row[key]) for key in naming.split() if key in row) for row in drawn]
+        before = list(drawn[0])[: list(drawn[0]).index(quantity)]  # the columns that say what was measured
+        naming = [key for key in before if any(row.get(key) != drawn[0][key] for row in drawn)] or before[:1]
+        names = [" ".join(bar_word(key, row[key]) for key in naming if key in row) for row in drawn]
         values = [row[quantity] for row in drawn]
-        errors = [value * row.get("spread_pct", 0) / 200 for value, row in zip(values, drawn, strict=True)]
-        axes.barh(range(len(drawn)), values, xerr=errors if any(errors) else None, color="#4477aa", ecolor="#999999")
-        axes.set_yticks(range(len(drawn)), names, fontsize=8)
+        errors = [row[quantity] * row.get("spread_pct", 0) / 200 for row in drawn]
+        axes.barh(range(len(drawn)), values, xerr=errors, tick_label=names, color="#4477aa", ecolor="#999999")
         axes.invert_yaxis()
-        axes.set_title(table, loc="left", fontsize=10)
-        axes.set_xlabel(label, fontsize=8)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.set_title(f"{name}: {quantity}", loc="left", fontsize=10)
         axes.grid(axis="x", alpha=0.3)
-        if values and max(values) > 50 * max(min(values), 1e-9):
-            axes.set_xscale("log")
+        axes.set_xscale("log" if max(values) > 50 * max(min(values), 1e-9) else "linear")
     figure.suptitle(title, fontsize=7)
     figure.savefig(path, dpi=120)
 
 
-def _word(key: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return key.replace("_", " ") if value else ""
-    # a configuration may be a long line of flags
-    return f"{key.replace('_', ' ')} {value}" if isinstance(value, int) else str(value)[:60]
+def bar_word(key: str, value: Any) -> str:
+    """A column's part of a bar's name; a configuration may be a long line of flags."""
+    return value[:60] if isinstance(value, str) else f"{key.replace('_', ' ')} {format_cell(value)}"
 
 
 if __name__ == "__main__":

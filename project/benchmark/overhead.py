@@ -1,4 +1,4 @@
-"""What each feature of a run costs: everything on, without each, Lightning alone, and loops written by hand."""
+"""What each feature of a run costs, and how fast its loader is, beside loops and loaders written by hand."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import transforms
 
 from project.benchmark import Row, Settings
-from project.benchmark.devices import best_device, network_name
+from project.benchmark.devices import network_name, wanted_devices
 from project.benchmark.timing import Epoch, alternate, median_and_spread, progress, run_epochs, synchronize
 from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
+from project.engine.exact_loading import ExactLoader
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger
 
+BATCHES = 200  # of a loader, per measurement; at most one epoch
+Way = Callable[[], "DataLoader[Any]"]
 FLOOR, PLAIN, ALL = "hand-written floor", "plain PyTorch loop", "all features"
 FEATURES: dict[str, type] = {
     "throughput monitor": ThroughputMonitor,  # feature: throughput
@@ -42,7 +45,7 @@ FEATURES: dict[str, type] = {
 }
 
 
-def measure(config: Configuration, settings: Settings) -> list[Row]:
+def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
     """One row per variant: seconds per epoch and its ratio to the floor's.
 
     An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
@@ -50,14 +53,20 @@ def measure(config: Configuration, settings: Settings) -> list[Row]:
     monitor and for the checkpoints, the share of a run that passes inside their hooks: what a run with and without
     them differs by is less than what two runs differ by.
     """
-    variants = make_variants(config, settings)
-    watched = {"inside the hooks": partial(pct_inside_hooks, config)}
-    with progress("overhead", 2 + (len(variants) + 1) * settings.n) as bar:
-        alternate({name: variants[name] for name in (FLOOR, PLAIN)}, 1, bar)  # real runs have their own warm-up
-        results = alternate(variants, settings.n, bar)
-        (shares,) = alternate(watched, settings.n, bar).values()
+
+    def real(**options: Any) -> Callable[[], Epoch]:
+        return lambda: run_epochs(config, 2, **options).epochs[-1]
+
+    by_hand = loops_by_hand(config, settings.batch_size)
+    variants = {**by_hand, ALL: real()}
+    if settings.each_feature:
+        variants |= {f"without {name}": real(without=[kind]) for name, kind in FEATURES.items()}
+        # left out of the callbacks, Lightning would put its own bar there
+        variants["without progress bar"] = real(trainer={"enable_progress_bar": False})
+    variants["Lightning, nothing on"] = real(bare=True)
+    alternate("overhead", by_hand, 1)  # real runs have their own warm-up
     rows: list[Row] = []
-    for name, epochs in results.items():
+    for name, epochs in alternate("overhead", variants, settings.n).items():
         row: Row = {"loop": name, "network": network_name(config), "batch_size": settings.batch_size}
         row |= median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
@@ -68,38 +77,13 @@ def measure(config: Configuration, settings: Settings) -> list[Row]:
         if name != PLAIN:
             row["epoch_vs_floor"] = row["epoch_s"] / floor["epoch_s"]
         rows.append(row)
-    for name in shares[0]:
-        pct = median_and_spread("pct_of_run", [share[name] for share in shares])
-        rows.append({"loop": f"inside {name}", "batch_size": settings.batch_size, **pct})
+    watched = tuple(FEATURES.values())
+    runs = [run_epochs(config, 2, watched=watched) for _ in progress("inside the hooks", range(settings.n))]
+    for name in runs[0].inside_s:
+        pct = [100 * run.inside_s[name] / sum(epoch.epoch_s for epoch in run.epochs) for run in runs]
+        rows.append({"loop": f"inside {name}", "batch_size": settings.batch_size})
+        rows[-1] |= median_and_spread("pct_of_run", pct)
     return rows
-
-
-def make_variants(config: Configuration, settings: Settings) -> dict[str, Callable[[], Epoch]]:
-    """Name → function that trains one measured epoch. The floor comes first."""
-    floor = FloorLoop(config, settings.batch_size, best_device(config))
-    network = copy.deepcopy(floor.network)
-    adam = torch.optim.Adam(network.parameters(), lr=1e-3)
-    loader: DataLoader[Any] = DataLoader(PerSampleImages(floor.train), settings.batch_size, shuffle=True)
-    plain = partial(plain_epoch, network, adam, loader, floor.device)
-    variants: dict[str, Callable[[], Epoch]] = {FLOOR: floor.epoch, PLAIN: plain, ALL: partial(second_epoch, config)}
-    if settings.each_feature:
-        for name, kind in FEATURES.items():
-            variants[f"without {name}"] = partial(second_epoch, config, without=[kind])
-        without_bar = {"enable_progress_bar": False}  # left out of the callbacks, Lightning would put its own there
-        variants["without progress bar"] = partial(second_epoch, config, trainer=without_bar)
-    return {**variants, "Lightning, nothing on": partial(second_epoch, config, bare=True)}
-
-
-def second_epoch(config: Configuration, **options: Any) -> Epoch:
-    """Of a real run; ``options`` are those of :func:`run_epochs`."""
-    return run_epochs(config, 2, **options).epochs[-1]
-
-
-def pct_inside_hooks(config: Configuration) -> dict[str, float]:
-    """Class of a monitor, and of the checkpoints → share (0-100) of a run of two epochs inside its hooks."""
-    run = run_epochs(config, 2, watched=tuple(FEATURES.values()))
-    seconds = sum(epoch.epoch_s for epoch in run.epochs)
-    return {name: 100 * inside / seconds for name, inside in run.inside_s.items()}
 
 
 # Data for loops written by hand: whole sets of images in memory, and single samples.
@@ -158,72 +142,60 @@ class PerSampleImages(Dataset[tuple[Tensor, int]]):
         return self.transform(Image.fromarray(pixels.numpy())), int(self.labels[index])
 
 
-# The loops.
+def loops_by_hand(config: Configuration, batch_size: int) -> dict[str, Callable[[], Epoch]]:
+    """The floor and the plain PyTorch loop: name → function that trains one epoch, on copies of the module's network.
 
-
-class FloorLoop:
-    """The least a training loop can do: gather a batch by index, forward, backward, a fused optimizer step.
-
-    The whole set lies on the device. Adam, cross-entropy without label smoothing, a fresh permutation every epoch. No
-    metric, no logging, no progress, no checkpoint; validation after every epoch, batched as ours.
-
-    Args:
-        config: Whose data, network (it is copied), precision and memory format.
-        batch_size: Training samples per step.
-        device: Where to train.
+    The floor is the least a training loop can do: gather a batch by index, forward, backward, a fused optimizer step,
+    and after every epoch a validation, batched as ours. The whole set lies on the device. Adam, cross-entropy without
+    label smoothing, a fresh permutation every epoch. No metric, no logging, no progress, no checkpoint.
 
     Raises:
         UserError: The module has no ``network``, or the data are of another kind than :class:`InMemory`.
     """
+    module: Any = config.module
+    if not isinstance(getattr(module, "network", None), nn.Module):
+        raise UserError(f"--model: loops written by hand train module.network, {type(module).__name__} has none.")
+    device, train, val = (
+        torch.device(wanted_devices(config)[-1]),
+        InMemory.of(config, "train"),
+        InMemory.of(config, "val"),
+    )
+    (images, labels), (val_images, val_labels) = [(x.images.to(device), x.labels.to(device)) for x in (train, val)]
+    normalize, memory_format = train.normalizer(device), getattr(module, "memory_format", torch.contiguous_format)
+    network: nn.Module = copy.deepcopy(module.network).to(device).to(memory_format=memory_format)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
+    size, eval_size = min(batch_size, len(labels)), getattr(config.datamodule, "eval_batch_size", batch_size)
+    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(str(config.trainer["precision"]))
 
-    def __init__(self, config: Configuration, batch_size: int, device: torch.device) -> None:
-        module: Any = config.module
-        if not isinstance(getattr(module, "network", None), nn.Module):
-            raise UserError(f"--model: loops written by hand train module.network, {type(module).__name__} has none.")
-        self.train, val = InMemory.of(config, "train"), InMemory.of(config, "val")
-        self.splits = [(part.images.to(device), part.labels.to(device)) for part in (self.train, val)]
-        self.normalize = self.train.normalizer(device)
-        self.device = device
-        self.format = getattr(module, "memory_format", torch.contiguous_format)
-        self.network: nn.Module = copy.deepcopy(module.network).to(device).to(memory_format=self.format)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-3, fused=True)
-        self.batch_size = min(batch_size, len(self.train.labels))
-        self.eval_batch_size = getattr(config.datamodule, "eval_batch_size", batch_size)
-        dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(str(config.trainer["precision"]))
-        self.autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
+    def logits_of(some: Tensor) -> Tensor:
+        return network(normalize(some).contiguous(memory_format=memory_format))
 
-    def epoch(self) -> Epoch:
-        """Train one epoch and validate."""
+    def floor_epoch() -> Epoch:
         began, cpu_began = time.perf_counter(), time.process_time()
-        self.network.train()
-        images, labels = self.splits[0]
-        order = torch.randperm(len(labels), device=self.device)
-        for start in range(0, len(labels) - self.batch_size + 1, self.batch_size):
-            chosen = order[start : start + self.batch_size]
-            with self.autocast():
+        network.train()
+        order = torch.randperm(len(labels), device=device)
+        for start in range(0, len(labels) - size + 1, size):
+            chosen = order[start : start + size]
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 # index_select copies whole images; images[chosen] goes byte by byte
-                logits = self.network(self._prepared(images.index_select(0, chosen)))
-                loss = F.cross_entropy(logits, labels.index_select(0, chosen))
-            self.optimizer.zero_grad()
+                loss = F.cross_entropy(logits_of(images.index_select(0, chosen)), labels.index_select(0, chosen))
+            optimizer.zero_grad()
             loss.backward()
-            self.optimizer.step()
-        synchronize(self.device)
+            optimizer.step()
+        synchronize(device)
         train_s, train_cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        self.accuracy = self._validate()
+        network.eval()
+        correct = torch.zeros((), device=device, dtype=torch.int64)
+        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            for some, truth in zip(val_images.split(eval_size), val_labels.split(eval_size), strict=True):
+                correct += (logits_of(some).argmax(dim=1) == truth).sum()
+        correct.item()
         return Epoch(train_s, time.perf_counter() - began, train_cpu_s)
 
-    @torch.no_grad()
-    def _validate(self) -> float:
-        self.network.eval()
-        correct = torch.zeros((), device=self.device, dtype=torch.int64)
-        images, labels = self.splits[1]
-        for some, truth in zip(images.split(self.eval_batch_size), labels.split(self.eval_batch_size), strict=True):
-            with self.autocast():
-                correct += (self.network(self._prepared(some)).argmax(dim=1) == truth).sum()
-        return float(correct) / len(labels)
-
-    def _prepared(self, images: Tensor) -> Tensor:
-        return self.normalize(images).contiguous(memory_format=self.format)
+    copied = copy.deepcopy(network)
+    adam = torch.optim.Adam(copied.parameters(), lr=1e-3)
+    loader: DataLoader[Any] = DataLoader(PerSampleImages(train), batch_size, shuffle=True)
+    return {FLOOR: floor_epoch, PLAIN: partial(plain_epoch, copied, adam, loader, device)}
 
 
 def plain_epoch(
@@ -232,15 +204,92 @@ def plain_epoch(
     """Train one epoch as most tutorials do: a loader of single samples, ``loss.item()`` at every step."""
     began, cpu_began = time.perf_counter(), time.process_time()
     network.train()
-    criterion = nn.CrossEntropyLoss()
     running_loss = 0.0
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
-        loss = criterion(network(images), labels)
+        loss = F.cross_entropy(network(images), labels)
         loss.backward()
         optimizer.step()
         running_loss += loss.item()
     synchronize(device)
     seconds = time.perf_counter() - began
     return Epoch(seconds, seconds, time.process_time() - cpu_began)
+
+
+# The table loaders: how fast batches come, from this project's loader and from those of a plain PyTorch loop.
+
+
+def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
+    """One row per way to load: milliseconds until a float32, normalised batch is on the device.
+
+    ``start_ms`` is what the first batch of an epoch takes: starting workers, unless they persist. It is not part of
+    ``ms_per_batch``.
+    """
+    device, samples = torch.device(wanted_devices(config)[-1]), InMemory.of(config, "train")
+    batches = min(20 if settings.quick else BATCHES, max(1, len(samples.labels) // settings.batch_size))
+    ways = ways_to_load(config, samples, settings, pinned=device.type == "cuda")
+    normalize = samples.normalizer(device)
+    timed = {name: partial(time_epoch, way, normalize, device, batches) for name, way in ways.items()}
+    alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
+    rows: list[Row] = []
+    for name, measured in alternate("loaders", timed, settings.n).items():
+        row: Row = {"loader": name, "device": device.type, "batch_size": settings.batch_size, "batches": batches}
+        row |= median_and_spread("ms_per_batch", [ms for ms, _ in measured])
+        row["start_ms"] = statistics.median(start for _, start in measured)
+        row["batches_per_sec"] = 1000 / row["ms_per_batch"]
+        row["times_ours"] = row["ms_per_batch"] / (rows[0] if rows else row)["ms_per_batch"]
+        rows.append(row)
+    return rows
+
+
+def ways_to_load(config: Configuration, samples: InMemory, settings: Settings, pinned: bool) -> dict[str, Way]:
+    """Name → function that gives a loader; a persistent one gives the same every time. Ours comes first."""
+    given = cast(Any, config.datamodule).train_dataloader()
+    kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
+
+    def ours(workers: int, pinned: bool) -> DataLoader[Any]:
+        asked: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": pinned}
+        return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
+
+    shuffled = partial(DataLoader, batch_size=settings.batch_size, shuffle=True)
+    plain = partial(shuffled, PerSampleImages(samples))
+    ways: dict[str, Way] = {"ours": partial(ours, 0, pinned)}
+    if pinned:
+        ways["ours, not pinned"] = partial(ours, 0, False)
+    some = next((count for count in settings.workers if count > 0), None)
+    if some:
+        kept_ours = ours(some, pinned)
+        ways[f"ours, {some} workers"] = lambda: kept_ours
+    ways["tensors, one sample at a time"] = partial(shuffled, TensorDataset(samples.images, samples.labels))
+    for count in settings.workers:
+        ways[f"plain PyTorch, {count} workers"] = partial(plain, num_workers=count)
+    if some:
+        name, persistent = f"plain PyTorch, {some} workers", plain(num_workers=some, persistent_workers=True)
+        ways[f"{name}, persistent"] = lambda: persistent
+        ways[f"{name}, prefetch 8"] = partial(plain, num_workers=some, prefetch_factor=8)
+        if pinned:
+            ways[f"{name}, pinned"] = partial(plain, num_workers=some, pin_memory=True)
+    return ways
+
+
+def time_epoch(
+    way: Way, normalize: Callable[[Tensor], Tensor], device: torch.device, batches: int
+) -> tuple[float, float]:
+    """Milliseconds per batch after the first one, and until the first one."""
+
+    def fetch() -> None:
+        # elsewhere than on CUDA a batch could be read before it has been copied (pytorch issue 189690)
+        images, _ = (part.to(device, non_blocking=device.type == "cuda") for part in next(iterator))
+        if images.dtype == torch.uint8:  # the per-sample transforms have normalised already
+            normalize(images)
+
+    began = time.perf_counter()
+    iterator = iter(way())
+    fetch()
+    synchronize(device)
+    first = time.perf_counter()
+    for _ in range(batches - 1):
+        fetch()
+    synchronize(device)
+    return 1000 * (time.perf_counter() - first) / max(1, batches - 1), 1000 * (first - began)

@@ -8,11 +8,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project import fit, hardware
+from project.benchmark import Row
 from project.engine import signals
 from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
@@ -33,32 +33,30 @@ from project.errors import UserError
 T = TypeVar("T")
 
 
-def progress(table: str, total: int) -> Any:
-    """A bar over the measurements of a table, on stderr, so that the tables on stdout can be piped."""
-    return tqdm(total=total, desc=table, leave=False, disable=None)  # no bar in a log file
+def progress(table: str, items: Iterable[Any]) -> Any:
+    """The items under a bar on stderr, so that the tables on stdout can be piped; no bar in a log file."""
+    return tqdm(items, desc=table, leave=False, disable=None)
 
 
-def alternate(variants: Mapping[str, Callable[[], T]], rounds: int, bar: Any) -> dict[str, list[T]]:
+def alternate(table: str, variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Results of every variant (name → one measurement), ``rounds`` of each, one after the other in turn.
 
     In turn, and every other round backwards, so that a machine that grows slower or busier during the measurement
-    does so for all variants alike. ``bar`` moves on at every measurement.
+    does so for all variants alike.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
-    for number in range(rounds):
-        for name in list(variants)[:: -1 if number % 2 else 1]:
-            bar.set_postfix_str(f"{name} ({number + 1} of {rounds})")
-            results[name].append(variants[name]())
-            bar.update()
+    bar = progress(table, [name for turn in range(rounds) for name in list(variants)[:: -1 if turn % 2 else 1]])
+    for name in bar:
+        bar.set_postfix_str(name)
+        results[name].append(variants[name]())
     return results
 
 
 def median_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """``name``: the median; ``n``; ``spread_pct``: (largest − smallest) / median, 0 or more; left out for one value."""
-    median = statistics.median(values)
-    row: dict[str, float] = {name: median, "n": len(values)}
-    if len(values) > 1 and median:
-        row["spread_pct"] = 100 * (max(values) - min(values)) / median
+    row: dict[str, float] = {name: statistics.median(values), "n": len(values)}
+    if len(values) > 1 and row[name]:
+        row["spread_pct"] = 100 * (max(values) - min(values)) / row[name]
     return row
 
 
@@ -96,16 +94,12 @@ class EpochClock(Callback):
         self._train_began = self._began = self._cpu_began = 0.0
         self._steps = (0.0, 0.0)  # seconds and CPU seconds of this epoch's training steps
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._train_began = time.perf_counter()
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # here, because what is saved of an epoch is saved when the next begins
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
+        self._train_began = self._train_began or self._began
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx + 1 == trainer.num_training_batches:
             synchronize(trainer.strategy.root_device)
             self._steps = (time.perf_counter() - self._began, time.process_time() - self._cpu_began)
@@ -125,49 +119,26 @@ class EpochClock(Callback):
             self.epochs.append(Epoch(train_s, time.perf_counter() - self._began, train_cpu_s))
 
 
-def time_hooks(callback: Callback, seconds: dict[str, float]) -> None:
-    """Add up in ``seconds``, by the callback's class, what its hooks take from now on."""
-    owner = type(callback).__name__
-
-    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                seconds[owner] = seconds.get(owner, 0.0) + time.perf_counter() - began
-
-        return run
-
-    for name in dir(type(callback)):
-        if name.startswith("on_") and getattr(type(callback), name) is not getattr(Callback, name, None):
-            setattr(callback, name, timed(getattr(callback, name)))
+@contextmanager
+def adds_time(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add to ``seconds[name]`` what passes inside; also decorates a function."""
+    began = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def run_epochs(
     config: Configuration,
     epochs: int,
     *,
-    without: Collection[type] = (),
-    trainer: Mapping[str, Any] | None = None,
-    bare: bool = False,
-    extra: Sequence[Callback] = (),
-    watched: tuple[type, ...] = (),
+    without: Collection[type] = (),  # classes of callbacks and loggers to leave out
+    trainer: Mapping[str, Any] | None = None,  # arguments in the place of the configured ones
+    bare: bool = False,  # only the module, the data and the user's callbacks: Lightning's loop alone
+    extra: Sequence[Callback] = (),  # further callbacks
+    watched: tuple[type, ...] = (),  # classes of callbacks whose hooks are timed
 ) -> RealRun:
-    """Train the configured model afresh for some epochs. Nothing of it stays on disk.
-
-    Args:
-        config: The data module is used again, the module is made anew.
-        epochs: How many; the first one is the warm-up.
-        without: Classes of callbacks and loggers to leave out.
-        trainer: Trainer arguments in the place of the configured ones.
-        bare: Nothing of ours but the module, the data and the user's callbacks: Lightning's loop alone.
-        extra: Further callbacks.
-        watched: Classes of callbacks whose hooks are timed.
-    """
-    length = {"max_epochs": epochs, "max_steps": -1, "max_time": None}
-    config = afresh(config, trainer={**length, **(trainer or {})})
+    """Train a new module on the configured data for some epochs, the first to warm up. Nothing of it stays on disk."""
+    config = afresh(config, trainer={"max_epochs": epochs, "max_steps": -1, "max_time": None, **(trainer or {})})
     clock, session = EpochClock(), None
     inside: dict[str, float] = {}
     with scratch_run() as run:
@@ -181,8 +152,10 @@ def run_epochs(
             lightning = session.trainer
         callbacks: list[Callback] = lightning.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
-            if isinstance(callback, watched):
-                time_hooks(callback, inside)
+            kind = type(callback)
+            for name in dir(kind) if isinstance(callback, watched) else ():
+                if name.startswith("on_") and getattr(kind, name) is not getattr(Callback, name, None):
+                    setattr(callback, name, adds_time(inside, kind.__name__)(getattr(callback, name)))
         try:
             lightning.fit(config.module, datamodule=config.datamodule)
         finally:
@@ -213,7 +186,7 @@ def afresh(config: Configuration, seed: int | None = None, trainer: Mapping[str,
 
 
 class SilentTerminal(io.StringIO):
-    """Claims to be a terminal, so that a run draws its progress bar, which costs what it costs."""
+    """Claims to be a terminal, so that a run draws its progress bar, which is part of its cost."""
 
     def isatty(self) -> bool:
         return True
@@ -222,62 +195,40 @@ class SilentTerminal(io.StringIO):
 @contextmanager
 def scratch_run() -> Iterator[Run]:
     """A run in a temporary folder, whose lines nobody reads."""
-    with (
-        tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder,
-        redirect_stdout(SilentTerminal()),
-    ):
-        run = choose(Path(folder), None, None)
+    folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
+    with folder as root, redirect_stdout(SilentTerminal()):
+        run = choose(Path(root), None, None)
         run.create()
         yield run
 
 
-def machine() -> dict[str, Any]:
-    """CPU, cores this process may use, memory, and every GPU with its driver; what is not known is left out."""
-    cpu, gpus = hardware.cpu(), hardware.accelerators()
-    found = {"cpu": cpu["name"], "cpu_cores": cpu["cores"], "memory_gib": round(hardware.memory()["total_gib"], 1)}
-    if gpus:
-        found |= {"gpus": [gpu["name"] for gpu in gpus], "cuda": torch.version.cuda, "driver": gpus[0].get("driver")}
-    return {name: fact for name, fact in found.items() if fact is not None}
-
-
-@dataclass(frozen=True)
-class Conditions:
+def conditions() -> Row:
     """What a result means nothing without, of this moment and this process. None is what cannot be known."""
+    cpu, gpus, (commit, dirty) = hardware.cpu(), hardware.accelerators(), git_state()
+    machine = {"cpu": cpu["name"], "cpu_cores": cpu["cores"], "memory_gib": round(hardware.memory()["total_gib"], 1)}
+    if gpus:
+        machine |= {"gpus": [gpu["name"] for gpu in gpus], "cuda": torch.version.cuda, "driver": gpus[0].get("driver")}
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None  # of others: nothing has begun here
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line().replace(".__main__", "", 1),
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "hardware": machine,
+        "versions": versions(),
+        "cpu_threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "omp_spin_count": os.environ.get("GOMP_SPINCOUNT", "default"),
+        "load_average": load,
+        "quiet": None if load is None else load < 0.5,  # whether nothing else was running
+    }
 
-    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    command: str = field(default_factory=lambda: command_line().replace(".__main__", "", 1))
-    git: tuple[str | None, bool | None] = field(default_factory=git_state)  # commit, and whether files differ from it
-    hardware: dict[str, Any] = field(default_factory=machine)
-    versions: dict[str, str] = field(default_factory=versions)
-    cpu_threads: int = field(default_factory=torch.get_num_threads)
-    omp_wait_policy: str = field(default_factory=lambda: os.environ.get("OMP_WAIT_POLICY", "default"))
-    omp_spin_count: str = field(default_factory=lambda: os.environ.get("GOMP_SPINCOUNT", "default"))
-    # before the benchmark begins: the load of others
-    load_average: float | None = field(
-        default_factory=lambda: round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    )
 
-    @property
-    def quiet(self) -> bool | None:
-        """Whether nothing else was running."""
-        return None if self.load_average is None else self.load_average < 0.5
-
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON holds it; what is not known is left out."""
-        plain = {**asdict(self), "git_commit": self.git[0], "git_dirty": self.git[1], "quiet": self.quiet}
-        return {name: fact for name, fact in plain.items() if fact is not None and name != "git"}
-
-    def to_columns(self) -> dict[str, Any]:
-        """As a row of CSV holds it: flat, one column per version."""
-        plain = self.to_plain()
-        versions = {f"version_{name}": version for name, version in plain.pop("versions").items()}
-        return plain.pop("hardware") | plain | versions
-
-    @property
-    def line(self) -> str:
-        """For a person, above the tables."""
-        parts = [f"{self.hardware['cpu']}, {self.hardware['cpu_cores']} cores", *self.hardware.get("gpus", [])]
-        parts += [f"{name} {self.versions[name]}" for name in ("torch", "lightning") if name in self.versions]
-        line = " | ".join([*parts, f"commit {(self.git[0] or 'unknown')[:7]}", self.date])
-        busy = f"\nthe machine was busy (load average {self.load_average}): compare ratios, not seconds"
-        return line + (busy if self.quiet is False else "")
+def line_of(facts: Row) -> str:
+    """The conditions for a person, above the tables."""
+    machine, found = facts["hardware"], facts["versions"]
+    parts = [f"{machine['cpu']}, {machine['cpu_cores']} cores", *machine.get("gpus", [])]
+    parts += [f"{name} {found[name]}" for name in ("torch", "lightning") if name in found]
+    line = " | ".join([*parts, f"commit {(facts['git_commit'] or 'unknown')[:7]}", facts["date"]])
+    busy = f"\nthe machine was busy (load average {facts['load_average']}): compare ratios, not seconds"
+    return line + busy if facts["quiet"] is False else line

@@ -14,39 +14,41 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# NVML averages over 1/6 to 1 s itself; asking more often tells nothing new.
+# NVML averages over 1/6 to 1 s, so shorter intervals give nothing new.
 INTERVAL_SECONDS = 0.5
+# First word of a Trainer's precision → data type of the matrix products, where peak rates are known for it
+MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
 
 class GpuUtilization:
-    """Samples the share of time in which the GPU ran a kernel, in a thread of its own: never on the training's path.
+    """Samples the share of time in which the GPU ran a kernel, in a thread of its own, so that training never waits.
 
-    Args:
-        read: Returns the utilization in percent (0-100), or raises where it cannot be had (MIG, no driver access).
-        interval_seconds: Time between two samples.
+    ``read`` returns percent (0-100), or raises where it cannot be had (MIG, no driver access); None: there is no GPU.
     """
 
-    def __init__(self, read: Callable[[], float], interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = INTERVAL_SECONDS) -> None:
         self.paused = False  # whether what the GPU does now is not to be counted
-        self._read, self._interval = read, interval_seconds
         self._samples: list[float] = []
         self._mean: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpu-utilization", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if read is not None:
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
+            self._thread.start()
 
     @classmethod
-    def of(cls, device: torch.device) -> GpuUtilization | None:
-        """A sampler for a CUDA device, None for any other device."""
-        return cls(lambda: torch.cuda.utilization(device)) if device.type == "cuda" else None
+    def of(cls, device: torch.device) -> GpuUtilization:
+        """A sampler for a device; one that knows nothing where that is no CUDA device."""
+        return cls((lambda: torch.cuda.utilization(device)) if device.type == "cuda" else None)
 
     def stop(self) -> None:
         """End the thread; returns when it has."""
-        self._stop.set()
-        self._thread.join(timeout=5)
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join(timeout=5)
 
     def mean(self) -> float | None:
-        """Mean (percent) of the samples since the last call, or the last mean; None where the driver tells nothing."""
+        """Mean (percent) of the samples since the last call, or the last mean; None if the driver gives none."""
         samples, self._samples = self._samples, []
         if samples:
             self._mean = sum(samples) / len(samples)
@@ -56,10 +58,10 @@ class GpuUtilization:
         """Drop what was sampled so far."""
         self._samples, self._mean = [], None
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval):
+    def _run(self, read: Callable[[], float], interval_seconds: float) -> None:
+        while not self._ended.wait(interval_seconds):
             try:
-                sample = float(self._read())
+                sample = float(read())
             except Exception:  # whatever the driver's library raises: the metric is left out
                 self.forget()
                 return
@@ -76,25 +78,25 @@ def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any
     if device.type != "cuda":
         return None
     if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
-        rank_zero_warn("throughput/mfu_pct is left out: FLOPs cannot be counted where a strategy shards the weights.")
-        return None
-    name, dtype = torch.cuda.get_device_name(device), matmul_dtype(trainer.precision)
-    peak = peak_flops(name, dtype, tf32=may_use_tf32(module)) if dtype else None
-    if peak is None:
-        rank_zero_warn(f"throughput/mfu_pct is left out: no known peak of {name} at precision {trainer.precision}.")
-        return None
-    try:
-        return 100 * training_flops_per_sample(module, batch) / peak
-    except Exception as error:
-        rank_zero_warn(f"throughput/mfu_pct is left out: the network's FLOPs cannot be counted ({error}).")
-        return None
+        why = "FLOPs cannot be counted where a strategy shards the weights"
+    else:
+        name, dtype = torch.cuda.get_device_name(device), MATMUL_DTYPES.get(str(trainer.precision).split("-")[0])
+        peak = peak_flops(name, dtype, tf32=may_use_tf32(module)) if dtype else None
+        why = f"no known peak of {name} at precision {trainer.precision}"
+        if peak is not None:
+            try:
+                return 100 * training_flops_per_sample(module, batch) / peak
+            except Exception as error:
+                why = f"the network's FLOPs cannot be counted ({error})"
+    rank_zero_warn(f"throughput/mfu_pct is left out: {why}.")
+    return None
 
 
 def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
     """FLOPs of one forward and backward pass per sample (a multiply-add counts 2).
 
     Counted on the meta device: no memory, no arithmetic, no random number, no weight or running mean is touched. In
-    evaluation mode, so that what activation checkpointing computes again is not counted as useful work.
+    evaluation mode, so that the second forward pass of activation checkpointing is not counted.
 
     Raises:
         Exception: The module's ``forward`` does not take the batch's first tensor, or cannot run that way.
@@ -119,15 +121,9 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
     return counter.get_total_flops() / len(inputs)
 
 
-def matmul_dtype(precision: object) -> torch.dtype | None:
-    """Data type of the matrix products under a Trainer's ``precision``, None where no peak rate is known for it."""
-    kinds = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
-    return kinds.get(str(precision).split("-")[0])
-
-
 def may_use_tf32(module: nn.Module) -> bool:
     """Whether float32 products of a network may run in TF32 (``--matmul_precision``; convolutions do by default)."""
-    products = torch.backends.cuda.matmul.fp32_precision == "tf32"  # what the older getters refuse to tell
+    products = torch.backends.cuda.matmul.fp32_precision == "tf32"  # the older getters raise here
     convolves = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in module.modules())
     return products or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
@@ -135,64 +131,41 @@ def may_use_tf32(module: nn.Module) -> bool:
 # Dense TFLOP/s from NVIDIA's data sheets: float32 on CUDA cores, TF32 and 16 bits on tensor cores (with float32
 # accumulation, as cuBLAS and cuDNN do). Where a sheet prints figures "with sparsity" only, half of them.
 # 0: the chip has no such mode. Names as the devices call themselves: "h100" is the SXM form.
-_DATA_CENTER = """
-    b200      75    1125   2250
-    h200      67    494.5  989.5
-    h200 nvl  60    417.5  835.5
-    gh200     67    494.5  989.5
-    h100      66.9  494.7  989.4
-    h100 pcie 51.2  378    756
-    h100 nvl  60    417.5  835.5
-    a100      19.5  156    312
-    a30       10.3  82     165
-    a40       37.4  74.8   149.7
-    a10       31.2  62.5   125
-    a10g      31.5  35     70
-    l4        30.3  60     121
-    l40       90.5  90.5   181
-    l40s      91.6  183    362
-    t4        8.1   0      65
-    v100 sxm2 15.7  0      125
-    v100 pcie 14    0      112
+DATA_CENTER = """
+    b200 75 1125 2250, h200 67 494.5 989.5, h200 nvl 60 417.5 835.5, gh200 67 494.5 989.5, h100 66.9 494.7 989.4,
+    h100 pcie 51.2 378 756, h100 nvl 60 417.5 835.5, a100 19.5 156 312, a30 10.3 82 165, a40 37.4 74.8 149.7,
+    a10 31.2 62.5 125, a10g 31.5 35 70, l4 30.3 60 121, l40 90.5 90.5 181, l40s 91.6 183 362, t4 8.1 0 65,
+    v100 sxm2 15.7 0 125, v100 pcie 14 0 112
 """
-
 # float32 TFLOP/s of GeForce RTX: GA102, Ada and RTX Blackwell white papers, appendices. On all of these TF32 runs as
 # fast as float32, and 16 bits with float32 accumulation twice as fast.
-_GEFORCE = """
+GEFORCE_RTX = """
     5090 104.8, 5080 56.3, 5070 ti 43.9, 5070 30.9, 5060 ti 23.7, 5060 19.2, 4090 82.6, 4080 super 52.2, 4080 48.7,
     4070 ti super 44.1, 4070 ti 40.1, 4070 super 35.5, 4070 29.1, 4060 ti 22.1, 4060 15.1, 3090 ti 40.0, 3090 35.6,
     3080 ti 34.1, 3080 29.8, 3070 ti 21.7, 3070 20.3, 3060 ti 16.2, 3060 12.7
 """
 
 
-def _peaks() -> dict[str, tuple[float, float, float]]:
-    """TFLOP/s of a chip in float32, TF32 and 16 bits."""
-    rows = [line.rsplit(None, 3) for line in _DATA_CENTER.strip().splitlines()]
-    peaks = {chip.strip(): (float(full), float(tf32), float(half)) for chip, full, tf32, half in rows}
-    for chip, rate in (entry.rsplit(None, 1) for entry in _GEFORCE.split(",")):
-        peaks[f"rtx {chip.strip()}"] = float(rate), float(rate), 2 * float(rate)
-    return peaks
-
-
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """FLOP/s that a GPU can do in dense matrix products, None for a device or a data type without a known peak.
 
-    Args:
-        device_name: As CUDA gives it, such as ``NVIDIA A100-SXM4-40GB``. A laptop's, a slice's (MIG) or a variant's
-            chip is not the one with the similar name, and is unknown.
-        dtype: float32, float16 or bfloat16.
-        tf32: Whether float32 products may be done in TF32.
+    ``device_name`` is CUDA's, such as ``NVIDIA A100-SXM4-40GB``: a laptop's, a slice's (MIG) or a variant's chip is
+    not the one with the similar name. ``tf32``: whether float32 products may be done in TF32.
     """
-    chip = chip_name(device_name)
-    full, with_tf32, half = _peaks().get(chip, (0.0, 0.0, 0.0))
+    # without maker, brand, memory size and memory kind: NVIDIA H100 80GB HBM3 → h100
+    words = re.split(r"[\s\-]+", device_name.lower())
+    chip = " ".join(word for word in words if not re.fullmatch(r"nvidia|tesla|geforce|\d+gb|hbm3e?", word))
+    chip = re.sub(r"^(a100|a30) (sxm4|pcie)$", r"\1", chip)  # equally fast in either form
+    rates = {name.strip(): [float(rate) for rate in row] for name, *row in _rows(DATA_CENTER, 3)}
+    rates |= {
+        f"rtx {name.strip()}": [float(rate), float(rate), 2 * float(rate)] for name, rate in _rows(GEFORCE_RTX, 1)
+    }
+    full, with_tf32, half = rates.get(chip, (0.0, 0.0, 0.0))
     if dtype is torch.bfloat16 and chip.startswith(("t4", "v100")):  # tensor cores before Ampere do not multiply it
         half = 0.0
     rate = {torch.float32: (tf32 and with_tf32) or full, torch.float16: half, torch.bfloat16: half}.get(dtype)
     return 1e12 * rate if rate else None
 
 
-def chip_name(device_name: str) -> str:
-    """The device's name without maker, brand, memory size and memory kind: ``NVIDIA H100 80GB HBM3`` → ``h100``."""
-    words = re.split(r"[\s\-]+", device_name.lower())
-    chip = " ".join(word for word in words if not re.fullmatch(r"nvidia|tesla|geforce|\d+gb|hbm3e?", word))
-    return re.sub(r"^(a100|a30) (sxm4|pcie)$", r"\1", chip)  # equally fast in either form
+def _rows(table: str, numbers: int) -> list[list[str]]:
+    return [row.rsplit(None, numbers) for row in table.split(",")]

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
 from project.engine.lightning_internals import record_memory_history, write_memory_snapshot
 from project.errors import UserError
+from project.hardware import GIB
 
-GIB = 1024**3
 ACTIVATIONS = "activations and the rest"
+HEADLINE = "Out of memory"
+# Allocations and frees kept in a snapshot, the newest: enough for a few hundred steps in some ten megabytes.
+MAX_ENTRIES = 100_000
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
@@ -23,13 +24,17 @@ def memory_breakdown(trainer: Trainer) -> dict[str, float]:
     Taken right after an optimizer step: Lightning clears gradients in the next one, and some optimizers make their
     state in the first.
     """
+
+    def size_gib(tensors: Iterable[object]) -> float:
+        own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]  # a rank's own shard
+        return sum(tensor.numel() * tensor.element_size() for tensor in own if isinstance(tensor, Tensor)) / GIB
+
     module = trainer.lightning_module
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     return {
         "weights": size_gib([*module.parameters(), *module.buffers()]),
-        "gradients": size_gib(gradients),
-        "optimizer state": size_gib(value for state in states for value in state.values() if isinstance(value, Tensor)),
+        "gradients": size_gib(parameter.grad for parameter in module.parameters()),
+        "optimizer state": size_gib(value for state in states for value in state.values()),
     }
 
 
@@ -40,17 +45,14 @@ def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str
     return {**parts, ACTIVATIONS: max(0.0, peak_bytes / GIB - sum(parts.values()))}
 
 
-def size_gib(tensors: Iterable[Tensor]) -> float:
-    """GiB that tensors take on this rank; of a sharded tensor its own shard."""
-    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
-    return sum(tensor.numel() * tensor.element_size() for tensor in local) / GIB
-
-
 def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, float]:
-    """GiB that each measure would save at most under a Trainer's ``precision``, empty where activations are unknown."""
-    if ACTIVATIONS not in breakdown:
+    """Share of the peak (0-100) that each measure would save at most under a Trainer's ``precision``.
+
+    Empty where activations are unknown.
+    """
+    activations, total = breakdown.get(ACTIVATIONS), sum(breakdown.values())
+    if activations is None or not total:
         return {}
-    total, activations = sum(breakdown.values()), breakdown[ACTIVATIONS]
     saved = {
         "half the batch size, --accumulate_grad_batches doubled": activations / 2,
         "activation checkpointing": activations,  # what it leaves depends on the network
@@ -60,7 +62,26 @@ def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, f
         saved["--precision bf16-true"] = total / 2
     elif precision.endswith("mixed"):
         saved["--precision bf16-true"] = (total - activations) / 2
-    return saved
+    return {measure: 100 * gib / total for measure, gib in saved.items()}
+
+
+def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
+    """The advice after an out-of-memory error: batch size, peak, memory by use, and three things to try in order.
+
+    ``peak_gib`` is 0 where the device does not tell how much was allocated, ``total_bytes`` None where it is unknown.
+    """
+    evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
+    flag = "eval_batch_size" if evaluating else "batch_size"
+    size = getattr(getattr(trainer, "datamodule", None), flag, None)
+    facts = f"{HEADLINE} in {'evaluation' if evaluating else 'training'}"
+    facts += f"; --data.{flag} is {size}" if size else ""
+    facts += f"; the peak was {peak_gib:.2f} GiB" if peak_gib else ""
+    facts += f" of {total_bytes / GIB:.2f} GiB" if peak_gib and total_bytes else ""
+    parts = add_activations(memory_breakdown(trainer), int(peak_gib * GIB) or None)
+    lines = [f"{facts}.", f"Memory by use: {table(parts)}.", "Try, in this order:"]
+    lines += [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
+    lines.append("The last checkpoint is whole: go on from it with --ckpt_path last and one of these.")
+    return "\n".join(lines)
 
 
 def table(breakdown: dict[str, float]) -> str:
@@ -69,50 +90,14 @@ def table(breakdown: dict[str, float]) -> str:
     return ", ".join(f"{name} {gib:.2f} GiB" if gib >= 1 else f"{name} {1024 * gib:.1f} MiB" for name, gib in parts)
 
 
-HEADLINE = "Out of memory"
-# What cuBLAS, cuDNN and MPS say when memory is used up, besides what Lightning's is_oom_error knows of CUDA and the CPU
-OUT_OF_MEMORY = ("MPS backend out of memory", "_STATUS_ALLOC_FAILED", "nable to find an engine")
-
-
-def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an exception says that a device's or the host's memory is used up."""
-    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if not (isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str)):
-        return False
-    return is_oom_error(exception) or any(words in exception.args[0] for words in OUT_OF_MEMORY)
-
-
-def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
-    """The advice after an out-of-memory error: batch size, peak, breakdown, and three things to try in order.
-
-    ``peak_gib`` is 0 where the device does not tell how much was allocated, ``total_bytes`` None where it is unknown.
-    """
-    evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
-    flag = "eval_batch_size" if evaluating else "batch_size"
-    size = getattr(getattr(trainer, "datamodule", None), flag, None)
-    facts = [f"{HEADLINE} in {'evaluation' if evaluating else 'training'}"]
-    if size:
-        facts.append(f"--data.{flag} is {size}")
-    if peak_gib:
-        of = f" of {total_bytes / GIB:.2f} GiB" if total_bytes else ""
-        facts.append(f"the peak was {peak_gib:.2f} GiB{of}")
-    parts = add_activations(memory_breakdown(trainer), int(peak_gib * GIB) or None)
-    lines = ["; ".join(facts) + ".", f"Memory by use: {table(parts)}.", "Try, in this order:"]
-    lines += [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
-    lines.append("The last checkpoint is whole: go on from it with --ckpt_path last and one of these.")
-    return "\n".join(lines)
-
-
 def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
     """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
     precision, evaluating = str(trainer.precision), flag == "eval_batch_size"
     smaller = f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
+    accumulate = f"--accumulate_grad_batches {2 * trainer.accumulate_grad_batches}"
+    tries = [f"{smaller} {accumulate}   (the same optimizer steps in smaller portions)"]
     if evaluating:
         tries = [f"{smaller}   (metrics do not change)"]
-    else:
-        accumulate = f"--accumulate_grad_batches {2 * trainer.accumulate_grad_batches}"
-        tries = [f"{smaller} {accumulate}   (the same optimizer steps in smaller portions)"]
     if precision.startswith("32") and trainer.strategy.root_device.type != "cpu":
         tries.insert(evaluating, "--precision bf16-mixed   (16-bit activations; 16-mixed before Ampere)")
     elif precision.endswith("mixed"):
@@ -122,18 +107,11 @@ def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
     return [*tries, "a smaller network", "SGD as the optimizer   (no or less optimizer state)"][:3]
 
 
-# Allocations and frees kept in a snapshot, the newest: enough for a few hundred steps in some ten megabytes.
-MAX_ENTRIES = 100_000
-VIEWER = "https://pytorch.org/memory_viz"
-
-
 class MemorySnapshot(Callback):
     """Records every allocation and free with its stack, and writes them when training ends or fails.
 
-    The last 100,000 events are kept, so that after an out-of-memory error the file shows what led to it.
-
-    Args:
-        path: The file; every further rank adds its number to the name.
+    The last 100,000 events are kept, so that after an out-of-memory error the file at ``path`` shows what led to it.
+    Every further rank adds its number to the file's name.
     """
 
     def __init__(self, path: str) -> None:
@@ -152,12 +130,6 @@ class MemorySnapshot(Callback):
         self._recording = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._write(trainer)
-
-    def _write(self, trainer: Trainer) -> None:
         if not self._recording:
             return
         self._recording = False
@@ -166,4 +138,8 @@ class MemorySnapshot(Callback):
         write_memory_snapshot(path)
         record_memory_history(None)
         if rank == 0:
-            print(f"memory snapshot: {path} (open it at {VIEWER}; the file stays in your browser)", flush=True)
+            viewer = "https://pytorch.org/memory_viz"
+            print(f"memory snapshot: {path} (open it at {viewer}; the file stays in your browser)", flush=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)

@@ -12,7 +12,7 @@ from project.engine.log_steps import log_values, logs_next_step
 
 
 class OptimizerMonitor(Callback):
-    """Logs what the optimizer step of every log step works with.
+    """Logs values of the optimizer step at every log step.
 
     Lightning's LearningRateMonitor names rates after the optimizer's class, so that a chart ends when the class
     changes; it has no gradient norm and no loss scale.
@@ -30,13 +30,13 @@ class OptimizerMonitor(Callback):
             return
         metrics: dict[str, float | Tensor] = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = scaler.get_scale() if scaler is not None else 1.0
-        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            # a fused optimizer divides by the scale itself, later
-            scaled = scaler is not None and optimizer.defaults.get("fused")
-            norm = torch.nn.utils.get_total_norm(gradients)
-            metrics["optimizer/grad_norm"] = norm / scale if scaled else norm
         if scaler is not None:
-            metrics["optimizer/loss_scale"] = float(scale)
+            metrics["optimizer/loss_scale"] = scaler.get_scale()
+        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+            norm = torch.nn.utils.get_total_norm(
+                p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            )
+            # under 16-mixed a fused optimizer divides by the scale itself, later
+            fused = scaler is not None and optimizer.defaults.get("fused")
+            metrics["optimizer/grad_norm"] = norm / metrics["optimizer/loss_scale"] if fused else norm
         log_values(pl_module, metrics)

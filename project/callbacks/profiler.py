@@ -18,14 +18,14 @@ from project.engine.lightning_internals import profiled_module, surround_compile
 from project.errors import UserError
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
-# The last word of Lightning's names for what it does → the region that begins or ends with it
+# Last word of Lightning's action name → the region that begins or ends with the action
 PARTS = {"train_dataloader_next": "data", "batch_to_device": "data", "backward": "backward"}
 BEGINS = PARTS | {"configure_gradient_clipping": "optimizer"}
-ENDS = PARTS | {"training_step": "loss"}
+ENDS = PARTS | {"training_step": "loss", "run_training_batch": "optimizer"}
 
 
 class StepProfiler(Profiler):
-    """Profiles training steps ``wait + warmup`` to ``wait + warmup + active``, then costs nothing more.
+    """Profiles training steps ``wait + warmup`` to ``wait + warmup + active``, then stops.
 
     Lightning's PyTorchProfiler runs one schedule over training and validation, cannot tell forward from loss, and its
     range for the optimizer holds the forward and backward pass. Here every step has the regions ``data`` (waiting for
@@ -36,7 +36,7 @@ class StepProfiler(Profiler):
     TensorBoard, one per rank; ``top_operations.txt``, the time of every region and the operations that take most.
 
     Args:
-        wait: Steps left alone first: compilation, choice of algorithms.
+        wait: First steps, not profiled: compilation, choice of algorithms.
         warmup: Steps profiled and thrown away; the profiler's own start distorts them.
         active: Steps recorded.
         shapes: Record the operations' input shapes.
@@ -79,18 +79,15 @@ class StepProfiler(Profiler):
         if self._profile is not None:
             hook = action_name.rpartition(".")[2]
             self._in_training_step |= hook == "training_step"
-            if hook in BEGINS:
-                self._enter(BEGINS[hook])
+            self._switch(enter=BEGINS.get(hook))
 
     def stop(self, action_name: str) -> None:
         if self._profile is None:
             return
         hook = action_name.rpartition(".")[2]
         self._in_training_step &= hook != "training_step"
-        if hook in ENDS:
-            self._leave(ENDS[hook])
-        elif hook == "run_training_batch":
-            self._leave("optimizer")
+        self._switch(leave=ENDS.get(hook))
+        if hook == "run_training_batch":
             self._recorded += self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
             self._profile.step()
             if self._finished:
@@ -104,45 +101,40 @@ class StepProfiler(Profiler):
                 rank_zero_warn(f"nothing was profiled: {needed}.")
         super().teardown(stage)
 
-    def _enter(self, region: str) -> None:
-        self._open[region] = record_function(region)
-        self._open[region].__enter__()
-
-    def _leave(self, region: str) -> None:
-        if region in self._open:
-            self._open.pop(region).__exit__(None, None, None)
+    def _switch(self, leave: str | None = None, enter: str | None = None) -> None:
+        if leave in self._open:
+            self._open.pop(leave).__exit__(None, None, None)
+        if enter is not None:
+            self._open[enter] = record_function(enter).__enter__()
 
     def _enter_forward(self, *_: Any) -> None:
         if self._in_training_step:
-            self._leave("loss")
-            self._enter("forward")
+            self._switch(leave="loss", enter="forward")
 
     def _leave_forward(self, *_: Any) -> None:
         if "forward" in self._open:
-            self._leave("forward")
-            self._enter("loss")
+            self._switch(leave="forward", enter="loss")
 
     def _begin(self) -> None:
         self._module = profiled_module(self)
         for network in self._module.children():
             if not any(True for _ in network.parameters()):
                 continue
-            undo = surround_compiled_call(network, self._enter_forward, self._leave_forward)
-            if undo is not None:  # hooks would be compiled as well
-                self._undo.append(undo)
+            if (undo := surround_compiled_call(network, self._enter_forward, self._leave_forward)) is not None:
+                self._undo.append(undo)  # hooks would be compiled as well
             else:
                 self._undo.append(network.register_forward_pre_hook(self._enter_forward).remove)
                 self._undo.append(network.register_forward_hook(self._leave_forward).remove)
         for optimizer in self._module.trainer.optimizers:
             # inside PyTorch's own range around step(), which must not end before ours
-            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._leave("optimizer")).remove)
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._switch(leave="optimizer")).remove)
         self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
         self._profile.start()
 
     def _end(self) -> None:
         assert self._profile is not None
         for region in list(self._open):
-            self._leave(region)
+            self._switch(leave=region)
         running, self._profile, self._finished = self._profile, None, True
         running.stop()
         while self._undo:
@@ -154,26 +146,22 @@ class StepProfiler(Profiler):
         trainer = self._module.trainer
         self.folder = Path(trainer.default_root_dir) / "profile"
         tensorboard_trace_handler(str(self.folder), worker_name=f"rank{trainer.global_rank}")(finished)
-        if trainer.is_global_zero:
-            report = self._report(finished, on_cuda=trainer.strategy.root_device.type == "cuda")
-            (self.folder / "top_operations.txt").write_text(report)
-            print(f"profile: trace       {self.folder}/rank0.*.pt.trace.json: drop it on https://ui.perfetto.dev")
-            print(f"         TensorBoard pip install torch-tb-profiler; tensorboard --logdir {self.folder}")
-            print(f"         table       less -S {self.folder}/top_operations.txt", flush=True)
-
-    def _report(self, finished: profile, on_cuda: bool) -> str:
-        steps = max(1, self._recorded)
+        if not trainer.is_global_zero:
+            return
         lines = [f"{self._recorded} steps. Milliseconds per step:", f"{'region':<10} {'CPU':>10} {'device':>10}"]
-        for name, (cpu_us, device_us) in region_times(finished.events()).items():
-            lines.append(f"{name:<10} {cpu_us / 1000 / steps:>10.3f} {device_us / 1000 / steps:>10.3f}")
+        for name, microseconds in region_times(finished.events()).items():
+            cpu_ms, device_ms = (us / 1000 / max(1, self._recorded) for us in microseconds)
+            lines.append(f"{name:<10} {cpu_ms:>10.3f} {device_ms:>10.3f}")
+        kind = "cuda" if trainer.strategy.root_device.type == "cuda" else None
         averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])
-        operations = EventList(
-            [event for event in averages if not event.is_user_annotation],
-            use_device="cuda" if on_cuda else None,
-            profile_memory=self._options["profile_memory"],
+        operations = [event for event in averages if not event.is_user_annotation]
+        table = EventList(operations, use_device=kind, profile_memory=self._options["profile_memory"]).table(
+            sort_by="self_device_time_total" if kind else "self_cpu_time_total", row_limit=self.rows
         )
-        order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-        return "\n".join(lines) + "\n\n" + operations.table(sort_by=order, row_limit=self.rows)
+        (self.folder / "top_operations.txt").write_text("\n".join([*lines, "", table]))
+        print(f"profile: trace       {self.folder}/rank0.*.pt.trace.json: drop it on https://ui.perfetto.dev")
+        print(f"         TensorBoard pip install torch-tb-profiler; tensorboard --logdir {self.folder}")
+        print(f"         table       less -S {self.folder}/top_operations.txt", flush=True)
 
 
 def region_times(events: Iterable[Any]) -> dict[str, tuple[float, float]]:

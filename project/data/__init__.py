@@ -1,6 +1,13 @@
 """Yours: where samples come from, how they become batches, and how these reach the device."""
 
 from project.data.base import BatchedDataModule, Split, SplitDataModule, TensorImages, TensorRows
-from project.data.mnist import MNISTDataModule
+from project.data.mnist import MNISTDataModule  # feature: mnist
 
-__all__ = ["BatchedDataModule", "MNISTDataModule", "Split", "SplitDataModule", "TensorImages", "TensorRows"]
+__all__ = [
+    "BatchedDataModule",
+    "MNISTDataModule",  # feature: mnist
+    "Split",
+    "SplitDataModule",
+    "TensorImages",
+    "TensorRows",
+]

@@ -20,18 +20,10 @@ from project.data.augment import as_unit_floats, random_deformation, transformed
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]
-SPLIT_SEED = 0  # of the validation split: the same samples whatever --seed_everything is
-
-
-# Datasets in memory, which are asked for whole batches.
 
 
 class TensorRows(Dataset[tuple[Tensor, ...]]):
-    """Tensors of equal length in memory, such as features and targets; a sample is a row of each.
-
-    Args:
-        tensors: Each (count, ...).
-    """
+    """Tensors (count, ...) of equal length in memory, such as features and targets; a sample is a row of each."""
 
     def __init__(self, *tensors: Tensor) -> None:
         if not tensors or len({len(tensor) for tensor in tensors}) > 1:
@@ -43,14 +35,8 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
 
     def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
         """The batch of these samples (int64, (batch,)), in one call for each tensor."""
-        # copies row by row; tensor[indices] goes byte by byte and takes a CPU eight times as long
+        # copies row by row; tensor[indices] copies byte by byte, which takes eight times as long on a CPU
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
-
-    def part(self, indices: Tensor) -> "TensorRows":
-        """A data set of these samples (int64, (count,))."""
-        smaller = copy.copy(self)
-        smaller.tensors = self.gather(indices)
-        return smaller
 
     def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
         return tuple(tensor[index] for tensor in self.tensors)
@@ -62,27 +48,16 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
 class TensorImages(TensorRows):
     """Images and their targets in memory.
 
-    Args:
-        images: uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel.
-        labels: (count, ...). Whole numbers of any kind become int64; floats stay what they are.
+    Images are uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel. Labels
+    are (count, ...); whole numbers of any kind become int64, floats stay what they are.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         images = images if images.ndim == 4 else images.unsqueeze(1)
         super().__init__(images, labels if labels.is_floating_point() else labels.long())
 
-    @property
-    def images(self) -> Tensor:
-        """(count, channels, height, width)."""
-        return self.tensors[0]
-
-    @property
-    def labels(self) -> Tensor:
-        """(count, ...)."""
-        return self.tensors[1]
-
-
-# Data modules.
+    images = property(lambda self: self.tensors[0])
+    labels = property(lambda self: self.tensors[1])
 
 
 class SplitDataModule(LightningDataModule):
@@ -116,18 +91,17 @@ class SplitDataModule(LightningDataModule):
         test_samples: int | None = None,
     ) -> None:
         super().__init__()
-        self.batch_size = _at_least("batch_size", batch_size, 1)
-        self.eval_batch_size = _at_least("eval_batch_size", eval_batch_size, 1)
-        self.num_workers = num_workers if num_workers is None else _at_least("num_workers", num_workers, 0)
-        self.pin_memory = pin_memory
-        self.prefetch_factor = _at_least("prefetch_factor", prefetch_factor, 1)
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self.limits: dict[str, int | None] = {"train": train_samples, "val": val_samples, "test": test_samples}
-        for split, limit in self.limits.items():
-            if limit is not None:
-                _at_least(f"{split}_samples", limit, 1)
-        # A rank may have no sample of a tiny evaluation set.
-        self.allow_zero_length_dataloader_with_multiple_devices = True
-        self.splits: dict[str, Dataset[Any]] = {}
+        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "prefetch_factor": prefetch_factor}
+        limits = {f"{split}_samples": limit for split, limit in self.limits.items()}
+        for name, value in {**sizes, **limits, "num_workers": num_workers}.items():
+            least = 0 if name == "num_workers" else 1
+            if value is not None and value < least:
+                raise UserError(f"--data.{name} must be at least {least}, got {value}.")
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no sample of a tiny set
+        self.splits: dict[str, Any] = {}  # datasets
 
     def make_split(self, split: Split) -> Dataset[Any]:
         """The dataset of a split: :class:`TensorRows`, or any map-style dataset. Yours to write.
@@ -137,14 +111,13 @@ class SplitDataModule(LightningDataModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
-    def hold_out(self, dataset: Dataset[Any], split: Split, share: float = 0.1) -> Dataset[Any]:
+    def hold_out(self, dataset: Any, split: Split, share: float = 0.1) -> Dataset[Any]:
         """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share`` is validation.
 
         The same samples in every run, on every rank and whatever ``--seed_everything`` is.
         """
-        count = len(dataset)  # type: ignore[arg-type]
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(SPLIT_SEED))
-        held_out = max(1, round(count * share))
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
+        held_out = max(1, round(len(dataset) * share))
         # sorted: reading files or memory in order is several times faster, and training shuffles anyway
         return _part(dataset, (order[:-held_out] if split == "train" else order[-held_out:]).sort().values)
 
@@ -153,21 +126,21 @@ class SplitDataModule(LightningDataModule):
         needed: dict[str, list[Split]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}
         for split in needed.get(stage, []):
             if split not in self.splits:
-                dataset, limit = self.make_split(split), self.limits[split]
-                if limit is not None and limit < len(dataset):  # type: ignore[arg-type]
-                    dataset = _part(dataset, torch.arange(limit))
+                dataset: Any = self.make_split(split)
+                limit = self.limits[split] or len(dataset)
+                dataset = _part(dataset, torch.arange(limit)) if limit < len(dataset) else dataset
                 self.check_split(split, dataset)
                 self.splits[split] = dataset
         if stage == "test":
-            self.splits.pop("train", None)  # the test set comes after training: one of them in memory at a time
+            self.splits.pop("train", None)  # the test comes after training: keep one of the two in memory
 
-    def check_split(self, split: Split, dataset: Dataset[Any]) -> None:
+    def check_split(self, split: Split, dataset: Any) -> None:
         """What is wrong with a user's data said in the user's words, before it is an error in the loss."""
-        if not len(dataset):  # type: ignore[arg-type]
+        if not len(dataset):
             raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
 
     def train_dataloader(self) -> DataLoader[Any]:
-        # a set smaller than a batch is one batch, and not dropped
+        # a set smaller than a batch is one batch and is not dropped
         return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -178,17 +151,17 @@ class SplitDataModule(LightningDataModule):
 
     def num_samples(self, split: Split) -> int:
         """Samples in a split that has been set up."""
-        return len(self.splits[split])  # type: ignore[arg-type]
+        return len(self.splits[split])
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Lightning's general walk through nested collections costs more than the copy of a small batch."""
+        """Copies the parts directly: Lightning's search through nested collections costs more than a small copy."""
         if isinstance(batch, (tuple, list)) and all(isinstance(part, Tensor) for part in batch):
             # to CUDA without waiting; MPS would train on batches that have not arrived (pytorch #189690)
             return tuple(part.to(device, non_blocking=device.type == "cuda") for part in batch)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def collate_function(self) -> Callable[[Any], Any]:
-        """What makes a batch of a list of samples. No method: worker processes are sent it."""
+        """The function that turns a list of samples into a batch. It is sent to worker processes."""
         return collate
 
     def _loader(self, split: Split, batch_size: int, **order: Any) -> DataLoader[Any]:
@@ -230,7 +203,7 @@ class BatchedDataModule(SplitDataModule):
     mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
     std: list[float] = [0.5]
     image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
-    class_names: list[str] = [str(digit) for digit in range(10)]  # none where the targets are no classes
+    class_names: list[str] = [str(digit) for digit in range(10)]  # empty if the targets are not classes
 
     def __init__(
         self,
@@ -243,79 +216,60 @@ class BatchedDataModule(SplitDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.augmentation = {
-            "degrees": rotate_degrees,
-            "scale": scale_fraction,
-            "shear": shear_degrees,
-            "shift": shift_pixels,
-            "elastic": elastic_pixels,
-        }
+        self.deformation = (rotate_degrees, scale_fraction, shear_degrees, shift_pixels, elastic_pixels)
         self.transforms = transforms or []
 
     def augment(self, images: Tensor) -> Tensor:
         """Change training images (batch, channels, height, width) on their device, within 0-1 (or uint8). Override it.
 
-        Draw from torch's own generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
+        Use torch's global generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
         """
-        if any(self.augmentation.values()):
-            return random_deformation(as_unit_floats(images), **self.augmentation)
-        return images
+        return random_deformation(as_unit_floats(images), *self.deformation) if any(self.deformation) else images
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Augment a training batch that has reached its device."""
         images, targets = batch
-        if tuple(images.shape[1:]) != tuple(self.image_shape):
-            raise UserError(
-                f"{type(self).__name__}.image_shape must be the images' (channels, height, width), "
-                f"{tuple(images.shape[1:])}, got {tuple(self.image_shape)}."
-            )
+        found, named = tuple(images.shape[1:]), tuple(self.image_shape)
+        if found != named:
+            name = f"{type(self).__name__}.image_shape"
+            raise UserError(f"{name} must be the images' (channels, height, width), {found}, got {named}.")
         if self.trainer is not None and self.trainer.training:
             images, targets = transformed(self.augment(images), targets, self.transforms)
         return images, targets
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint must know of the data to be used without them; plain values."""
-        return {
-            "class_names": [str(name) for name in self.class_names],
-            "image_shape": list(self.image_shape),
-            "mean": [float(value) for value in self.mean],
-            "std": [float(value) for value in self.std],
-        }
+        numbers = {name: [float(value) for value in getattr(self, name)] for name in ("mean", "std")}
+        return {"class_names": list(map(str, self.class_names)), "image_shape": list(self.image_shape), **numbers}
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Take over what :meth:`description` said in training: class names may have been read from a folder."""
+        """Restore what :meth:`description` returned in training: class names may come from a folder."""
         for name, value in description.items():
             setattr(self, name, tuple(value) if name == "image_shape" else value)
 
-    def check_split(self, split: Split, dataset: Dataset[Any]) -> None:
+    def check_split(self, split: Split, dataset: Any) -> None:
         super().check_split(split, dataset)
-        labels = dataset.labels if isinstance(dataset, TensorImages) else None
-        if labels is None or labels.is_floating_point() or labels.ndim != 1 or not self.class_names:
+        if not (self.class_names and isinstance(dataset, TensorImages)):
             return
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= len(self.class_names):
+        labels, names = dataset.labels, len(self.class_names)
+        if labels.dtype == torch.int64 and labels.ndim == 1 and not 0 <= int(labels.min()) <= int(labels.max()) < names:
             raise UserError(
-                f"{type(self).__name__}.class_names must name every class: the {split} labels go from {low} to {high}, "
-                f"got {len(self.class_names)} names."
+                f"{type(self).__name__}.class_names must name every class: the {split} labels go from "
+                f"{int(labels.min())} to {int(labels.max())}, got {names} names."
             )
 
     def collate_function(self) -> Callable[[Any], Any]:
-        return partial(collate_images, image_shape=self.image_shape)
+        return partial(collate, image_shape=self.image_shape)
 
 
-def collate(samples: Any) -> Any:
-    """A batch of a list of samples; what a dataset of this file has gathered is one already."""
-    return samples if isinstance(samples, tuple) else default_collate(samples)
+def collate(samples: Any, image_shape: tuple[int, int, int] | None = None) -> Any:
+    """A batch of a list of samples; what a dataset of this file has gathered is one already.
 
-
-def collate_images(samples: Any, image_shape: tuple[int, int, int]) -> Any:
-    """A batch of (image, target) samples; Pillow images become uint8 tensors of ``image_shape``.
-
-    Returns:
-        Images (batch, channels, height, width), and targets (batch, ...), int64 or floating.
+    With ``image_shape`` samples are (image, target): Pillow images become uint8 tensors, targets int64 or floating.
     """
     if isinstance(samples, tuple):
         return samples
+    if image_shape is None:
+        return default_collate(samples)
     if not samples:  # a rank of an evaluation with more ranks than samples
         return torch.empty(0, *image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     images, targets = default_collate([(_as_tensor(image, image_shape), target) for image, target in samples])
@@ -323,7 +277,7 @@ def collate_images(samples: Any, image_shape: tuple[int, int, int]) -> Any:
 
 
 def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
-    """uint8 (channels, height, width) of a Pillow image: its largest middle part of that shape. Tensors as they are."""
+    """A Pillow image as uint8 (channels, height, width), scaled and cropped at the center. Tensors stay the same."""
     if not isinstance(image, Image.Image):
         return image
     channels, height, width = image_shape
@@ -332,10 +286,9 @@ def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
 
 
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
-    return dataset.part(indices) if isinstance(dataset, TensorRows) else Subset(dataset, indices.tolist())
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if value < least:
-        raise UserError(f"--data.{name} must be at least {least}, got {value}.")
-    return value
+    """The samples of a dataset at ``indices`` (int64, (count,)); what was in memory stays what it is."""
+    if not isinstance(dataset, TensorRows):
+        return Subset(dataset, indices.tolist())
+    part = copy.copy(dataset)
+    part.tensors = dataset.gather(indices)
+    return part

@@ -11,26 +11,21 @@ from 0, rounds to 14 in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
+from PIL import Image
 
 from project.errors import BadImage
 
 FIELD, BOX, CENTRE = 28, 20, 14
-# Contrast between digit and background below which an image counts as empty, of 0-1: about 10 grey levels of 255.
-LEAST_CONTRAST = 0.04
-# Fraction of full ink from which a pixel belongs to the digit: above the ringing of JPEG and of enlargements.
-LEAST_INK = 0.15
+LEAST_CONTRAST = 0.04  # between digit and background, of 0-1; below it (about 10 grey levels of 255) an image is empty
+LEAST_INK = 0.15  # of full ink, from which a pixel is the digit's: above the ringing of JPEG and of enlargements
 # Fraction of full ink at the edge of a digit that is larger than MNIST's. Enlarging and lenses blur the edge to both
 # sides: around all of the blur the box would be too large. Enlarged test digits come back closer to the originals:
 # pixels are 5.9 to 7.0 of 255 away, not 6.3 to 9.3 (means of 1,000 digits in six kinds of file; 0.3 and 0.5 are no
 # better).
 EDGE_INK = 0.4
-# Dust is a patch with less than this part of the largest patch's ink. The bar of a broken 5 has more.
-LEAST_PATCH = 0.03
-# Patches are told apart on a grid of this many cells along the longer side.
-GRID = 96
+LEAST_PATCH = 0.03  # of the largest patch's ink; what has less is dust. The bar of a broken 5 has more.
+GRID = 96  # cells along the longer side, on which patches are told apart
 
 
 def prepare_digit(pixels: np.ndarray) -> np.ndarray:
@@ -42,22 +37,21 @@ def prepare_digit(pixels: np.ndarray) -> np.ndarray:
     Raises:
         BadImage: Nothing stands out from the background.
     """
-    if is_prepared(pixels[..., 0]) and np.ptp(pixels, axis=2).max() == 0:
-        return np.round(pixels[..., 0] * 255).astype(np.uint8)
+    grey = pixels[..., 0]
+    if grey.shape == (FIELD, FIELD) and grey.any() and np.ptp(pixels, axis=2).max() == 0:
+        rows, columns = box_around(grey)
+        box = grey[rows, columns]
+        if max(box.shape) == BOX and (rows.start, columns.start) == _corner(box):  # MNIST's makers made it
+            return np.round(grey * 255).astype(np.uint8)
     ink = without_dust(find_ink(pixels))  # (height, width)
     rows, columns = box_around(ink)
     if max(ink[rows, columns].shape) > 1.5 * BOX:
         rows, columns = box_around(np.where(ink > EDGE_INK, ink, 0))
-    return centre_by_mass(fit_into_box(ink[rows, columns]))
-
-
-def is_prepared(grey: np.ndarray) -> bool:
-    """Whether (height, width) grey values already are what MNIST's makers made: 28x28, box of 20, centred by mass."""
-    if grey.shape != (FIELD, FIELD) or not grey.any():
-        return False
-    rows, columns = box_around(grey)
-    cut = grey[rows, columns]
-    return max(cut.shape) == BOX and (rows.start, columns.start) == _corner(cut)
+    digit = fit_into_box(ink[rows, columns])
+    top, left = _corner(digit)
+    field = np.zeros((FIELD, FIELD), dtype=np.uint8)
+    field[top : top + digit.shape[0], left : left + digit.shape[1]] = np.round(digit * 255)
+    return field
 
 
 def find_ink(pixels: np.ndarray) -> np.ndarray:
@@ -109,25 +103,18 @@ def without_dust(ink: np.ndarray) -> np.ndarray:
     cell = -(-max(height, width) // GRID)
     padded = np.pad(ink, ((0, -height % cell), (0, -width % cell)))
     cells = padded.reshape(padded.shape[0] // cell, cell, padded.shape[1] // cell, cell).sum(axis=(1, 3))
-    patches = list(_patches(cells))
-    least = LEAST_PATCH * max((sum(cells[at] for at in patch) for patch in patches), default=0.0)
-    keep = np.zeros(cells.shape, dtype=bool)
-    for patch in patches:
-        if sum(cells[at] for at in patch) >= least:
-            keep[tuple(zip(*patch, strict=True))] = True
-    return np.where(keep.repeat(cell, axis=0).repeat(cell, axis=1)[:height, :width], ink, 0)
-
-
-def _patches(cells: np.ndarray) -> Iterator[list[tuple[int, int]]]:
-    """Cells above 0 that hang together, corners included."""
-    left = set(zip(*(index.tolist() for index in np.nonzero(cells)), strict=True))
-    while left:
+    left, patches = set(map(tuple, np.argwhere(cells).tolist())), []
+    while left:  # cells above 0 that hang together, corners included
         patch = [left.pop()]
         for row, column in patch:  # grows while it is walked through
             around = {(row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} & left
             left -= around
             patch.extend(around)
-        yield patch
+        patches.append((sum(cells[at] for at in patch), patch))
+    heaviest, keep = max((weight for weight, _ in patches), default=0), np.zeros(cells.shape, dtype=bool)
+    for weight, patch in patches:
+        keep[tuple(np.transpose(patch))] = weight >= LEAST_PATCH * heaviest
+    return np.where(keep.repeat(cell, axis=0).repeat(cell, axis=1)[:height, :width], ink, 0)
 
 
 def box_around(ink: np.ndarray) -> tuple[slice, slice]:
@@ -144,22 +131,12 @@ def box_around(ink: np.ndarray) -> tuple[slice, slice]:
 
 def fit_into_box(ink: np.ndarray) -> np.ndarray:
     """The cut-out digit scaled, with its aspect ratio, so that its longer side is 20 pixels; float32, anti-aliased."""
-    from PIL import Image
-
     height, width = ink.shape
     scale = BOX / max(height, width)
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
     # of Pillow's filters the one that brings enlarged test digits back closest to the originals
     small = np.asarray(Image.fromarray(ink.astype(np.float32)).resize(size, Image.Resampling.HAMMING))
     return np.clip(small / max(float(small.max()), 1e-6), 0, 1)
-
-
-def centre_by_mass(digit: np.ndarray) -> np.ndarray:
-    """uint8 (28, 28) with the digit, at most 20x20, moved by whole pixels so that its centre of mass is at (14, 14)."""
-    top, left = _corner(digit)
-    field = np.zeros((FIELD, FIELD), dtype=np.uint8)
-    field[top : top + digit.shape[0], left : left + digit.shape[1]] = np.round(digit * 255)
-    return field
 
 
 def _corner(digit: np.ndarray) -> tuple[int, int]:

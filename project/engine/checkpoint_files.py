@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read as data or not at all."""
+"""Checkpoint files: written completely or not at all, read as plain data or refused."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def write_atomically(data: bytes | memoryview, path: Path) -> None:
 
 
 class Unreadable(UserError):
-    """The system does not give a file's contents: no permission, no memory, a lost network drive."""
+    """The system cannot read a file now: no permission, no memory, a lost network drive."""
 
 
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint's contents, on the CPU. Nothing in the file is ever executed.
 
     Raises:
-        Unreadable: The system does not give them.
+        Unreadable: The system cannot read the file now.
         UserError: There is no such file, or it is damaged, holds pickled code, or is no Lightning checkpoint.
     """
     if not path.is_file():
@@ -95,13 +95,13 @@ def read(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
         # explicitly, since an environment variable can turn torch's safe default off
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError) as error:  # not the file's fault, perhaps: nobody should start afresh for it
-        if isinstance(error, OSError) and error.errno is None:  # zipfile's and torch's word for a file cut short
+    except (OSError, MemoryError) as error:  # the file may be whole, so the run must not start afresh
+        if isinstance(error, OSError) and error.errno is None:  # what zipfile and torch raise for a truncated file
             raise _damaged(path, error) from None
         reason = getattr(error, "strerror", None) or "not enough memory"
         raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
     except Exception as error:
-        # torch's own message advises weights_only=False, which is what a malicious file hopes for
+        # torch's own message advises weights_only=False, which would run the code in a malicious file
         if "eights only" in str(error) or "eights_only" in str(error):
             raise UserError(
                 f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in "
@@ -121,7 +121,7 @@ def damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used, or None where it is whole.
 
     Raises:
-        Unreadable: It may be whole; the system does not give it.
+        Unreadable: The system cannot read it now; it may be whole.
     """
     try:
         read(path)
@@ -132,7 +132,7 @@ def damage(path: Path) -> str | None:
     return None
 
 
-# What this project's part of a checkpoint holds: key -> type, for what every use of it needs
+# The entries that this project adds to a checkpoint and needs for every use of it: key -> type
 RECORD: dict[str, type] = {
     "config": dict,
     "run_name": str,
@@ -153,7 +153,7 @@ RANK: dict[str, type] = {
 
 
 def record(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
+    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
 
     Raises:
         UserError: The file is unusable, was not written by this project, or was changed since.

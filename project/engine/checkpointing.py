@@ -1,4 +1,4 @@
-"""Keeps a run: saves best.ckpt and last.ckpt between two steps, and resumes from them bit-exactly."""
+"""Saves best.ckpt and last.ckpt at step boundaries, and resumes from them bit-exactly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from project.engine.summary import versions, write_config
 from project.errors import UserError
 
 Mode = Literal["min", "max"]
-# What is followed where neither the command line nor the module says: the first that is logged.
+# The default metrics to follow: the first of these that is logged.
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
 
 
@@ -48,7 +48,7 @@ class Best:
     Args:
         monitor: Its name; None until it is known, or where nothing is logged that could be followed.
         mode: Whether the largest or the smallest value is the best.
-        asked: Who named the metric. What was typed must be logged; a module's choice once there was a validation.
+        asked: Who named the metric. A typed one must be logged; a module's own must be logged after a validation.
     """
 
     monitor: str | None = None
@@ -56,11 +56,11 @@ class Best:
     asked: Literal["typed", "module"] | None = None
     score: float | None = None
     epoch: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # what its validation logged
+    metrics: dict[str, float] = field(default_factory=dict)  # logged by its validation
 
     @classmethod
     def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
-        """The metric that was named: on the command line, else by the module. Its name may have to tell the mode.
+        """The metric named on the command line, else by the module. Without a mode, its name decides.
 
         Raises:
             UserError: The mode is neither ``min`` nor ``max``.
@@ -74,14 +74,14 @@ class Best:
         return cls(named, chosen or FOLLOWED.get(named or "", guess), asked)
 
     def require(self, logged: Iterable[str]) -> None:
-        """Raise a UserError, which lists what is logged, where the metric that was asked for is not."""
+        """Raise a UserError that lists the logged names, if the metric that was asked for is not among them."""
         known = set(logged)
         if self.asked and self.monitor not in known:
             names = ", ".join(sorted(known)) or "nothing"
             raise UserError(f"--monitor must be a metric that is logged, got {self.monitor}. Logged: {names}.")
 
     def take(self, logged: dict[str, Any], epoch: int) -> bool:
-        """Note a value; returns whether it is the best so far. Of equal ones the later is: it has trained longer."""
+        """Note a value; returns whether it is the best so far. Of equal values the later wins, as more trained."""
         if self.monitor is None:
             self.monitor = next((name for name in FOLLOWED if name in logged), None)
             self.mode = FOLLOWED.get(self.monitor or "", self.mode)
@@ -97,7 +97,7 @@ class Best:
         return better
 
     def forget(self) -> None:
-        """The best is looked for anew."""
+        """Forget the best value: the next one counts as the best."""
         self.score, self.epoch, self.metrics = None, None, {}
 
 
@@ -107,7 +107,7 @@ class RunCheckpoint(GracefulStop):
     Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and logging steps,
     forgets the best when its folder changes, and numbers its files (Lightning issues 17543, 21800, 11379). Here every
     checkpoint is taken at a step boundary: the last step, its validation and its logging are done, the next step has
-    not begun. What comes due during a step waits for its end.
+    not begun. A save that becomes due during a step waits for the step's end.
 
     Args:
         run: Whose folder gets ``best.ckpt`` and ``last.ckpt``.
@@ -186,10 +186,10 @@ class RunCheckpoint(GracefulStop):
         signals.training_begins()
         self._last_save = time.monotonic()
         if trainer.is_global_zero:
-            # not sooner: a run that cannot start must not become `latest`, nor change what an older one says of itself
+            # not earlier: a run that cannot start must not become `latest`, nor change an older run's files
             point_latest_at(self.folder)
             write_config(self.folder, self.record["config"])
-            if self._resume is None and trainer.global_step == 0:  # of a run that never saved
+            if self._resume is None and trainer.global_step == 0:  # left by a run that saved nothing
                 self._keep_rows(0)
                 clear_leftovers(self.folder)
         if self._resume is not None:
@@ -213,7 +213,7 @@ class RunCheckpoint(GracefulStop):
             self.rows.keep_rows(count)
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
-        """A ``best.ckpt`` that is damaged, gone or of another run is no best: the file is kept under another name."""
+        """Rename a ``best.ckpt`` that is damaged or belongs to another run; returns what to tell the user."""
         reason, path = None, self.best_path
         if self.best.score is not None and trainer.is_global_zero:
             reason = damage(path)
@@ -240,13 +240,13 @@ class RunCheckpoint(GracefulStop):
         self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mine.epoch_ends()
+        self._mine.epoch_ends(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._request = max(self._request, self.settle())
         self._follow_training(trainer)
         if self.best.score is None:
-            self._best_due = True  # nothing was followed: the last is the best there is
+            self._best_due = True  # no metric was followed: the last is the best
             if trainer.is_global_zero and self.best.monitor is None and trainer.callback_metrics:
                 print("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
         self._boundary(trainer, "epoch", save_last=True)
@@ -254,9 +254,9 @@ class RunCheckpoint(GracefulStop):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resume is None:
             return
-        # nothing was left to train, and only the test comes again
+        # nothing is left to train; only the test is repeated
         self._keep_rows(self._resume["metric_rows"])
-        # resumed from the best of a run that had trained to its end: a damaged last.ckpt would stay so
+        # resumed from best.ckpt after the run's end: replace the damaged last.ckpt, which nothing else would do
         if trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
             write_atomically(self.best_path.read_bytes(), self.last_path)
 
@@ -266,7 +266,7 @@ class RunCheckpoint(GracefulStop):
         self._resume = None
         self._mine.add_sums(trainer)
         if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
-            return  # half an accumulated gradient cannot be saved
+            return  # a partly accumulated gradient cannot be saved
         request = signals.requested()
         if not request and trainer.is_global_zero and self.every_steps is None:
             request = SAVE_DUE if time.monotonic() - self._last_save >= self.every_seconds else 0
@@ -312,7 +312,7 @@ class RunCheckpoint(GracefulStop):
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
         logged = trainer.callback_metrics
         if self._followed_in_validation:
-            return  # what is logged now may be of an earlier epoch's validation
+            return  # what is logged now may come from an earlier epoch's validation
         if self._validated or (self.best.asked == "typed" and trainer.limit_val_batches == 0):
             self.best.require(logged)
         if self.best.asked and self.best.take(logged, trainer.current_epoch - 1):
@@ -323,7 +323,7 @@ class RunCheckpoint(GracefulStop):
         with self.exclude():
             if place == "epoch":  # nothing has drawn a random number since the epoch ended
                 self._mine.note(trainer, place)
-            # loaders that cannot start inside an epoch: what is saved is the last epoch's end, and the best
+            # loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best
             may_save = place == "epoch" or self.loading.anywhere or self._best_due
             if may_save and (save_last or self._request or self._best_due):
                 self._save(trainer, place)
@@ -352,8 +352,8 @@ class RunCheckpoint(GracefulStop):
             and failure is None
             and (place == "epoch" or self.loading.anywhere)
         ):
-            # last after best: killed in between, the run repeats what made the best. A copy, not a link: damage
-            # to one file must not be damage to both.
+            # best first: if the run is killed in between, it repeats the steps to the best. A copy, not a link:
+            # damage to one file must not damage the other.
             try:
                 write_atomically(self.best_path.read_bytes(), self.last_path)
             except UserError as error:
@@ -376,7 +376,7 @@ class RunCheckpoint(GracefulStop):
             "world_size": trainer.world_size,
         }
         if self._place is None:
-            return  # somebody else's checkpoint, from within a hook: resumable, not exactly
+            return  # a checkpoint of another callback, saved inside a hook: a resume from it is not exact
         clean_place(checkpoint["loops"], self._place)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,

@@ -1,4 +1,4 @@
-"""The command line of ``fit`` and its kin: LightningCLI, with every Trainer flag also flat and errors in one line."""
+"""The command line of ``fit`` and ``test``: LightningCLI with flat Trainer flags and errors of one line."""
 
 from __future__ import annotations
 
@@ -29,14 +29,20 @@ DEFAULTS: dict[str, Any] = {
     "trainer.max_epochs": 5,
     # our loaders shard, shuffle and resume; Lightning's replacement would pad evaluation sets
     "trainer.use_distributed_sampler": False,
-    "trainer.num_sanity_val_steps": 0,  # tests run the real thing; a user pays for two batches at every start
+    "trainer.num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
+# feature: mnist
 DEFAULT_MODEL = "project.model.MNISTClassifier"
 DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
 DEFAULT_DATA = "project.data.MNISTDataModule"
-# No settings of the run: config.yaml leaves them out
+# end feature: mnist
+# Options of one launch, not settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
-MONITORS = ("throughput", "memory", "optimizer")
+MONITORS: tuple[str, ...] = (
+    "throughput",  # feature: throughput
+    "memory",  # feature: memory
+    "optimizer",  # feature: optimizer
+)
 LARGEST_SEED = 2**32 - 1
 
 
@@ -56,11 +62,13 @@ OPTIONS = (
     Option("init_weights", str | None, None, "Start a new run from the weights of another run's checkpoint."),
     Option("monitor", str | None, None, "The metric that best.ckpt follows (default: the module's own choice)."),
     Option("mode", str | None, None, "Whether its largest (max) or smallest (min) value is the best."),
-    Option("monitors", str, "all", "Any of throughput,memory,optimizer; all or none."),
-    Option("report", bool, True, "Write report.html at the end."),
+    Option("monitors", str, "all", f"Any of {','.join(MONITORS)}; all or none."),
+    Option("report", bool, True, "Write report.html at the end."),  # feature: report
     Option("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
     Option("matmul_precision", str | None, None, "float32 matrix products: highest, high (TF32) or medium (bfloat16)."),
+    # feature: memory
     Option("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),
+    # end feature: memory
     Option("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     Option("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
 )
@@ -99,7 +107,7 @@ class CommandLine:
             if flag and flag[1] in FLAT:
                 spelled.append(f"--trainer.{word[2:]}")
             elif (before == "--model.network" or option == "--model.network") and name in networks.__all__:
-                # torchvision, which torchmetrics imports, has an MLP, too
+                # torchvision has an MLP, too, and torchmetrics imports it
                 spelled.append(f"{option}{'=' if option else ''}{networks.__name__}.{name}")
             else:
                 spelled.append(word)
@@ -124,6 +132,7 @@ class CommandLine:
         found = typed if typed is not None else found
         return None if found is None or str(found) == "null" else str(found)
 
+    # feature: mnist
     def class_of(self, group: str) -> str | None:
         """The class that is named for ``model`` or ``data``; None where none is."""
         path = self.value(f"{group}.class_path")
@@ -144,6 +153,8 @@ class CommandLine:
             if isinstance(network, str) or (isinstance(network, dict) and "class_path" in network):
                 return True
         return False
+
+    # end feature: mnist
 
     @property
     def sets_a_length(self) -> bool:
@@ -228,15 +239,17 @@ class ProjectCLI(LightningCLI):
         parser.set_defaults(DEFAULTS)
         if self.line.sets_a_length:  # then that is the limit
             parser.set_defaults({"trainer.max_epochs": -1})
+        # feature: mnist
         if self.base is not None:
             return
         model, data = self.line.class_of("model"), self.line.class_of("data")
         if model is None or model.rpartition(".")[2] == DEFAULT_MODEL.rpartition(".")[2]:
-            # not where a network is named: ConvNet's sizes would stay as arguments of that one
+            # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
             network = {} if self.line.names_a_network else {"init_args": {"network": DEFAULT_NETWORK}}
             parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, **network}})
         if data is None and not (model and _brings_loaders(model)):
             parser.set_defaults({"data": {"class_path": DEFAULT_DATA}})
+        # end feature: mnist
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = self.line.in_order
@@ -256,7 +269,7 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"--seed_everything must be between 0 and {LARGEST_SEED}, got {seed}.")
 
     def instantiate_classes(self) -> None:
-        """What a constructor refuses is the user's mistake; jsonargparse wraps it in a recital of types."""
+        """Turn what a constructor refuses into one line; jsonargparse wraps it in a list of types."""
         try:
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
@@ -272,19 +285,23 @@ class ProjectCLI(LightningCLI):
         return None  # type: ignore[return-value]
 
 
+# feature: mnist
 def _brings_loaders(class_path: str) -> bool:
     """Whether a module has a ``train_dataloader`` of its own."""
     module_name, _, name = class_path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name, None) if module_name else None
-    except Exception:  # the parser says what is wrong with it
+    except Exception:  # the parser reports the reason
         return False
     return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
+# end feature: mnist
+
+
 @dataclass
 class Configuration:
-    """What a command line means, with its classes made."""
+    """What a command line means: its objects, and its values."""
 
     module: LightningModule
     datamodule: LightningDataModule | None

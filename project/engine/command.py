@@ -21,7 +21,7 @@ from project import threads
 from project.engine import signals
 from project.errors import UserError, nearest
 
-# What the user can mend, and how: no space, no quota, no permission, read-only; and names that cannot be a file's.
+# What the user can repair, and how: no space, no quota, no permission, read-only; and impossible file names.
 ADVICE = {
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
@@ -32,11 +32,11 @@ ADVICE = {
 
 
 def prepare_process(name: str) -> None:
-    """Set up the process of a command; stands above the command's imports, for torch reads its threads' settings once.
+    """Set up the process of a command. Call it above the command's imports: torch reads thread settings only once.
 
     Importing torch and Lightning creates 650,000 objects that live as long as the process. The garbage collector would
-    walk them again and again while they come: 4.3 s against 2.8 s for ``import torch, lightning.pytorch`` (2 cores,
-    warm caches, median of 3). It rests until :func:`run`.
+    visit them again and again during the imports: 4.3 s against 2.8 s for ``import torch, lightning.pytorch`` (2 cores,
+    warm caches, median of 3). It stays off until :func:`run`.
 
     Args:
         name: The command's ``__name__``; nothing is done where it is imported by another module.
@@ -48,12 +48,12 @@ def prepare_process(name: str) -> None:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Run a command's ``main(argv)`` and leave the process with the exit code that its end calls for."""
+    """Run a command's ``main(argv)`` and end the process with the matching exit code."""
     prepare_process("__main__")
     signals.imports_are_done()
     gc.freeze()
     gc.enable()
-    # A dashboard's or an editor's PYTHONWARNINGS wins; otherwise third-party deprecation notes are not for our users.
+    # PYTHONWARNINGS wins; otherwise users see no deprecation notes of other packages.
     if not sys.warnoptions:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
@@ -61,7 +61,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 
 def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Exit code of ``main(argv)``; whatever goes wrong is told on stderr."""
+    """Exit code of ``main(argv)``. Prints every error on stderr."""
     try:
         return main(argv) or 0
     except UserError as error:
@@ -114,7 +114,7 @@ class CommandParser(argparse.ArgumentParser):
     """:class:`argparse.ArgumentParser` without abbreviations, whose errors are a :class:`UserError`.
 
     Args:
-        prog: Module name, such as ``project.predict``.
+        prog: Module name, such as ``project.test``.
         doc: The module's docstring: its first line says what the command does, the rest are examples.
     """
 
@@ -149,12 +149,11 @@ def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...]
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ckpt_path``."""
-    parser.add_argument(
-        "--ckpt_path",
-        metavar="best|last|PATH",
-        help="the checkpoint: a file, or best or last of the newest run (default: best)",
-    )
+    """Add ``--ckpt_path`` and ``--allow_imports``."""
+    which = "the checkpoint: a file, or best or last of the newest run (default: best)"
+    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help=which)
+    packages = "packages that the checkpoint's configuration may name besides your own"
+    parser.add_argument("--allow_imports", metavar="PACKAGES", help=packages)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +171,7 @@ KINDS = {
 
 
 def explain(message: str, options: list[str]) -> str:
-    """A parser's error, which recites every type that was tried, as one line a person can act upon.
+    """A parser's error, which lists every type that was tried, as one line that names the fix.
 
     It names the option, the value received, what is allowed, and the nearest real option where it is a typing error.
 

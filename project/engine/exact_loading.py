@@ -1,9 +1,9 @@
-"""Loaders whose order is a function of (seed, epoch), that can start anywhere and shard exactly, in the place of yours.
+"""Replaces a run's loaders by ones with order by (seed, epoch), start at any batch, and exact sharding.
 
 PyTorch and Lightning shuffle from a global generator, so a resumed run sees other batches than the run that was killed,
 and pad or drop samples to make ranks equal, so metrics depend on the number of devices. Here a plain ``DataLoader``
 that a module or data module returns keeps its dataset, batch size, collate function, workers and pinning, and gets
-another sampler and seeding. What cannot be made exact is left as it is, and the run says so in one line.
+another sampler and seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.utils.data import (
 
 from project.errors import UserError
 
-# Their randomness comes from torch's generator alone, which is seeded here.
+# Samplers that draw from torch's generator only, which is seeded here.
 SEEDABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 SEED_STRIDE = 1_000_003  # between two seeds' epochs
 
@@ -47,8 +47,9 @@ class Start:
 
     epoch: int = 0
     batches: int = 0  # done, on each rank
-    samples_per_batch: int = 0  # of all ranks together, when they were done
+    samples_per_batch: int = 0  # of all ranks together, at that time
     states: Sequence[Any] = ()  # of this rank's stateful loaders or samplers
+    over: bool = False  # whether nothing of the epoch's training is left: only its validation, and the states after it
 
 
 class ExactBatches(Sampler[Any]):
@@ -85,6 +86,7 @@ class ExactBatches(Sampler[Any]):
         self.source, self.batch_size, self.drop_last, self.training = source, batch_size, drop_last, training
         self.may_be_empty, self.seed, self.rank, self.world_size = may_be_empty, seed, rank, world_size
         self.epoch = self.start_batch = self.start_sample = 0
+        self.over = False  # whether nothing of this epoch is left
         self.state: Any = None  # of the source at the epoch's start, where it has one
         self.num_samples = len(source)
         if batch_size is not None and training and drop_last:  # a set smaller than a batch is one batch
@@ -107,14 +109,14 @@ class ExactBatches(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Lightning's hook: the next iteration is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.epoch:
-            self.start_batch = self.start_sample = 0
+            self.start_batch, self.start_sample, self.over = 0, 0, False
         self.epoch = epoch
 
     def start_at(self, start: Start) -> None:
-        """Start inside an epoch. What follows reaches exactly to where an undisturbed epoch ends, also when the batch
-        size or the number of ranks is another than before: no sample is seen twice.
+        """Start inside an epoch. The rest ends where an undisturbed epoch ends, and no sample is seen twice, even
+        if the batch size or the number of ranks has changed.
         """
-        self.epoch = start.epoch
+        self.epoch, self.over = start.epoch, start.over
         per_batch = start.samples_per_batch or self.global_batch_size
         self.start_sample = min(start.batches * per_batch, self.num_samples)
         self.start_batch = len(self) - self._batches_of(self.num_samples - self.start_sample)
@@ -122,12 +124,14 @@ class ExactBatches(Sampler[Any]):
             self.source.load_state_dict(start.states[0])
 
     def __iter__(self) -> Iterator[Any]:
+        if self.over:  # workers ask before they are asked; the source's order must wait for the next epoch
+            return
         epoch, first_batch, first_sample = self.epoch, self.start_batch, self.start_sample
         order = self._order()
         parts = self._parts_of_training(order, first_sample) if self.training else self._parts_of_evaluation(order)
         for number, part in enumerate(parts, start=first_batch):
             yield (epoch, number, part)
-        self.start_batch = self.start_sample = 0  # a loader that is cycled through begins at its beginning
+        self.start_batch = self.start_sample = 0  # the next iteration starts at the first batch
 
     def _order(self) -> Any:
         """The whole epoch's samples (or batches) in order, the same on every rank."""
@@ -150,7 +154,7 @@ class ExactBatches(Sampler[Any]):
 
     def _parts_of_training(self, order: Any, first: int) -> Iterator[Any]:
         rank, ranks, size = self.rank, self.world_size, self.batch_size
-        if size is None:  # whole batches, dealt out in turn
+        if size is None:  # whole batches, distributed over the ranks in turn
             yield from (order[k + rank] for k in range(first, len(order) - ranks + 1, ranks))
             return
         for begin in range(first, len(order) - ranks * size + 1, ranks * size):
@@ -170,7 +174,7 @@ class ExactBatches(Sampler[Any]):
         yield from (order[begin + mine * k // batches : begin + mine * (k + 1) // batches] for k in range(batches))
 
     def _batches_of(self, samples: int) -> int:
-        """Batches per rank that this many samples make."""
+        """Number of batches per rank for this many samples."""
         if self.batch_size is None:
             return samples // self.world_size
         if self.training or self.world_size == 1:
@@ -183,7 +187,7 @@ class ExactBatches(Sampler[Any]):
 class Fetch(Dataset[Any]):
     """A map-style dataset, fetched and collated a batch at a time, its random numbers tied to what is fetched.
 
-    Random transforms usually depend on which worker fetched what before, and so cannot be repeated. Here all generators
+    Random transforms usually depend on what each worker fetched before, so they cannot be repeated. Here all generators
     are seeded first: in training from (seed, rank, epoch, batch), so that any number of workers, and a resumed run, get
     the same batch; in evaluation from (seed, sample), so that nothing depends on how the set is cut into batches.
 
@@ -208,7 +212,7 @@ class Fetch(Dataset[Any]):
         if hasattr(self.dataset, "gather"):
             return self.dataset.gather(part)
         keys = part.tolist() if isinstance(part, Tensor) else part
-        # in a worker the generators are nobody else's; in the main process the training's own must not move
+        # a worker has generators of its own; in the main process those of the training must not change
         with generators_kept() if get_worker_info() is None else nullcontext():
             seed_generators(hash((self.seed, self.rank or 0, epoch, number)))
             if not self.batched:
@@ -236,11 +240,11 @@ class ExactLoader(DataLoader[Any]):
         dataset: Any = loader.dataset
         inner: Any = loader.batch_sampler
         size, drop_last, source = None, False, inner
-        if inner is None:  # batch_size=None: a sample, or what the dataset makes of a key, is a batch
+        if inner is None:  # batch_size=None: the dataset returns whole batches
             source = loader.sampler
         elif type(inner) is BatchSampler:
             size, drop_last, source = inner.batch_size, inner.drop_last, inner.sampler
-        elif not training and world_size > 1:  # ranks must make equally many batches: the samples are dealt out anew
+        elif not training and world_size > 1:  # ranks need equally many batches, so the samples are distributed again
             parts = [list(part) for part in inner]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
         batches = ExactBatches(source, size, drop_last, training, hasattr(dataset, "gather"), seed, rank, world_size)
@@ -255,7 +259,7 @@ class ExactLoader(DataLoader[Any]):
             timeout=loader.timeout,
             worker_init_fn=QuietWorker(loader.worker_init_fn) if workers else None,
             multiprocessing_context=loader.multiprocessing_context,
-            generator=torch.Generator().manual_seed(seed),  # else every epoch draws from the training's generator
+            generator=torch.Generator().manual_seed(seed),  # not the training's generator
             prefetch_factor=loader.prefetch_factor if workers else None,
             persistent_workers=loader.persistent_workers,
             in_order=loader.in_order,
@@ -267,55 +271,96 @@ class ExactLoader(DataLoader[Any]):
         """See :meth:`ExactBatches.start_at`."""
         self.batches.start_at(start)
 
-    def state_after(self, batches: int | None) -> Any:
-        """The sampler's own state when this epoch began (None: when the next one will), where it has one."""
+    def state_after(self, batches: int, epoch_ends: bool) -> Any:
+        """The sampler's own state when this epoch began, or when the next one will; None where it has none."""
         source = self.batches.source
-        return source.state_dict() if batches is None and has_state(source) else self.batches.state
+        return source.state_dict() if epoch_ends and has_state(source) else self.batches.state
 
 
-class StatefulLoader:
-    """A loader with a state of its own (or whose dataset has one), watched batch by batch.
+class WatchedLoader:
+    """A training loader that has no exact form; it may have a state (or its dataset), recorded after every batch.
 
-    Lightning may hold one batch more than training has seen, so the state after each of the last batches is kept, and
-    the one that belongs to a checkpoint is found by its number.
+    Its random numbers in this process come from (seed, epoch, batch), the same on every rank, and training's generators
+    do not move. Lightning may have fetched one batch more than training has used. So the states after the last batches
+    are kept, and a checkpoint takes the one with its batch's number.
 
     Args:
         loader: What is iterated.
-        owner: Has ``state_dict`` and ``load_state_dict``: the loader or its dataset.
+        owner: Has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or nobody.
+        seed: Of the run.
     """
 
-    def __init__(self, loader: Any, owner: Any) -> None:
-        self.loader, self.owner = loader, owner
+    def __init__(self, loader: Any, owner: Any, seed: int = 0) -> None:
+        self.loader, self.owner, self.seed = loader, owner, seed
         self.dataset = getattr(loader, "dataset", None)
+        self.sampler = self  # where Lightning looks for ``set_epoch``
+        self.epoch = 0
         self.first = 0  # batches of this epoch that came before
+        self.finished = False  # whether the loader has come to its end
         self._states: dict[int, Any] = {}  # batch → state after it
+        self._over = -1  # an epoch of which nothing is left
+        self._rest: Any = None  # state after an epoch that ended before the loader did (``--limit_train_batches``)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        done, self.first = self.first, 0
-        self._states = {done: self.owner.state_dict()}
-        for batch in self.loader:
+        if self.epoch == self._over:
+            return
+        if self._rest is not None:  # as a resumed run does
+            self.owner.load_state_dict(self._rest)
+        done, self.first, self.finished, self._rest = self.first, 0, False, None
+        self._states = {done: self._state()}
+        with generators_kept():
+            self._draw_for(-1)
+            batches = iter(self.loader)
+        batch = self._next(batches, done)
+        while not self.finished:
             done += 1
-            self._states[done] = self.owner.state_dict()
+            self._states[done] = self._state()
             self._states.pop(done - 4, None)
-            yield batch
+            # One batch ahead: Lightning does not ask a loader with a length for more, and it would never end its epoch.
+            current, batch = batch, self._next(batches, done)
+            yield current
+
+    def _next(self, batches: Iterator[Any], number: int) -> Any:
+        with generators_kept():
+            self._draw_for(number)
+            try:
+                return next(batches)
+            except StopIteration:
+                self.finished = True
+        return None
+
+    def _draw_for(self, batch: int) -> None:
+        seed_generators(hash((self.seed, self.epoch, batch)))
+
+    def _state(self) -> Any:
+        return None if self.owner is None else self.owner.state_dict()
 
     def set_epoch(self, epoch: int) -> None:
-        for part in (self.dataset, self.loader):
+        self.epoch = epoch
+        samplers = [getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
+        for part in (self.dataset, self.loader, *samplers):
             if (tell := getattr(part, "set_epoch", None)) is not None:
                 tell(epoch)
 
     def start_at(self, start: Start) -> None:
-        """Go on where a checkpoint was taken."""
-        if start.states:
+        """Start where the checkpoint was taken."""
+        self.set_epoch(start.epoch)
+        if start.states and self.owner is not None:
             self.owner.load_state_dict(start.states[0])
-            self.first = start.batches
+            self.first = 0 if start.over else start.batches
+        self._over = start.epoch if start.over else -1
 
-    def state_after(self, batches: int | None) -> Any:
-        """The state after so many batches of this epoch; None: as it is now, between two epochs."""
-        return self.owner.state_dict() if batches is None else self._states.get(batches)
+    def state_after(self, batches: int, epoch_ends: bool) -> Any:
+        """The state after so many batches of this epoch, where there is one."""
+        if epoch_ends and self.finished:
+            return self._state()
+        state = self._states.get(batches)
+        if epoch_ends:
+            self._rest = state
+        return state
 
 
 class ExactLoading:
@@ -329,7 +374,7 @@ class ExactLoading:
         """Whether training can start inside an epoch."""
         self.notes: list[str] = []
         """What could not be made exact, a line each."""
-        self.training: list[ExactLoader | StatefulLoader] = []
+        self.training: list[ExactLoader | WatchedLoader] = []
         self._installed: object = None
 
     def install(self, trainer: Trainer) -> None:
@@ -346,7 +391,7 @@ class ExactLoading:
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
         found = self._exact(loader, trainer.training, trainer.global_rank, trainer.world_size)
-        if found is None:
+        if not isinstance(found, ExactLoader) and getattr(found, "owner", None) is None:
             name = type(getattr(loader, "dataset", loader)).__name__
             if trainer.training:
                 self.anywhere = False
@@ -356,7 +401,6 @@ class ExactLoading:
                 )
             if trainer.world_size > 1:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
-            return loader
         if trainer.training:
             self.training.append(found)
             found.start_at(self.start)
@@ -383,20 +427,21 @@ class ExactLoading:
         # with workers the dataset that counts is theirs
         owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
         owner = next((part for part in owners if has_state(part)), None)
-        return StatefulLoader(loader, owner) if training and owner is not None else None
+        return WatchedLoader(loader, owner, self.seed) if training else loader
 
-    def states(self, batches: int | None) -> list[Any]:
-        """What this rank's training loaders need besides epoch and batch.
+    def states(self, batches: int, epoch_ends: bool = False) -> list[Any]:
+        """The state of this rank's training loaders, besides epoch and batch.
 
         Args:
-            batches: Done of this epoch; None between two epochs.
+            batches: Number of batches done in this epoch.
+            epoch_ends: Whether the next batch belongs to the next epoch.
         """
-        states = [loader.state_after(batches) for loader in self.training]
+        states = [loader.state_after(batches, epoch_ends) for loader in self.training]
         return states if any(state is not None for state in states) else []
 
     @property
     def samples_per_batch(self) -> int:
-        """Samples that all ranks together see per batch, 0 where a loader does not tell."""
+        """Samples per batch of all ranks together, 0 where it is not known."""
         loader = self.training[0] if len(self.training) == 1 else None
         return loader.batches.global_batch_size if isinstance(loader, ExactLoader) else 0
 
@@ -407,7 +452,7 @@ class ExactLoading:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Python's, NumPy's and torch's CPU generators go on afterwards as if nothing had been drawn inside."""
+    """Restore Python's, NumPy's and torch's CPU generators at the end of the block."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
@@ -416,14 +461,14 @@ def generators_kept() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generators; the GPU's are the training's."""
+    """Seed Python's, NumPy's and torch's CPU generators, not the GPU's, which only the training uses."""
     torch.default_generator.manual_seed(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 class QuietWorker:
-    """What a loader's worker does first: leaves signals to the trainer, which is saving, and keeps to one core."""
+    """Prepares a loader's worker: it ignores stop signals, which the trainer handles, and uses one core."""
 
     def __init__(self, further: Callable[[int], Any] | None) -> None:
         self.further = further
@@ -438,7 +483,7 @@ class QuietWorker:
 
 
 def as_it_is(batch: Any) -> Any:
-    """In the place of PyTorch's walk through every batch in search of arrays to convert: 7 microseconds a step."""
+    """Replaces PyTorch's search for arrays to convert in every batch, which takes 7 microseconds a step."""
     return batch
 
 

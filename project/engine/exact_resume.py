@@ -1,4 +1,4 @@
-"""What an exact resume needs and Lightning's checkpoint lacks: generators, unfinished sums, a place in the loops."""
+"""What an exact resume needs and Lightning's checkpoint lacks: generators, unfinished sums, loop counters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from project.engine.exact_loading import ExactLoading, Start
 from project.engine.lightning_internals import (
     add_training_sums,
     averaged_models,
+    log_training_sums,
     metric_states,
     restore_metric_states,
     training_sums,
@@ -22,7 +23,7 @@ from project.engine.lightning_internals import (
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
-# What an optimizer's parameter group says of its kernel, and not of what it computes.
+# Entries of an optimizer's parameter group that choose a kernel and do not change the result.
 KERNELS = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -44,7 +45,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back to where :func:`random_state` found it."""
+    """Restore every generator to the state that :func:`random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -72,13 +73,14 @@ class RankState:
     def note(self, trainer: Trainer, place: Place = "batch") -> None:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
         self._random = random_state(trainer.strategy.root_device)
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._loaders = self.loading.states(None if place == "epoch" else done)
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        over = place == "epoch" or batches.is_last_batch  # then the next epoch's start is what counts
+        self._loaders = self.loading.states(batches.current.ready, over)
 
     def gather(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-        """The state that was noted, and the sums as they are: plain values and tensors on the CPU."""
+        """The noted state and the current sums: plain values and tensors on the CPU."""
         own = getattr(module, "metric_state", None)
-        sums = own() if callable(own) else {}  # first: it may add what waits to be counted to the metrics
+        sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
         return {
             "random": self._random,
             "loaders": self._loaders,
@@ -89,7 +91,7 @@ class RankState:
         }
 
     def restore(self, trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
-        """Give generators and sums back, at the start of training."""
+        """Restore generators and sums, at the start of training."""
         restore_metric_states(module, state["metrics"])
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
@@ -98,12 +100,13 @@ class RankState:
             restore_random_state(state["random"], trainer.strategy.root_device)
 
     def add_sums(self, trainer: Trainer) -> None:
-        """Add the sums of the time before to what has been logged since. Call it after every batch."""
+        """Add the sums from before the resume to what has been logged since. Call it after every batch."""
         if self._sums:
             add_training_sums(trainer, self._sums)
 
-    def epoch_ends(self) -> None:
-        """Sums that were not logged again belong to no later epoch."""
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """Log the sums that no later batch of this epoch has logged again."""
+        log_training_sums(trainer, self._sums)
         self._sums = {}
 
 
@@ -118,8 +121,10 @@ def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> St
     fit = checkpoint["loops"]["fit_loop"]
     ranks = state["ranks"]
     loaders = ranks[rank]["loaders"] if rank < len(ranks) else []
-    done = fit["epoch_loop.batch_progress"]["current"]["completed"] if state["place"] != "epoch" else 0
-    return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders)
+    batches = fit["epoch_loop.batch_progress"]
+    done = batches["current"]["completed"] if state["place"] != "epoch" else 0
+    over = state["place"] == "validation" and batches["is_last_batch"]
+    return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders, over)
 
 
 def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any]) -> str | None:
@@ -145,8 +150,8 @@ def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any])
 def clean_place(loops: dict[str, Any], place: Place) -> None:
     """Rewrite the fit loop's counters so that Lightning resumes exactly here.
 
-    Saved from within a hook, Lightning's counters are between two states, and its restart logic then runs or skips a
-    validation, an epoch or a logging step too many. Here everything begun counts as done or as not begun.
+    Inside a hook some of Lightning's counters are already advanced and others are not. Its restart then repeats or
+    skips a validation, an epoch or a logging step. Here everything that was begun counts as done, or as not begun.
 
     Args:
         loops: The checkpoint's ``loops`` entry; changed in place.
@@ -166,7 +171,7 @@ def clean_place(loops: dict[str, Any], place: Place) -> None:
     if place != "validation":
         batches["is_last_batch"] = False
         return
-    # "in the middle of validation, nothing of it done": the resumed run starts it over
+    # a validation that has begun, with no batch done: the resumed run starts it again
     validation = fit["epoch_loop.val_loop.batch_progress"]
     _set_all(validation["current"], 0)
     _set_all(validation["total"], 0)
@@ -181,8 +186,8 @@ def _set_all(counters: dict[str, int], value: int) -> None:
 def share_running_statistics(trainer: Trainer, module: LightningModule) -> None:
     """Give all ranks rank 0's buffers before a validation.
 
-    DDP does so before a forward pass, but not after one whose gradients only accumulate, nor for averaged weights: each
-    rank would be validated with its own running statistics, and a resumed run with rank 0's.
+    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged weights. Without this,
+    each rank would validate with its own running statistics, and a resumed run with those of rank 0.
     """
     if trainer.world_size > 1:
         for part in (module, *averaged_models(trainer)):
@@ -199,11 +204,11 @@ def groups_of(optimizers: list[Optimizer]) -> list[list[dict[str, Any]]]:
 
 
 def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any]]], changed: bool) -> None:
-    """The checkpoint's optimizer state brings its rate and weight decay along; what was typed anew wins.
+    """Let typed hyperparameters win over the rate and weight decay in the checkpoint's optimizer state.
 
     Args:
         trainer: Restored from the checkpoint.
-        fresh: :func:`groups_of` before it was.
+        fresh: :func:`groups_of` before the restore.
         changed: Whether the configuration differs from the checkpoint's. If not, only the kernels are chosen anew: a
             checkpoint of 16-mixed, which is not fused, may go on in another precision, which is.
     """
@@ -221,7 +226,7 @@ def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any
             _put_step_counts(optimizer, group)
         if changed and scheduler is not None and hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
-            if isinstance(scheduler, LambdaLR):  # a function of the step: its length may be another one now
+            if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
                 for group, base, factor in zip(
                     optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
                 ):
@@ -229,7 +234,7 @@ def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any
 
 
 def _put_step_counts(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Where this kind of optimizer wants its step counts: fused kernels on the device, the others on the host."""
+    """Move step counts to where the optimizer's kernel needs them: fused on the device, others on the CPU."""
     for parameter in group["params"]:
         step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
         if isinstance(step, torch.Tensor):

@@ -1,7 +1,7 @@
-"""The one place that touches private names of Lightning, torch and torchmetrics: a function each, and why it is needed.
+"""The only file that uses private names of Lightning, torch and torchmetrics: one function each, with its reason.
 
-:func:`check` looks every name up once when a run starts. A name that another version no longer has then ends in one
-line, and not in a signal that is swallowed or a sum that is lost in the middle of a run.
+:func:`check` looks up every name once when a run starts. If a version lacks one, the run ends with one line, instead
+of ignoring a signal or losing a sum later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,32 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.profilers import Profiler
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
-# module: names below it that the functions here use. Attributes that only instances have stand with their class's file.
+# module: names in it that the functions here use. For an attribute of instances, another name of the same file.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
         "_ResultCollection.valid_items",
+        "_ResultCollection.log",
         "_ResultMetric.update",
         "_Metadata.is_mean_reduction",
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
-    "torch.nn": ["Module._compiled_call_impl"],
-    "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],
+    "torch.nn": ["Module._compiled_call_impl"],  # feature: profiler
+    "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, benchmark, memory
+    "torch.utils._pytree": ["tree_leaves"],  # feature: tune, benchmark, memory
 }
+# How a value is logged, as its entry remembers it, and the reductions that there are
+HOW_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
+REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def check() -> None:
@@ -60,7 +67,7 @@ def check() -> None:
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from taking over SIGTERM, and its ranks from asking each other about it at every step.
+    """Keep Lightning from handling SIGTERM, and from a broadcast about it between ranks at every step.
 
     Buys: a stop at the same step on all ranks, without a broadcast inside a signal handler (it hung 1 time in 8), and
     no wait for the device at every step. Public way missing: the Trainer has no switch for its handlers (Lightning
@@ -71,10 +78,10 @@ def leave_signals_alone(trainer: Trainer) -> None:
 
 
 def release_child_processes() -> None:
-    """Stop Lightning's observer from killing this process because its child ranks have, rightly, ended non-zero.
+    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code.
 
-    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's thread
-    takes no orders.
+    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's
+    thread cannot be stopped.
     """
     for thread in threading.enumerate():
         if thread.name == "child-process-observer":
@@ -84,7 +91,7 @@ def release_child_processes() -> None:
 def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
     """The averaged weights that ``WeightAveraging`` callbacks hold.
 
-    Buys: the same running statistics on every rank. Public way missing: the callback shows its model to nobody.
+    Buys: the same running statistics on every rank. Public way missing: the callback has no attribute for its model.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
@@ -101,7 +108,7 @@ def metric_states(module: LightningModule) -> dict[str, Any]:
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Go on with the sums that :func:`metric_states` found.
+    """Restore the sums that :func:`metric_states` returned.
 
     Public way missing: a metric's count of updates can be read and not set, and without it ``compute`` warns.
     """
@@ -112,41 +119,70 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
             metric._update_count = states[name]["updates"]
 
 
-def training_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far.
+def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far, and how it was logged.
 
     Buys: the logged mean of an epoch that was interrupted is that of the undisturbed one. Public way missing:
     Lightning's checkpoints do not hold it (issue 17543).
     """
-    sums = {}
+    sums: dict[str, dict[str, Any]] = {}
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
-        if logged.is_tensor and logged.meta.on_epoch and not logged.has_reset:
-            sums[key] = {"value": logged.value.detach().cpu()}
-            if logged.meta.is_mean_reduction:
+        meta = logged.meta
+        if not meta.on_epoch or logged.has_reset:
+            continue
+        how = {name: getattr(meta, name) for name in HOW_LOGGED}
+        sync = {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        sums[key] = {"how": {**how, **sync, "reduce_fx": meta.reduce_fx.__name__}}
+        if logged.is_tensor:  # the sums of a torchmetrics metric are the metric's: see metric_states
+            sums[key]["value"] = logged.value.detach().cpu()
+            if meta.is_mean_reduction:
                 sums[key]["samples"] = logged.cumulated_batch_size.cpu()
     return sums
 
 
-def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Tensor]]) -> None:
+def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
     """Add sums of :func:`training_sums` to what has been logged since; what has been added is taken out of ``sums``.
 
     Lightning makes an entry when its value is logged for the first time, so this is called after the next batches.
     """
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         if key in sums and not logged.has_reset:
-            saved = {name: tensor.to(logged.value.device) for name, tensor in sums.pop(key).items()}
+            saved = sums.pop(key)
+            if not logged.is_tensor:
+                continue
+            value = saved["value"].to(logged.value.device)
             if logged.meta.is_max_reduction or logged.meta.is_min_reduction:
-                logged.value = logged.meta.reduce_fx(logged.value, saved["value"])
+                logged.value = logged.meta.reduce_fx(logged.value, value)
             else:
-                logged.value = logged.value + saved["value"]
+                logged.value = logged.value + value
             if "samples" in saved:
-                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"]
+                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"].to(value.device)
+
+
+def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
+    """Log sums of :func:`training_sums` that nobody has logged again: the epoch ends without another batch.
+
+    So it is where a run was stopped in the validation at an epoch's end. Call it before Lightning computes the epoch's
+    values.
+    """
+    results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
+    for key, saved in sums.items():
+        how = saved["how"]
+        reduce_fx = getattr(torch, how["reduce_fx"]) if how["reduce_fx"] in REDUCTIONS else torch.mean
+        metric = None if "value" in saved else module.get_submodule(how["metric_attribute"])
+        how = how | {"reduce_fx": reduce_fx, "sync_dist_fn": trainer.strategy.reduce, "batch_size": 1}
+        results.log(value=torch.zeros((), device=module.device) if metric is None else metric, **how)
+        logged: Any = results[key]
+        if metric is None:
+            logged.value = saved["value"].to(module.device)
+            if "samples" in saved:
+                logged.cumulated_batch_size = saved["samples"].to(module.device)
 
 
 def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
-    """Make what ``self.log`` has summed up in evaluation steps that of all ranks, weighted by samples.
+    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in evaluation steps.
 
-    Buys: evaluation metrics do not depend on the number of devices, also those of a module that knows nothing of
+    Buys: evaluation metrics do not depend on the number of devices, even if the module's author ignored
     ranks. Public way missing: ``sync_dist=True`` divides the ranks' counts of samples as whole numbers, so that ranks
     of 17 and 16 samples count 16 each, and only the module's author could set it.
     """
@@ -178,6 +214,7 @@ def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
             logged.cumulated_batch_size = torch.tensor(sum(count for _, count in values), device=logged.value.device)
 
 
+# feature: profiler
 def profiled_module(profiler: Profiler) -> LightningModule:
     """The module that is trained, as the Trainer tells its profiler before ``setup``.
 
@@ -187,11 +224,19 @@ def profiled_module(profiler: Profiler) -> LightningModule:
     return module
 
 
+# end feature: profiler
+
+
+# feature: throughput
 def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:
     """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
     inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
 
 
+# end feature: throughput
+
+
+# feature: profiler
 def surround_compiled_call(
     network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
 ) -> Callable[[], None] | None:
@@ -214,6 +259,10 @@ def surround_compiled_call(
     return lambda: setattr(network, "_compiled_call_impl", compiled)
 
 
+# end feature: profiler
+
+
+# feature: memory
 def record_memory_history(max_entries: int | None) -> None:
     """Record CUDA allocations and frees with their stacks, the newest ``max_entries``; None ends it.
 
@@ -228,6 +277,31 @@ def record_memory_history(max_entries: int | None) -> None:
 def write_memory_snapshot(path: Path) -> None:
     """Write what :func:`record_memory_history` has recorded, for PyTorch's memory viewer."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+# end feature: memory
+
+
+# feature: tune, benchmark, memory
+def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
+    """A block in which ``seen`` is called with the tensors that every operation of torch returns.
+
+    Buys memory counted tensor by tensor on the CPU, whose allocator keeps no count. Public way missing: PyTorch has
+    ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            seen(tree_leaves(result))
+            return result
+
+    return Results()
+
+
+# end feature: tune, benchmark, memory
 
 
 def _on_cpu(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""When monitors look and log: at optimizer steps and at Lightning's log steps, told by public names alone."""
+"""Optimizer steps and log steps, found by public names of Lightning, and how monitors log there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def log_values(module: LightningModule, values: Mapping[str, float | Tensor], ep
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -13,12 +13,12 @@ from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
 from project.engine.ranks import is_rank_zero
 
-MONITORED = ("throughput/", "memory/", "optimizer/")  # what a line for people leaves out
+MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6
 
 
 class EpochLines(Callback):
-    """One plain line per epoch on rank 0, as a log file wants it.
+    """Prints one plain line per epoch on rank 0, for log files.
 
     Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged its
     metrics of the epoch.
@@ -81,7 +81,7 @@ def say(*lines: str) -> None:
         print(line, flush=True)
 
 
-# Lightning's and wandb's advice that does not hold here, with the reason
+# Advice of Lightning and wandb that is wrong here, with the reason
 UNFOUNDED = (
     "You're resuming from a checkpoint that ended before the epoch",  # our sampler starts where the run was stopped
     "It is recommended to use `self.log",  # torchmetrics has summed over the ranks before we log
@@ -94,8 +94,8 @@ UNFOUNDED = (
 
 
 def silence_unfounded_advice() -> None:
-    """Lightning's notes and the warnings above do not reach the user; every other warning does."""
-    for name in ("lightning.pytorch", "lightning.fabric"):  # set to INFO by its import; our lines say what matters
+    """Hide Lightning's notes and the warnings above from the user; show every other warning."""
+    for name in ("lightning.pytorch", "lightning.fabric"):  # its import sets INFO; our own lines say what matters
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
         logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)

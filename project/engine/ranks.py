@@ -1,4 +1,4 @@
-"""Which rank this process is before Lightning knows, and how rank 0 decides once for all of them."""
+"""The rank of this process before Lightning knows it, and decisions that rank 0 makes for all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from project.errors import UserError
 
-# Lightning starts its child ranks with the parent's environment: what rank 0 decided travels in it.
+# Lightning starts its child ranks with the parent's environment, which carries what rank 0 decided.
 DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
 
 
@@ -20,7 +20,7 @@ def launched_world() -> tuple[int, int, int]:
     if "TORCHELASTIC_RUN_ID" in environ or ("RANK" in environ and "WORLD_SIZE" in environ):
         world = int(environ["WORLD_SIZE"])
         return int(environ["RANK"]), world, int(environ.get("LOCAL_WORLD_SIZE", world))
-    # interactive shells inside an allocation have the variables, too, but one process
+    # an interactive shell inside an allocation has these variables, too, but is one process
     if "SLURM_STEP_ID" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         world = int(environ.get("SLURM_NTASKS", 1))
         return int(environ.get("SLURM_PROCID", 0)), world, max(1, world // int(environ.get("SLURM_NNODES", 1)))
@@ -33,7 +33,7 @@ def is_child() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that speaks and writes."""
+    """Whether this process prints and writes files."""
     return not is_child() and launched_world()[0] == 0
 
 

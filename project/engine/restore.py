@@ -1,8 +1,10 @@
-"""What a command line and a checkpoint mean together: a run to start or to go on with, a module ready for use."""
+"""A command line and a checkpoint together: a run to start or resume, or a module ready for use."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +19,15 @@ from project.engine.run_folder import ROOT, Run, choose, find_checkpoint
 from project.errors import UserError
 
 PACKAGE = __name__.split(".")[0]
-# Packages whose classes a checkpoint's configuration may name; besides them the user's own files.
+# A checkpoint's configuration may name classes of these packages and of the user's own files.
 TRUSTED = (PACKAGE, "torch", "torchvision", "torchmetrics", "lightning")
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
 def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, list[str]]:
-    """Parse ``argv``, find the run it means; where that is resumed, put its configuration beneath what is typed.
+    """Parse ``argv`` and find its run. A resumed run uses the checkpoint's configuration; what is typed wins.
 
     Returns:
         The configuration, the run, and a line for each setting that differs from the resumed run's.
@@ -34,7 +37,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, 
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     config = None
     if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or line.asks_for_help:
-        config = configure(argv, prog)  # a new run: what is wrong with a flag is said before there is a folder
+        config = configure(argv, prog)  # a new run: a wrong flag is reported before the folder is made
     run = Run.from_plain(decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
     if run.checkpoint is None:
         return config or configure(argv, prog), run, []
@@ -43,16 +46,16 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, 
     known = record(run.checkpoint)
     base = copy.deepcopy(known["config"])
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
-    if line.sets_a_length:  # the one typed now; the saved max_epochs would come before it
+    if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
         base.setdefault("trainer", {})["max_epochs"] = -1
     config = configure(argv, prog, base)
-    load_weights(config.module, run.checkpoint)  # Lightning does it again; here, what does not fit is said in a line
+    load_weights(config.module, run.checkpoint)  # Lightning loads them again; here a misfit becomes one line
     stay_with(config.datamodule, known.get("data_source"))
     return config, run, differences(known["config"], config.resolved)
 
 
 def stay_with(datamodule: Any, source: str | None) -> None:
-    """Let a data module that has a choice use what the earlier run found."""
+    """Let a data module with several sources use the one of the earlier run."""
     if hasattr(datamodule, "stay_with"):
         datamodule.stay_with(source)
 
@@ -95,15 +98,15 @@ def load(
 
 
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:
-    """A resolved configuration as it suits a checkpoint that is only used: not compiled, nothing downloaded.
+    """A resolved configuration for using a checkpoint without training it: not compiled, nothing downloaded.
 
-    The training run's Trainer flags are left out: they are of its machine and its job.
+    Trainer flags are left out: they describe the training run's machine and job.
     """
     config = copy.deepcopy({key: value for key, value in config.items() if key != "trainer"})
     init_args = (config.get("model") or {}).get("init_args") or {}
     if "compile" in init_args:
         init_args["compile"] = False
-    # a network's `weights` names the ones it starts from, often a download; the checkpoint brings its own
+    # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
     network = init_args.get("network")
     network_args = (network.get("init_args") or {}) if isinstance(network, dict) else {}
     if "weights" in network_args:
@@ -137,7 +140,7 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
 
 
 def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
-    """Raise a UserError, before anything is imported, where a checkpoint's configuration names somebody else's class.
+    """Raise a UserError, before anything is imported, if a checkpoint's configuration names an untrusted class.
 
     Args:
         config: The configuration that the checkpoint holds.
@@ -145,28 +148,41 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
         path: The checkpoint.
     """
     trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
-    for named in _named_classes(config):
-        root = named.split(".")[0]
-        if "." in named and root not in trusted and not _is_users_own(root):
-            raise UserError(
-                f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
-                f"Nothing was imported. If you trust the file: --allow_imports {root}"
-            )
+    for key, text in _texts(config):
+        holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
+        # the parser also takes a class's path, or YAML with it, where nobody would write text
+        names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
+        for named in names or ():
+            root = named.split(".")[0]
+            if root not in trusted and not _is_users_own(root) and (holds_path or _can_be_imported(root)):
+                raise UserError(
+                    f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
+                    f"Nothing was imported. If you trust the file: --allow_imports {root}"
+                )
 
 
-def _named_classes(value: Any, key: str = "") -> Iterator[str]:
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a configuration, with the key it stands under."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _named_classes(item, str(name))
-    elif isinstance(value, list):
+            yield from _texts(item, str(name))
+    elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _named_classes(item, key)
-    elif isinstance(value, str) and (key in PATHS or key.startswith(("callbacks", "logger", "plugins"))):
-        yield value
+            yield from _texts(item, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def _can_be_imported(root: str) -> bool:
+    """Whether there is a module of this name; it is not imported."""
+    try:
+        return importlib.util.find_spec(root) is not None
+    except (ImportError, ValueError):
+        return True
 
 
 def _is_users_own(root: str) -> bool:
-    """Whether a module of this name lies in the folder the user works in, or beside this package in a clone."""
+    """Whether a module of this name lies in the working folder, or beside this package in a clone."""
     folders = [Path.cwd()]
     clone = Path(__file__).parents[2]
     folders += [clone] if "site-packages" not in clone.parts else []

@@ -1,4 +1,4 @@
-"""Run folders, ``checkpoints/<run_name>/``: which run is meant, who may write there, where to go on."""
+"""Run folders, ``checkpoints/<run_name>/``: which run is meant, who may write there, where it resumes."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class Run:
     """A run's folder and how the run starts."""
 
     folder: Path
-    checkpoint: Path | None = None  # where to go on from
+    checkpoint: Path | None = None  # the run resumes from it
     finished: bool = False  # nothing is left to do
-    fork: bool = False  # a new run that goes on from another run's checkpoint
+    fork: bool = False  # a new run that starts from another run's checkpoint
     notes: list[str] = field(default_factory=list)  # what the user should know, a line each
-    run_id: str = ""  # stays with the folder, and tells its checkpoints from another run's
+    run_id: str = ""  # belongs to the folder; tells its checkpoints from another run's
 
     def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()  # W&B writes from a thread of its own, wherever we are by then
+        self.folder = self.folder.absolute()  # W&B writes later, when the working folder may be another
         if not self.run_id:
             with contextlib.suppress(OSError):
                 self.run_id = (self.folder / RUN_ID).read_text().strip()
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 
     _lock: Any = None
-    _created: bool = False  # by this process, where nothing was
+    _created: bool = False  # this process made the folder
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     def to_plain(self) -> dict[str, Any]:
-        """The decision as JSON can carry it to other ranks."""
+        """Plain values, for JSON and the other ranks."""
         paths = {"folder": str(self.folder), "checkpoint": self.checkpoint and str(self.checkpoint)}
         return paths | {name: getattr(self, name) for name in ("finished", "fork", "notes", "run_id")}
 
@@ -62,18 +62,18 @@ class Run:
         return cls(**plain | paths)
 
     def elsewhere(self, folder: str) -> Run:
-        """The same run in another folder; its own, which was made for the name alone, is gone."""
+        """The same run in another folder. The folder made for its name is removed."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
         return Run(Path(folder) / self.name, self.checkpoint, fork=self.fork)
 
     def discard(self) -> None:
-        """Take a new run's folder away again where the run failed before anything was saved."""
+        """Delete a new run's folder if the run failed before it saved a checkpoint."""
         if (self.checkpoint is None or self.fork) and self._created and not any(self.folder.glob("*.ckpt")):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def create(self) -> None:
-        """Make the folder (a new run) or make sure that nobody else is writing there (a resumed one).
+        """Make the folder of a new run, and lock it so that no other process writes there.
 
         Raises:
             UserError: The name is taken, the folder cannot be made, or another process holds the run.
@@ -87,7 +87,7 @@ class Run:
                 f"the run's folder {self.folder} cannot be written: {error.strerror}. Change --default_root_dir."
             ) from None
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: loader workers would inherit it
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: loader workers would inherit that lock
         except OSError:
             raise UserError(
                 f"run {self.name} is being written by another process. Wait for it or choose another --run_name."
@@ -113,7 +113,7 @@ def point_latest_at(folder: Path) -> None:
 
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
-    """The run that ``--run_name`` and ``--ckpt_path`` mean. Looks, and writes nothing but a new run's folder.
+    """The run that ``--run_name`` and ``--ckpt_path`` mean. Writes nothing except a new run's folder.
 
     Args:
         root: Folder of all runs.
@@ -131,7 +131,7 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
         return _automatic(root, run_name)
     checkpoint = find_checkpoint(ckpt_path, root, run_name)
     folder = root / run_name if run_name else checkpoint.resolve().parent
-    # a checkpoint in another run's folder, or outside of all: a new run that goes on from there
+    # a checkpoint of another run, or of no run: a new run starts from it
     if run_name and checkpoint.resolve().parent != folder.resolve():
         run = _new(root, run_name)
         return Run(run.folder, checkpoint, fork=True)
@@ -207,7 +207,7 @@ def _automatic(root: Path, run_name: str | None) -> Run:
 
 
 def _is_finished(checkpoint: Path) -> bool:
-    """Whether this is a last.ckpt of the step that the run's summary tells of; a longer run has gone past that."""
+    """Whether this is the last.ckpt of a finished run: its step is the one that summary.json holds."""
     if checkpoint.name != "last.ckpt":
         return False
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and SLURM's signal: noted at once, acted upon between two steps.
+"""SIGTERM, Ctrl-C and SLURM's signal: noted at once, handled at the next step boundary.
 
 Lightning's own handler broadcasts to the other ranks from inside the signal handler, which can interrupt a collective
 and hang, and ends a terminated run with exit code 0. Here a handler only notes the signal.
@@ -15,8 +15,8 @@ import sys
 import threading
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a closed terminal is a reason to save, too
-# Several ranks start up together and stop together at the first step; if that has not come by then, end anyway.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+# Ranks that receive a signal during start-up stop together at the first step, or each one after this time.
 START_UP_PATIENCE_S = 8.0
 
 
@@ -30,7 +30,7 @@ class Stopped(BaseException):
 
 
 class _State:
-    """The process's one record of what it was asked to do (a signal handler has no other place to note it)."""
+    """What this process was asked to do. It is global because a signal handler has no other place to note it."""
 
     requested: int = 0
     importing: bool = False
@@ -39,8 +39,8 @@ class _State:
 
 
 def install() -> None:
-    """Take over the signals of the main thread. Until :func:`imports_are_done` one ends the process: nothing can be
-    lost yet, and an import that is cut in two could not tell what happened.
+    """Take over the signals in the main thread. Until :func:`imports_are_done` a signal ends the process: there is
+    nothing to save yet, and an exception inside an import would show up as an ImportError.
     """
     if threading.current_thread() is threading.main_thread():
         _State.importing = True
@@ -75,12 +75,12 @@ def defer(shared: bool = False) -> None:
 
 
 def resume_immediate() -> None:
-    """Training is over (or the step that could save is gone): a signal ends the process at once again."""
+    """Training is over: from now on a signal ends the process at once."""
     _State.deferring = False
 
 
 def training_begins() -> None:
-    """The ranks have met and step boundaries follow: start-up's time limit is off."""
+    """All ranks have started and step boundaries follow: the time limit of the start-up ends."""
     _State.shared = False
 
 
@@ -92,7 +92,7 @@ def _note(signum: int, _: FrameType | None) -> None:
     if not _State.deferring:
         raise Stopped(signum)
     if first and os.environ.get("LOCAL_RANK", "0") == "0":
-        # os.write: print() may not be called again while it is running
+        # os.write: a signal may interrupt print(), which cannot be called inside itself
         os.write(
             sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: saving this step, then stopping ...\n".encode()
         )

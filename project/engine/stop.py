@@ -25,15 +25,15 @@ from project.engine import signals
 from project.engine.exact_loading import ExactLoader, ExactLoading
 from project.engine.lightning_internals import leave_signals_alone, share_evaluation_sums
 
-SAVE_DUE = 1  # what the ranks may agree on besides a signal's number: a request below them all
+SAVE_DUE = 1  # a request that is lower than every signal's number
 
 
 class Agreement:
     """The largest request of any rank, known to all ranks at the same step.
 
     Each call starts an all-reduce over CPU memory (gloo, so never a wait for a GPU) and returns the outcome of the one
-    started a call earlier, which has long arrived. Lightning instead broadcasts rank 0's flag on the device at
-    every step and waits for it, and so neither hears the other ranks nor leaves the device alone.
+    previous call started, which has arrived long ago. Lightning instead broadcasts rank 0's flag on the device at
+    every step and waits for it: it ignores signals to other ranks, and interrupts the device's work.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -41,7 +41,7 @@ class Agreement:
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def latest(self, request: int) -> int:
-        """Hand in this rank's request; returns what all ranks agreed on a call ago (alone: the request itself)."""
+        """Give this rank's request; returns what all ranks agreed on one call ago (one rank: the request itself)."""
         if self.group is None:
             return request
         agreed = self._outcome()
@@ -77,9 +77,9 @@ class Agreement:
 class GracefulStop(Callback):
     """SIGTERM, Ctrl-C and SLURM's signal, received by any rank at any moment, end all ranks at the same batch.
 
-    Replaces Lightning's handling, which broadcasts inside the signal handler and can hang, hears rank 0 only, saves
-    nothing and exits with 0 (Lightning issues 20806, 21406, 20542). Also puts exact loaders in their place, for every
-    command that trains or evaluates, and makes what a module logs in an evaluation that of all ranks.
+    Replaces Lightning's handling, which broadcasts inside the signal handler and can hang, knows rank 0's signal only,
+    saves nothing and exits with 0 (Lightning issues 20806, 21406, 20542). This callback also installs exact loaders in
+    every command that trains or evaluates, and adds up over ranks what a module logs in an evaluation.
 
     Args:
         loading: The run's loaders.
@@ -118,20 +118,20 @@ class GracefulStop(Callback):
             raise signals.Stopped(self._request)
 
     def asked_in_evaluation(self, trainer: Trainer, loaders: Any) -> bool:
-        """Whether the ranks agreed to stop; they count the same batches only with our evaluation loaders."""
+        """Whether the ranks agreed to stop. They count the same batches only with our evaluation loaders."""
         if trainer.world_size == 1 or isinstance(loaders, ExactLoader):
             self._request = max(self._request, self.agreement.latest(signals.requested()))
         return self._request > SAVE_DUE
 
     def settle(self) -> int:
-        """What the ranks agree on now; every rank must call it."""
+        """The request that the ranks agree on now. Every rank must call it."""
         return self.agreement.settle(signals.requested())
 
 
 def share_last(trainer: Trainer, loaders: Any, batches: list[int | float], batch_idx: int, loader_idx: int) -> None:
-    """At the last batch of an evaluation loader, make what was logged of it that of all ranks.
+    """At the last batch of an evaluation loader, add up over the ranks what was logged.
 
-    Not at the epoch's end: Lightning has computed the values by then.
+    At the epoch's end it is too late: Lightning has computed the values by then.
     """
     loader = loaders[loader_idx] if isinstance(loaders, (list, tuple)) else loaders
     if trainer.world_size > 1 and isinstance(loader, ExactLoader) and batch_idx + 1 == batches[loader_idx]:
@@ -139,7 +139,7 @@ def share_last(trainer: Trainer, loaders: Any, batches: list[int | float], batch
 
 
 def requeue_job() -> None:
-    """Ask SLURM to queue this job again, under its own id. Lightning's plugin would save in its own way first."""
+    """Ask SLURM to queue this job again under its own id. Lightning's plugin would first save its own checkpoint."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"

@@ -1,4 +1,4 @@
-"""What a run says of itself: one line at the start, ``summary.json`` and a few lines at the end."""
+"""The facts of a run: one line at the start, ``summary.json`` and a few lines at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Series = list[tuple[int, float]]
 
 @dataclass
 class Summary:
-    """The facts of a run, as ``summary.json`` holds them. What is None, or an absent metric, could not be measured."""
+    """The facts of a run, as ``summary.json`` holds them. None, or an absent metric: not measured."""
 
     run_name: str
     finished: bool
@@ -41,7 +41,7 @@ class Summary:
     precision: str  # the effective one
     world_size: int
     parameters: int
-    epochs: int  # that are done
+    epochs: int  # completed
     steps: int  # optimizer steps
     fit_seconds: float
     command: str
@@ -53,7 +53,7 @@ class Summary:
     train_samples: int | None = None
     start_seconds: float | None = None  # from process start to the first step
     git_commit: str | None = None
-    git_dirty: bool | None = None  # whether files of the code differ from the commit, or are unknown to git
+    git_dirty: bool | None = None  # whether files differ from the commit, or are not under git
     date: str | None = None  # of its end, such as "2026-11-22 06:25 UTC"
     hardware: str | None = None  # CPU model and cores, such as "AMD EPYC 9B14, 2 cores"
     versions: dict[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A test image that was given another label than its own."""
+    """A test image with a wrong prediction."""
 
     image: np.ndarray  # uint8 (height, width, channels), as it was before normalisation
     label: int
@@ -107,7 +107,7 @@ class RunRecord:
 
     @property
     def names(self) -> list[str]:
-        """One name per class of the confusion matrix; numbers where the data module does not name as many."""
+        """One name per class of the confusion matrix; numbers where the data module names another number of classes."""
         classes = 0 if self.confusion is None else len(self.confusion)
         return self.class_names if len(self.class_names) == classes else [str(index) for index in range(classes)]
 
@@ -187,7 +187,7 @@ def device_name(trainer: Trainer) -> str:
 
 
 def samples_of(loader: Any) -> int | None:
-    """Samples behind a loader, None where it does not tell (an ``IterableDataset``, several loaders)."""
+    """Samples of a loader's dataset, None where it has no length (an ``IterableDataset``, several loaders)."""
     with contextlib.suppress(TypeError, AttributeError):
         return len(loader.dataset)
     return None
@@ -237,7 +237,7 @@ def versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command as it could be typed again."""
+    """The command line, ready to be typed again."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
     return " ".join([program, *map(shlex.quote, sys.argv[1:])])
@@ -267,7 +267,7 @@ def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: s
         lines.append(advice)
     lines += [f"everything in {shown}/", "next:"]
     lines.append(f"  python -m project.test --ckpt_path {shown}/best.ckpt")
-    lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")
+    lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")  # feature: predict
     if offline is not None:
         lines.append(f"  wandb sync {offline}   # publish this run's dashboard")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ from project.engine.summary import RunTimer
 from project.errors import UserError
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-MOST = 2**31 - 1  # of a count; more is a typing error and overflows somewhere
+MOST = 2**31 - 1  # for a count; a larger one is a typing error and would overflow
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:
@@ -51,16 +51,16 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
             )
     refuse_what_cannot_run(flags, world_size)
     plugins = as_list(flags["plugins"])
-    ours = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []  # queued again by us
+    ours = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []  # our callback does it
     given = [plugin for plugin in plugins if not isinstance(plugin, SLURMEnvironment)]
     flags["plugins"] = [*given, *ours, AtomicCheckpointIO()]
-    flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the start line says what matters
+    flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the run's first line says the same
     precision = config.options.matmul_precision
     if precision is not None:
         if precision not in MATMUL_PRECISIONS:
             raise UserError(f"--matmul_precision must be one of {', '.join(MATMUL_PRECISIONS)}, got {precision}.")
         torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions, which the setting above leaves alone
+        torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions: not set by the call above
     return flags
 
 
@@ -74,7 +74,7 @@ def requeue_signal(config: Configuration) -> int | None:
 
 
 def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
-    """Raise a UserError for flags that Lightning takes and that end in a crash, a wait or a swapping machine."""
+    """Raise a UserError for flags that Lightning accepts but that lead to a crash, a hang or swapping."""
     devices = str(flags["devices"])
     most = 4 * threads.available_cores()
     on_cpu = flags["accelerator"] == "cpu" or (flags["accelerator"] == "auto" and not torch.accelerator.is_available())
@@ -99,7 +99,7 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
 
 
 def refuse_counts(flags: dict[str, Any]) -> None:
-    """Raise a UserError for counts that count nothing, or too much."""
+    """Raise a UserError for counts that are too small or too large."""
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "max_epochs", "max_steps", "log_every_n_steps"):
         value = flags[name]
         if isinstance(value, int) and value > MOST:
@@ -130,7 +130,7 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
 
 
 def as_list(value: Any) -> list[Any]:
-    """What a flag holds that takes one, several or none: a list."""
+    """The value of a flag that takes none, one or several objects, as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
@@ -148,7 +148,7 @@ def loggers_of(flags: dict[str, Any], options: Any, folder: Path, ours: list[Log
 
 @contextmanager
 def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
-    """What Lightning itself refuses before the first step is a mistake in the flags: a :class:`UserError`."""
+    """Turn what Lightning refuses before the first step into a :class:`UserError`: a flag is wrong."""
     try:
         yield
     except (MisconfigurationException, ValueError, OverflowError) as error:
@@ -170,9 +170,9 @@ def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -
         raise UserError(
             "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."
         )
-    if not _has_test(config):
+    if lacks_for_test(config.module, config.datamodule):
         return {}
-    # In float32: the figure is then what the checkpoint predicts on any device, also on a CPU.
+    # In float32, so that the result is the same on any device, also on a CPU.
     if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
         trainer.strategy.precision_plugin = Precision()
         config.module.float()
@@ -190,18 +190,19 @@ def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -
 test_best.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
 
 
-def _has_test(config: Configuration) -> bool:
-    """Whether the module has a test step, and somebody has data for it."""
-    has_step = type(config.module).test_step is not LightningModule.test_step
-    brought = type(config.module).test_dataloader is not LightningModule.test_dataloader
-    data = config.datamodule
-    given = data is not None and type(data).test_dataloader is not LightningDataModule.test_dataloader
-    return has_step and (brought or given)
+def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
+    """What a test needs and nobody has: a ``test_step``, or data for it. None where nothing is missing."""
+    if type(module).test_step is LightningModule.test_step:
+        return f"{type(module).__name__} has no test_step"
+    brought = type(module).test_dataloader is not LightningModule.test_dataloader
+    if brought or (data is not None and type(data).test_dataloader is not LightningDataModule.test_dataloader):
+        return None
+    return f"neither {type(module).__name__} nor its data module has a test_dataloader"
 
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """No TF32, which GPUs use for convolutions by default and for matrix products with ``--matmul_precision high``."""
+    """Switch TF32 off. GPUs use it for convolutions, and for matrix products with ``--matmul_precision high``."""
     matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

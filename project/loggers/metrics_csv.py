@@ -22,22 +22,17 @@ class MetricsCSV(Logger):
     keeps exactly the rows its checkpoint knew, so the file of a killed run ends like that of an undisturbed one.
     """
 
+    name, version = "csv", ""
+
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._columns, self._count = self._shape(self._read())  # of the file
         self._row: dict[str, float] = {}  # the row being gathered
-        self._row_in_file = False  # an earlier state of it is the file's last row
-        self._row_start = 0  # where in the file that begins, in bytes
+        self._row_start: int | None = (
+            None  # where in the file its earlier state begins, in bytes; None: not in the file
+        )
         self._row_changed = False
-
-    @property
-    def name(self) -> str:
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        return ""
+        self._adopt(self._read())
 
     @property
     def save_dir(self) -> str:
@@ -51,52 +46,52 @@ class MetricsCSV(Logger):
         step = int(step or 0)
         if self._row and self._row["step"] != step:
             self.flush_rows()
-            self._row, self._row_in_file = {}, False
+            self._row, self._row_start = {}, None
         self._row |= {key: float(value) for key, value in metrics.items()}
         self._row["step"] = step
         if "epoch" in self._row:
             self._row["epoch"] = int(self._row["epoch"])
         self._row_changed = True
 
-    @rank_zero_only
-    def save(self) -> None:
-        self.flush_rows()
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
+    def save(self) -> None:  # finalize calls it, too
         self.flush_rows()
 
     def flush_rows(self, to_disk: bool = False) -> int:
         """Write the row being gathered, which may still grow; returns the number of rows in the file.
 
-        Args:
-            to_disk: Wait until the file would survive a power cut, as a checkpoint that counts its rows does.
+        With ``to_disk`` wait until the file would survive a power cut, as a checkpoint that counts its rows does.
         """
         if self._row_changed:
+            self._count += self._row_start is None
             new = sorted(self._row.keys() - set(self._columns))
             self._columns += new
             if new or not self.path.exists():
                 rows = self._read()
-                self._rewrite([*(rows[:-1] if self._row_in_file else rows), self._row])
-            else:
-                self._write_last_row()
-            self._count += not self._row_in_file
-            self._row_in_file, self._row_changed = True, False
-        if to_disk and self._row_in_file and self.path.exists():
+                self._rewrite([*(rows if self._row_start is None else rows[:-1]), self._row])
+            else:  # append the row, or put it over its earlier state: the file may be long, and is not written anew
+                with open(self.path, "r+b") as file:
+                    end = file.seek(0, os.SEEK_END)
+                    self._row_start = file.seek(end if self._row_start is None else self._row_start)
+                    file.write(self._as_text([self._row]))
+                    file.truncate()
+            self._row_changed = False
+        if to_disk and self._row_start is not None and self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
         return self._count
 
     @rank_zero_only
     def keep_rows(self, count: int) -> None:
-        """Go on after the first ``count`` rows of the file; those behind them are of steps that will come again."""
+        """Go on after the first ``count`` rows of the file; the resumed run repeats the steps of the others."""
         rows = self._read()[:count]
-        self._columns, self._count = self._shape(rows)
-        if rows or self.path.exists():
+        self._adopt(rows)
+        if self.path.exists():
             self._rewrite(rows)
         if rows:  # what is still logged at its step joins the last row
             self._row = {key: float(value) for key, value in rows[-1].items() if value}
-        self._row_in_file, self._row_changed = bool(rows), False
+        else:
+            self._row_start = None
+        self._row_changed = False
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
@@ -104,15 +99,10 @@ class MetricsCSV(Logger):
         with open(self.path, newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
-    def _shape(self, rows: list[dict[str, str]]) -> tuple[list[str], int]:
-        return list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)])), len(rows)
-
-    def _write_last_row(self) -> None:
-        """Append the row, or put it over its earlier state: the file may be long, and is not written anew."""
-        with open(self.path, "r+b") as file:
-            self._row_start = file.seek(self._row_start) if self._row_in_file else file.seek(0, os.SEEK_END)
-            file.write(self._as_text([self._row]))
-            file.truncate()
+    def _adopt(self, rows: list[dict[str, str]]) -> None:
+        """Take over columns and number of the file's rows."""
+        self._columns = list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)]))
+        self._count = len(rows)
 
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         head = self._as_text([dict(zip(self._columns, self._columns, strict=True)), *rows[:-1]])

@@ -10,7 +10,8 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.engine.summary import RunRecord
 from project.errors import UserError
-from project.loggers.panels import STEP
+from project.loggers import STEP
 from project.loggers.wandb_account import wandb_mode
 
 DEFAULT_PROJECT = "mnist-lightning"
@@ -33,8 +34,9 @@ END_PATIENCE, STOP_PATIENCE = 7.0, 4.0
 SETTINGS: dict[str, Any] = {
     "x_save_requirements": False,  # reads the metadata of every installed package: half a second; the lock file has it
     "init_timeout": 15.0,  # seconds for the server to answer, while training goes on
-    "finish_timeout": END_PATIENCE,  # W&B's own process ends after it, too
+    "finish_timeout": END_PATIENCE,  # also for W&B's own process
 }
+MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
 def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str, Any]) -> WandbRunLogger | None:
@@ -64,31 +66,19 @@ class WandbRunLogger(WandbLogger):
     per call. Here what is logged before the run is up waits in a list, what is logged at one step is one row, as in
     metrics.csv, and the end waits a few seconds. Nothing is written to disk before :meth:`begin`.
 
-    Args:
-        folder: The run's folder.
-        run_name: Shown in W&B.
-        run_id: W&B's id of the run.
-        project: W&B's project.
-        config: Plain values, shown as the run's configuration.
-        offline: Write files only; ``wandb sync`` uploads them.
+    ``folder`` is the run's, ``config`` plain values; ``offline`` writes files only, for ``wandb sync``.
     """
 
     def __init__(
         self, folder: Path, run_name: str, run_id: str, project: str, config: dict[str, Any], offline: bool
     ) -> None:
         super().__init__(name=run_name, save_dir=str(folder), id=run_id, project=project, offline=offline)
-        self.folder, self.offline = folder, offline
-        self.options: dict[str, Any] = {
-            "name": run_name,
-            "project": project,
-            "dir": str(folder),
-            "id": run_id,
-            "config": config,
-        }
+        self.folder, self.offline, self.config = folder, offline, config
+        # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
+        self.options = {"name": run_name, "project": project, "dir": str(folder), "id": run_id, "resume": "allow"}
         self.record: RunRecord | None = None  # what the report shows: W&B gets its pictures at the end
         self._run: Future[Any] = Future()
-        self._starter: threading.Thread | None = None
-        self._given_up = False
+        self._begun = self._given_up = False
         self._row: dict[str, Any] = {}  # of the latest step, may still grow
         self._rows: list[dict[str, Any]] = []  # waiting for the run to be up
         # Files for upload are copied beside the run, not into the home folder, unless the user chose a place.
@@ -110,12 +100,13 @@ class WandbRunLogger(WandbLogger):
 
         W&B sums the run up by the best value, ``max`` or ``min``, of ``monitor``, and by the last of all others.
         """
-        if self._starter is None:
-            if self._staging:
-                os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
-            self.options["config"] = {**self.options["config"], **(facts or {})}
-            self._starter = threading.Thread(target=self._start, args=(monitor, mode), name="wandb-start", daemon=True)
-            self._starter.start()
+        if self._begun:
+            return
+        self._begun = True
+        if self._staging:
+            os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
+        config = {**self.config, **(facts or {})}
+        threading.Thread(target=self._start, args=(config, monitor, mode), name="wandb-start", daemon=True).start()
 
     def wait(self) -> Any:
         """The W&B run, once it is up; a stand-in that does nothing where it could not start."""
@@ -142,22 +133,20 @@ class WandbRunLogger(WandbLogger):
 
     def finish(self, exit_code: int) -> None:
         """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
-        if self._starter is None:
+        if not self._begun:
             return
         patience: float | None = STOP_PATIENCE
-        if exit_code == 0:  # files need no server: they may take as long as they do
+        if exit_code == 0:  # files need no server, so there is no limit
             patience = None if self.offline else float(os.environ.get("WANDB_FINISH_TIMEOUT", END_PATIENCE))
-        if finished_within(patience, lambda: self._finish(exit_code)):
+        if not done_within(patience, lambda: self._finish(exit_code)):
             self._give_up()
-        if self._staging:  # it is this run's folder: not for later runs of this process
+        if self._staging:  # it names this run's folder; later runs of this process have others
             os.environ.pop("WANDB_DATA_DIR", None)
 
     def _finish(self, exit_code: int) -> None:
         run = self.wait()
         self.send()
         if self.record is not None and not isinstance(run, DummyExperiment):
-            from project.loggers.wandb_pictures import log_record  # imports wandb
-
             try:
                 log_record(run, self.record, self.folder)
             except Exception as error:
@@ -173,11 +162,11 @@ class WandbRunLogger(WandbLogger):
             rank_zero_warn(f"W&B did not take everything in time. To complete it: wandb sync {place}")
         else:
             rank_zero_warn("W&B did not answer in time and has nothing of this run. metrics.csv has every value.")
-        finished_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
+        done_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
 
-    def _start(self, monitor: str | None, mode: str) -> None:
+    def _start(self, config: dict[str, Any], monitor: str | None, mode: str) -> None:
         try:
-            run = self._init()
+            run = self._init(config)
             # all panels are drawn over optimizer steps
             run.define_metric(STEP, hidden=True)
             run.define_metric("epoch", hidden=True)
@@ -190,12 +179,11 @@ class WandbRunLogger(WandbLogger):
             run = DummyExperiment()
         self._run.set_result(run)
 
-    def _init(self) -> Any:
+    def _init(self, config: dict[str, Any]) -> Any:
         import wandb
 
         settings = {key: value for key, value in SETTINGS.items() if f"WANDB_{key.upper()}" not in os.environ}
-        # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
-        options: dict[str, Any] = {**self.options, "resume": "allow", "settings": wandb.Settings(**settings)}
+        options: dict[str, Any] = {**self.options, "config": config, "settings": wandb.Settings(**settings)}
         if not self.offline:
             try:
                 run = wandb.init(**options, mode="online")
@@ -205,7 +193,7 @@ class WandbRunLogger(WandbLogger):
                 if self._given_up:
                     raise
                 rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())}).")
-                wandb.teardown()  # its process still counts the run that did not start
+                wandb.teardown()  # its process still holds the run that did not start
         return wandb.init(**options, mode="offline")
 
 
@@ -219,22 +207,19 @@ class _Awaited:
         return getattr(self._wait(), name)
 
 
-def finished_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
-    """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong."""
-    outcome: Future[None] = Future()
+def done_within(seconds: float | None, work: Callable[[], Any]) -> bool:
+    """Do ``work`` in a thread, which is left behind after ``seconds``; returns whether it was done without an error."""
+    done = threading.Event()
 
     def target() -> None:
-        try:
+        with suppress(BaseException):  # wandb.teardown raises SystemExit where its process failed
             work()
-            outcome.set_result(None)
-        except BaseException as error:  # wandb.teardown raises SystemExit where its process failed
-            outcome.set_exception(error)
+            done.set()
 
-    threading.Thread(target=target, daemon=True).start()
-    try:
-        return outcome.exception(seconds)
-    except TimeoutError:
-        return TimeoutError(f"not done after {seconds:g} s")
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done.is_set()
 
 
 def offline_folders(folder: Path) -> str | None:
@@ -249,9 +234,7 @@ def offline_folders(folder: Path) -> str | None:
 class WandbStart(Callback):
     """Begins the W&B run when training starts, so that a run which cannot start leaves no W&B files behind.
 
-    Args:
-        logger: The run's W&B logger.
-        checkpoint: Its ``monitor`` (a metric's name or None) and ``mode`` say by which value W&B sums the run up.
+    ``checkpoint``: its ``monitor`` (a metric's name or None) and ``mode`` say by which value W&B sums the run up.
     """
 
     def __init__(self, logger: WandbRunLogger, checkpoint: Any) -> None:
@@ -266,3 +249,49 @@ class WandbStart(Callback):
             "parameters": sum(p.numel() for p in pl_module.parameters()),
         }
         self.logger.begin(facts, self.checkpoint.monitor, getattr(self.checkpoint, "mode", "max"))
+
+
+def log_record(run: Any, record: RunRecord, folder: Path) -> None:
+    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run.
+
+    Keys: ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
+    """
+    import wandb
+
+    def bars(title: str, name: str, value: str, rows: Any, *more: str) -> Any:
+        table = wandb.Table(columns=[name, value, *more], data=[list(row) for row in rows])
+        return wandb.plot.bar(table, name, value, title=title)
+
+    pictures: dict[str, Any] = {}
+    if (folder / "report.html").exists():
+        pictures["report"] = wandb.Html(str(folder / "report.html"), inject=False)
+    if record.confusion is not None:
+        names, counts = record.names, record.confusion
+        accuracies = record.class_accuracy
+        pictures["test/class_accuracy"] = bars("Accuracy per class", "class", "accuracy", accuracies, "samples")
+        rows = [
+            [wandb.Image(m.image.squeeze()), names[m.label], names[m.prediction], m.probability]
+            for m in record.mistakes
+        ]
+        pictures["test/mistakes"] = wandb.Table(columns=["image", "label", "prediction", "probability"], data=rows)
+        if len(names) <= MOST_CLASSES:
+            columns = ["Actual", "Predicted", "nPredictions"]
+            cells = [[y, p, int(counts[i, j])] for i, y in enumerate(names) for j, p in enumerate(names)]
+            pictures["test/confusion_matrix"] = wandb.plot_table(
+                vega_spec_name="wandb/confusion_matrix/v1",
+                data_table=wandb.Table(columns=[*columns], data=cells),
+                fields={name: name for name in columns},
+                string_fields={"title": "Confusion matrix"},
+            )
+    if record.breakdown:
+        pictures["memory/breakdown"] = bars("Memory by use", "use", "GiB", record.breakdown.items())
+    run.log(pictures)
+    facts = record.summary.to_plain()
+    # what was logged over time has its last or best value there already
+    run.summary.update({key: value for key, value in facts.items() if key not in record.series})
+    best = folder / "best.ckpt"
+    if record.stopped_by is None and best.exists():
+        plain = {key: value for key, value in facts.items() if isinstance(value, (int, float, str))}
+        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=plain)
+        artifact.add_file(str(best), policy="mutable")  # a copy: a resumed run writes another best.ckpt before a sync
+        run.log_artifact(artifact, aliases=["best"])

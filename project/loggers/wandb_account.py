@@ -29,12 +29,12 @@ class WandbState:
 
 def has_wandb_key() -> bool:
     """Whether a W&B API key is configured (environment or netrc); no network is touched."""
-    return _key_from(os.environ) is not None
+    return wandb_mode(os.environ).logged_in
 
 
 def wandb_mode(environ: Mapping[str, str]) -> WandbState:
     """What ``WANDB_MODE`` and the like ask for; without them online where an API key is configured, else offline."""
-    key_from = _key_from(environ)
+    key_from = "WANDB_API_KEY" if environ.get("WANDB_API_KEY") else _netrc_with_key(environ)
     asked = environ.get("WANDB_MODE", "").lower()
     mode: Mode = "offline" if asked in ("offline", "dryrun") or not key_from else "online"
     if asked == "disabled" or environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
@@ -45,10 +45,7 @@ def wandb_mode(environ: Mapping[str, str]) -> WandbState:
     return WandbState(mode, key_from is not None, f"{login}: {MEANINGS[mode]}")
 
 
-def _key_from(environ: Mapping[str, str]) -> str | None:
-    """Where the API key stands: the variable's name or the netrc file; None without one."""
-    if environ.get("WANDB_API_KEY"):
-        return "WANDB_API_KEY"
+def _netrc_with_key(environ: Mapping[str, str]) -> str | None:
     path = environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         hosts = netrc.netrc(path).hosts

@@ -22,8 +22,8 @@ class ImageClassifier(SupervisedModule):
         monitor: See :class:`SupervisedModule`.
         mode: See :class:`SupervisedModule`.
         lr: Peak learning rate.
-        label_smoothing: Share of the target spread over all classes (in what is trained, not in what is logged).
-        class_weights: Weight of each class (in what is trained, not in what is logged). Default: all alike.
+        label_smoothing: Share of the target spread over all classes (in the trained loss, not in the logged one).
+        class_weights: Weight of each class (in the trained loss, not in the logged one). Default: equal.
         channels_last: See :class:`SupervisedModule`.
         kwargs: Those of :class:`SupervisedModule`.
     """
@@ -42,32 +42,26 @@ class ImageClassifier(SupervisedModule):
     ) -> None:
         if not 0 <= label_smoothing < 1:
             raise UserError(f"--model.label_smoothing must be at least 0 and below 1, got {label_smoothing}.")
-        loss_args: dict[str, Any] = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        loss_args = {"label_smoothing": label_smoothing, "weight": class_weights}
+        loss_args = {name: value for name, value in loss_args.items() if value}
+        # micro: the number of classes is not needed to count what is right
+        metrics = {"accuracy": MulticlassAccuracy(num_classes=None, average="micro", validate_args=False), **metrics}
         super().__init__(
-            network,
-            loss="CrossEntropyLoss",
-            loss_args=loss_args | ({"weight": class_weights} if class_weights else {}),
-            # Micro-averaged, so the number of classes is not needed to count what is right.
-            metrics={"accuracy": MulticlassAccuracy(num_classes=None, average="micro", validate_args=False), **metrics},
-            monitor=monitor,
-            mode=mode,
-            lr=lr,
-            channels_last=channels_last,
-            **kwargs,
+            network, "CrossEntropyLoss", loss_args, metrics, monitor, mode, lr=lr, channels_last=channels_last, **kwargs
         )
 
     def setup(self, stage: str) -> None:
-        """Before training: does the network fit the data? An answer in the user's words instead of a shape error."""
         super().setup(stage)
         datamodule = getattr(self.trainer, "datamodule", None)
         if stage == "fit" and getattr(datamodule, "class_names", None) and hasattr(datamodule, "image_shape"):
             check_fit(self.network, datamodule)
 
     def metric_targets(self, targets: Tensor) -> Tensor:
-        """Labels (batch,), also of mixed ones (batch, classes), as MixUp makes them."""
+        """Labels (batch,). Mixed labels (batch, classes), as MixUp makes them, become the largest class."""
         return targets.argmax(dim=1) if targets.is_floating_point() else targets
 
 
+# feature: mnist
 class MNISTClassifier(ImageClassifier):
     """:class:`ImageClassifier` with :class:`project.model.ConvNet` unless another network is given.
 
@@ -78,41 +72,34 @@ class MNISTClassifier(ImageClassifier):
 
     def __init__(self, network: nn.Module | None = None, **kwargs: Any) -> None:
         super().__init__(network if network is not None else ConvNet(), **kwargs)
-        self.mean, self.std = torch.tensor([0.1307]), torch.tensor([0.3081])  # also of checkpoints that lack them
+        self.mean, self.std = torch.tensor([0.1307]), torch.tensor([0.3081])  # older checkpoints lack them
+
+
+# end feature: mnist
 
 
 def check_fit(network: nn.Module, datamodule: Any) -> None:
-    """Try the network on one blank image. Draws no random number and leaves no trace in batch statistics.
-
-    Args:
-        network: Maps images (batch, channels, height, width) to logits (batch, classes).
-        datamodule: Has ``image_shape`` and ``class_names``.
-
-    Raises:
-        UserError: The network refuses the image or answers with another number of logits.
-    """
+    """A UserError, with the flags to type, unless a blank image gives a logit for each of the data's classes."""
     weight = next(network.parameters(), None)
     if weight is None or weight.device.type == "meta":
         return
-    shape, classes = tuple(datamodule.image_shape), len(datamodule.class_names)
-    data = f"{type(datamodule).__name__}'s images of shape {shape} and {classes} classes"
-    known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
-    flags = {"image_shape": f"[{','.join(map(str, shape))}]", "num_classes": classes}
-    typed = " ".join(f"--model.network.{name} {value}" for name, value in flags.items() if name in known)
-    fix = f" Try {typed}" if typed else ""
+    image_shape, classes = tuple(datamodule.image_shape), len(datamodule.class_names)
     was_training = network.training
-    network.eval()
+    network.eval()  # leaves no trace in batch statistics, draws no random number
     try:
         with torch.no_grad():
             # .forward: a compiled network would compile itself for this one image
-            logits = network.forward(torch.zeros(1, *shape, device=weight.device, dtype=weight.dtype))
+            logits = network.forward(torch.zeros(1, *image_shape, device=weight.device, dtype=weight.dtype))
+        found = f"shape {tuple(logits.shape)} for one"
     except (RuntimeError, ValueError, IndexError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--model.network {type(network).__name__} must take {data}: {reason}.{fix}") from None
+        found = " ".join(str(error).split())[:200]
     finally:
         network.train(was_training)
-    if tuple(logits.shape) != (1, classes):
+    if found != f"shape {(1, classes)} for one":
+        flags = {"image_shape": f"[{','.join(map(str, image_shape))}]", "num_classes": classes}
+        known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
+        typed = [f"--model.network.{name} {value}" for name, value in flags.items() if name in known]
         raise UserError(
-            f"--model.network {type(network).__name__} must give {classes} logits for {data}, "
-            f"got shape {tuple(logits.shape)} for one image.{fix}"
+            f"--model.network {type(network).__name__} must give {classes} logits for {type(datamodule).__name__}'s "
+            f"images of shape {image_shape}, got {found}." + (f" Try {' '.join(typed)}" if typed else "")
         )

@@ -1,5 +1,7 @@
 """The networks: normalised images in, logits out. Every size is a plain constructor argument."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,12 +30,12 @@ class MLP(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_positive("hidden", hidden)
+        check_sizes("hidden", hidden, len(hidden))
         channels, height, width = image_shape
         layers: list[nn.Module] = [nn.Flatten()]  # (batch, channels · height · width)
         size = channels * height * width
         for next_size in hidden:
-            # a place of its own in any case: weights keep their names when dropout is turned on or off
+            # Identity keeps the names of the weights the same, with or without dropout
             layers += [nn.Linear(size, next_size), nn.ReLU(), nn.Dropout(dropout) if dropout else nn.Identity()]
             size = next_size
         layers.append(nn.Linear(size, num_classes))
@@ -45,19 +47,18 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A small convolutional network; every size is a multiple of 8, as tensor cores and vector units like it.
+    """A small convolutional network; every width is a multiple of 8, which suits tensor cores and vector units.
 
     A stage is convolution, pooling where asked for, batch normalisation, ReLU. Pooling comes before the two
-    element-wise layers, which then have a quarter of the work (ReLU and the maximum commute).
+    element-wise layers, which then do a quarter of the work (ReLU and the maximum commute).
 
     Args:
         image_shape: Channels, height and width of the images.
         widths: Channels of each stage.
         kernels: Kernel size of each stage's convolution.
         strides: Stride of each stage's convolution.
-        pools: Whether each stage halves height and width by the maximum.
-        padding: Pad convolutions so that they keep the size. Off: MNIST has a margin of 4 pixels, and smaller planes
-            need less than half of the multiplications.
+        pools: Whether each stage halves height and width by the maximum. As many as stages.
+        padding: Pad convolutions to keep the size. MNIST's margin needs no padding, and smaller planes are faster.
         num_classes: Number of logits.
         dropout: Share of the features that training leaves out before the last layer.
     """
@@ -74,13 +75,8 @@ class ConvNet(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, sizes in (("widths", widths), ("kernels", kernels), ("strides", strides)):
-            _check_positive(name, sizes)
-        if not len(widths) == len(kernels) == len(strides) == len(pools):
-            raise UserError(
-                "--model.network: widths, kernels, strides and pools must have one entry per stage, got "
-                f"{len(widths)}, {len(kernels)}, {len(strides)} and {len(pools)}."
-            )
+        for name, sizes in {"widths": widths, "kernels": kernels, "strides": strides}.items():
+            check_sizes(name, sizes, len(pools))
         channels, height, width = image_shape
         stages: list[nn.Module] = []
         for out, kernel, stride, pool in zip(widths, kernels, strides, pools, strict=True):
@@ -104,33 +100,23 @@ class ConvNet(nn.Module):
         return self.head(self.dropout(features.flatten(1)))
 
 
-def _check_positive(name: str, widths: list[int]) -> None:
-    if not widths or min(widths) < 1:
-        raise UserError(f"--model.network.{name} must list sizes of at least 1, got {widths}.")
-
-
-# Activation checkpointing: less memory for activations, one more forward pass.
+def check_sizes(name: str, sizes: list[int], count: int) -> None:
+    """One size of at least 1 for each of ``count`` layers, of which there is at least one."""
+    if not sizes or min(sizes) < 1 or len(sizes) != count:
+        raise UserError(f"--model.network.{name} must list {count or 'some'} sizes of at least 1, got {sizes}.")
 
 
 def recompute_activations(network: nn.Module) -> None:
-    """Make a network recompute its activations in the backward pass, in place and without new checkpoint keys.
+    """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint.
 
     Every direct child of ``network.blocks`` that has parameters (of ``network`` itself where it has no ``blocks``)
     keeps only its input. Generators are restored for the second pass, so dropout drops the same units.
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):
-            child.forward = _Recomputed(child.forward, child)
+            # no closure: a copy of the network must call its own layers
+            child.forward = partial(_recomputed, child, child.forward)
 
 
-class _Recomputed:
-    """A module's forward under :func:`torch.utils.checkpoint.checkpoint` while it trains."""
-
-    def __init__(self, forward: Any, module: nn.Module) -> None:
-        self.forward = forward
-        self.module = module
-
-    def __call__(self, *args: Any) -> Any:
-        if not self.module.training:
-            return self.forward(*args)
-        return checkpoint(self.forward, *args, use_reentrant=False)
+def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False) if module.training else forward(*args)

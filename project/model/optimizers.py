@@ -18,19 +18,11 @@ SHAPES = ("constant", "cosine", "linear", "onecycle")
 
 
 def named_class(option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()) -> Any:
-    """The class ``name`` of the module ``home``, or the class at the import path ``name`` (``package.module.Class``).
+    """The subclass of ``base`` with this name in the module ``home``, or with this import path.
 
-    Args:
-        option: The flag, for the error.
-        name: As typed.
-        home: Where a name without dots is looked up.
-        base: What the class must inherit from.
-        also: Names that are allowed beside those of ``home``, for the error.
-
-    Raises:
-        UserError: There is no such class.
+    ``option`` and ``also`` are for the error: the flag, and what it may be beside a class.
     """
-    module_name, _, class_name = str(name).rpartition(".")
+    module_name, _, class_name = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name) if module_name else home, class_name, None)
     except (ImportError, TypeError, ValueError) as error:
@@ -39,10 +31,10 @@ def named_class(option: str, name: str, home: ModuleType, base: type, also: tupl
         return found
     known = [*also, *(n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base))]
     allowed = ", ".join([*also, f"a class of {home.__name__}"])
-    raise UserError(f"{option} must be {allowed} or an import path, got {name}.{nearest(str(name), known)}")
+    raise UserError(f"{option} must be {allowed} or an import path, got {name}.{nearest(name, known)}")
 
 
-def make(option: str, cls: Any, first: Any, arguments: dict[str, Any]) -> Any:
+def make(option: str, cls: Any, first: list[Any], arguments: dict[str, Any]) -> Any:
     """``cls(*first, **arguments)``, its refusals as a :class:`UserError`."""
     accepted = inspect.signature(cls).parameters
     for name in arguments:
@@ -55,59 +47,43 @@ def make(option: str, cls: Any, first: Any, arguments: dict[str, Any]) -> Any:
 
 
 def make_optimizer(
-    name: str,
-    module: nn.Module,
-    lr: float,
-    arguments: dict[str, Any],
-    fused: bool,
-    undecayed: list[bool] | None = None,
+    name: str, module: nn.Module, lr: float, arguments: dict[str, Any], fused: bool, undecayed: list[bool] | None = None
 ) -> Optimizer:
-    """The optimizer for a module's parameters; weight decay spares biases and normalisation (one dimension).
+    """The optimizer for a module's parameters; weight decay spares biases and normalisation.
 
-    Args:
-        name: A class of ``torch.optim`` or an import path.
-        module: Whose parameters to optimize.
-        lr: Learning rate.
-        arguments: Further arguments of the class. ``weight_decay`` is dropped where the class has none.
-        fused: Use the class's fused kernel where it has one: one call instead of several per parameter.
-        undecayed: For each of ``module.parameters()``, whether weight decay spares it. Default: where it has one
-            dimension, which every parameter has once FSDP has wrapped the module.
+    ``weight_decay`` is dropped where the class has none; ``fused`` takes the class's fused kernel where it has one: one
+    call instead of several per parameter. ``undecayed`` says for each of ``module.parameters()`` whether weight decay
+    spares it; by default those of one dimension, which every parameter has once FSDP has wrapped the module.
     """
     cls = named_class("--model.optimizer", name, torch.optim, Optimizer)
     if cls is torch.optim.SparseAdam:
         raise UserError("--model.optimizer SparseAdam takes sparse gradients only, which layers do not give. Use Adam.")
     accepted = inspect.signature(cls).parameters
-    extra = {k: v for k, v in arguments.items() if k in accepted or k != "weight_decay"}
-    if fused and "fused" in accepted:
-        extra.setdefault("fused", True)
+    arguments = {"lr": lr, **({"fused": True} if fused and "fused" in accepted else {}), **arguments}
+    decayed: dict[str, Any] = {"params": []}
+    spared: dict[str, Any] = {"params": []}
+    if "weight_decay" in accepted:
+        spared["weight_decay"] = 0.0
+    else:
+        arguments.pop("weight_decay", None)
     parameters = list(module.parameters())
     if undecayed is None or len(undecayed) != len(parameters):
         undecayed = [parameter.ndim < 2 for parameter in parameters]
-    groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
-    for parameter, spared in zip(parameters, undecayed, strict=True):
+    for parameter, is_spared in zip(parameters, undecayed, strict=True):
         if parameter.requires_grad:
-            groups[spared]["params"].append(parameter)
-    if "weight_decay" in accepted:
-        groups[1]["weight_decay"] = 0.0
-    first = [group for group in groups if group["params"]]
-    return make("--model.optimizer", cls, [first], {"lr": lr, **extra})
+            (spared if is_spared else decayed)["params"].append(parameter)
+    groups = [group for group in (decayed, spared) if group["params"]]
+    return make("--model.optimizer", cls, [groups], arguments)
 
 
 def make_schedule(
-    optimizer: Optimizer, name: str, arguments: dict[str, Any], mode: str, warmup_fraction: float, total_steps: int
+    optimizer: Optimizer, name: str, arguments: dict[str, Any], mode: str, warmup_fraction: float, total_steps: float
 ) -> LRScheduler:
-    """One of the four shapes over the run, or a class of ``torch.optim.lr_scheduler``.
+    """One of the four shapes over the run, or a class of ``torch.optim.lr_scheduler``, which alone has ``arguments``.
 
     A shape is a function of the share of the run that is done, not one of torch's stateful schedules: a resumed run may
-    have another length or peak than the one that was saved, and a step past the end is no error.
-
-    Args:
-        optimizer: Whose rate to set.
-        name: A shape, a class of ``torch.optim.lr_scheduler`` or an import path.
-        arguments: Of the class; a shape has none.
-        mode: ``min`` or ``max``: what ReduceLROnPlateau's metric should do.
-        warmup_fraction: Share of the run in which a shape climbs.
-        total_steps: Optimizer steps of the run; below 1 (no end) a shape is constant without warm-up.
+    have another length or peak than the one that was saved, and a step past the end is no error. ``mode`` (``min``,
+    ``max``) is what ReduceLROnPlateau's metric should do.
     """
     if name in SHAPES:
         return LambdaLR(optimizer, partial(rate_factor, name, warmup_fraction, total_steps))
@@ -117,9 +93,9 @@ def make_schedule(
     return make("--model.schedule", cls, [optimizer], arguments)
 
 
-def rate_factor(shape: str, warmup_fraction: float, total_steps: int, step: int) -> float:
-    """Factor on the peak rate at ``step`` (0 is the first)."""
-    if total_steps < 1:
+def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: int) -> float:
+    """Factor on the peak rate at ``step`` (0 is the first); 1 throughout a run without end."""
+    if not 1 <= total_steps < math.inf:
         return 1.0
     done = min(1.0, step / total_steps)
     if done < warmup_fraction:

@@ -15,8 +15,8 @@ from project.errors import UserError
 from project.model.networks import recompute_activations
 from project.model.optimizers import SHAPES, make, make_optimizer, make_schedule, named_class
 
-# Training batches that wait on the device to be counted together, and numbers in their outputs. One update of a metric
-# for many batches costs what one batch would: 938 single updates take about a tenth of an epoch of the MLP.
+# Most training batches, and most output values, that wait on the device before they are counted together. One update
+# of a metric for many batches costs as much as for one: 938 single updates take a tenth of an epoch of the MLP.
 MOST_BATCHES, MOST_OUTPUTS = 64, 2**22
 HALF = (torch.float16, torch.bfloat16)
 MOST_CHANNELS = 2**20  # of a mean or standard deviation that a checkpoint may bring
@@ -31,7 +31,7 @@ class SupervisedModule(LightningModule):
 
     Logged, each exact over its samples and over all ranks: ``train/loss`` (log steps: the samples since the last log
     step; epoch end: the epoch), ``val/loss``, ``test/loss``, and ``train/NAME``, ``val/NAME``, ``test/NAME`` for every
-    entry of ``metrics`` (epoch end). Logged losses are without class weights and label smoothing, so that they compare.
+    entry of ``metrics`` (epoch end). Logged losses have no class weights and no label smoothing.
 
     Args:
         network: Maps standardized inputs to outputs.
@@ -44,14 +44,13 @@ class SupervisedModule(LightningModule):
         lr: Peak learning rate.
         weight_decay: Given to the optimizer for weights of two or more dimensions, not for biases and norms.
         optimizer_args: Further arguments of the optimizer, such as ``{momentum: 0.9}``.
-        schedule: Shape of the learning rate over the run: ``constant``; ``cosine`` or ``linear`` to 0; ``onecycle``
-            (cosine up from 1/25, cosine down to 0). Or a class of ``torch.optim.lr_scheduler``, or an import path.
+        schedule: The learning rate over the run: ``constant``; ``cosine`` or ``linear`` to 0; ``onecycle`` (cosine up
+            from 1/25, cosine down to 0). Or a class of ``torch.optim.lr_scheduler``, or an import path.
         schedule_args: Arguments of a class named as ``schedule``.
         schedule_interval: How often such a class sets the rate; a shape does it at every step.
         warmup_fraction: Share of the run in which a shape climbs to ``lr``.
         compile: Compile the network in place; its checkpoints are those of the eager network.
-        channels_last: Keep images and convolution weights in channels-last memory order, which tensor cores and the
-            CPU's convolutions prefer.
+        channels_last: Keep images and weights in channels-last order, which tensor cores and a CPU's convolutions like.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them.
     """
 
@@ -79,22 +78,22 @@ class SupervisedModule(LightningModule):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if not (math.isfinite(lr) and lr > 0):
-            raise UserError(f"--model.lr must be above 0, got {lr}.")
-        if not (math.isfinite(weight_decay) and weight_decay >= 0):
-            raise UserError(f"--model.weight_decay must be at least 0, got {weight_decay}.")
-        if not 0 <= warmup_fraction < 1:
-            raise UserError(f"--model.warmup_fraction must be at least 0 and below 1, got {warmup_fraction}.")
-        if schedule_args and schedule in SHAPES:
-            raise UserError(f"--model.schedule_args are for a scheduler's class; {schedule} has none.")
+        is_shape = schedule in SHAPES
+        for name, fits, allowed, value in (
+            ("lr", 0 < lr < math.inf, "above 0", lr),
+            ("weight_decay", 0 <= weight_decay < math.inf, "at least 0", weight_decay),
+            ("warmup_fraction", 0 <= warmup_fraction < 1, "at least 0 and below 1", warmup_fraction),
+            ("schedule_args", not (is_shape and schedule_args), f"empty: {schedule} has none", schedule_args),
+            ("loss_args", "reduction" not in loss_args, "without reduction: the mean is trained", loss_args),
+        ):
+            if not fits:
+                raise UserError(f"--model.{name} must be {allowed}, got {value}.")
         self.save_hyperparameters(ignore=["network", "metrics"])
         self.network = network
-        self.monitor, self.mode = monitor, mode
-        self.lr = lr
-        self.optimizer_name = optimizer
-        self.optimizer_args = {"weight_decay": weight_decay, **optimizer_args}
-        self.schedule, self.schedule_args, self.schedule_interval = schedule, schedule_args, schedule_interval
-        self.warmup_fraction = warmup_fraction
+        self.monitor, self.mode, self.lr, self.warmup_fraction = monitor, mode, lr, warmup_fraction
+        self.optimizer_name, self.optimizer_args = optimizer, {"weight_decay": weight_decay, **optimizer_args}
+        self.schedule, self.schedule_args = schedule, schedule_args
+        self.schedule_interval = "step" if is_shape else schedule_interval
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
             network.to(memory_format=torch.channels_last)
@@ -102,58 +101,53 @@ class SupervisedModule(LightningModule):
             recompute_activations(network)
         if compile:
             network.compile()  # in place: torch.compile(network) would prefix every key with `_orig_mod.`
-        self.loss_name = loss.rpartition(".")[2]
         self._make_losses(loss, loss_args)
-        # compute groups would hide the sums of all but one of them from whoever saves them
+        # compute groups would share one metric's sums, and checkpoints would miss the others'
         self.train_metrics = MetricCollection(dict(metrics), compute_groups=False).clone()
         self.eval_metrics = self.train_metrics.clone()
         self.register_buffer("mean", torch.zeros(1))
         self.register_buffer("std", torch.ones(1))
         self.register_load_state_dict_pre_hook(take_over_standardization)
         self.undecayed: list[bool] | None = None  # known before a strategy wraps the module
-        self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # uncounted batches: mean loss, outputs, targets
-        self.train_sums: Tensor | None = None  # (2, 2): since the last log step, in the epoch; loss sum, samples
-        self.eval_sums: Tensor | None = None  # (2,): loss sum, samples
+        self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # uncounted batches: loss, outputs, targets
+        self.train_sums: Tensor | None = None  # (2, 2): loss sum and samples; since the last log step, in the epoch
 
     def _make_losses(self, name: str, arguments: dict[str, Any]) -> None:
-        """``trained_loss``, and ``measured_loss``: one value per sample where it can, no weights and no smoothing."""
+        """``trained_loss``, and ``measured_loss``: if possible one value per sample, no weights, no smoothing."""
         cls = named_class("--model.loss", name, nn, nn.Module)
-        accepted = inspect.signature(cls).parameters
-        if "reduction" in arguments:
-            raise UserError("--model.loss_args.reduction is set by the module: the mean is trained.")
-        values = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in arguments.items()}
-        self.trained_loss = make("--model.loss", cls, [], values)
-        plain = {key: v for key, v in values.items() if key not in ("weight", "label_smoothing")}
+        trained = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in arguments.items()}
+        measured = {key: value for key, value in trained.items() if key not in ("weight", "label_smoothing")}
         # a loss of the subclass's own is logged as it is trained
-        self.measures_apart = len(plain) < len(values) and type(self).loss is SupervisedModule.loss
-        each = {"reduction": "none"} if "reduction" in accepted else {}
-        self.measured_loss = make("--model.loss", cls, [], plain | each)
+        self.measures_apart = len(measured) < len(trained) and type(self).loss is SupervisedModule.loss
+        if "reduction" in inspect.signature(cls).parameters:
+            measured["reduction"] = "none"
+        self.loss_name = cls.__name__
+        self.trained_loss, self.measured_loss = (make("--model.loss", cls, [], args) for args in (trained, measured))
 
     # What a subclass may change
 
     def inputs(self, batch: Any) -> Any:
-        """What the network is given, of a batch with or without targets: the first part."""
+        """The input of the network: the first part of a batch, or a batch without targets."""
         return batch[0] if isinstance(batch, (tuple, list)) else batch
 
     def targets(self, batch: Any) -> Tensor:
-        """What the outputs are compared with, (batch, ...): the second part."""
+        """The targets of the outputs, (batch, ...): the second part of a batch."""
         return batch[1]
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The loss of a batch: its mean (a scalar), or a value per sample (batch, ...), which is summed up exactly.
+        """The loss of a batch, yours to override: a scalar, the mean, or a value per sample (batch, ...).
 
-        In training (``self.training``) its mean is minimised; in evaluation it is logged. Override it for your own.
+        In training (``self.training``) its mean is minimised; in evaluation its exact sum over samples is logged.
         """
         return self._loss(self.trained_loss if self.training else self.measured_loss, outputs, self.targets(batch))
 
     def predictions(self, outputs: Tensor) -> Tensor:
         """What metrics and ``predict`` see: probabilities where the loss takes logits, else the outputs."""
-        outputs = widened(outputs)
+        outputs = outputs.float() if outputs.dtype in HALF else outputs  # probabilities would be coarse
         if self.loss_name in ("CrossEntropyLoss", "NLLLoss"):
             return outputs.softmax(dim=1)
-        if self.loss_name in ("BCEWithLogitsLoss", "MultiLabelSoftMarginLoss"):
-            return outputs.sigmoid()
-        return outputs
+        takes_logits = self.loss_name in ("BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
+        return outputs.sigmoid() if takes_logits else outputs
 
     def metric_targets(self, targets: Tensor) -> Tensor:
         """Targets as metrics take them."""
@@ -162,9 +156,11 @@ class SupervisedModule(LightningModule):
     # What Lightning calls
 
     def setup(self, stage: str) -> None:
-        """Before training: take over the data module's ``mean`` and ``std``."""
+        """Before training: take over ``mean`` and ``std`` of the data module, forget a training that was broken off."""
         if stage != "fit":
             return
+        self.window, self.train_sums = [], None
+        self.train_metrics.reset()
         self.undecayed = [parameter.ndim < 2 for parameter in self.parameters()]
         datamodule = getattr(self.trainer, "datamodule", None)
         mean, std = getattr(datamodule, "mean", None), getattr(datamodule, "std", None)
@@ -172,10 +168,6 @@ class SupervisedModule(LightningModule):
             if min(std) <= 0:
                 raise UserError(f"{type(datamodule).__name__}.std must be above 0, got {std}.")
             self.mean, self.std = (torch.tensor(x, dtype=self.mean.dtype, device=self.device) for x in (mean, std))
-
-    def on_fit_start(self) -> None:
-        self.window, self.train_sums = [], None  # of a training that was broken off
-        self.train_metrics.reset()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Inputs as the data module gives them (batch, ...), raw → outputs of the network (batch, ...)."""
@@ -200,7 +192,7 @@ class SupervisedModule(LightningModule):
         if self.window and outputs.shape != self.window[-1][1].shape:  # batches are counted as one tensor
             self.count_window()
         self.window.append((loss.detach(), outputs.detach(), targets))
-        # log steps may be far apart, and outputs large
+        # log steps may be far apart, and outputs may be large
         if len(self.window) >= MOST_BATCHES or len(self.window) * outputs.numel() > MOST_OUTPUTS:
             self.count_window()
         return loss
@@ -209,84 +201,67 @@ class SupervisedModule(LightningModule):
         trainer: Any = self.trainer
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         every = trainer.log_every_n_steps
-        # self.log at every step would cost more than the step's products; Lightning drops it off log steps anyway
+        # self.log at every step would cost more than the step itself; Lightning drops it between log steps
         if stepped and every > 0 and trainer.global_step % every == 0:
             self.count_window()
             if self.train_sums is not None:
-                self.log("train/loss", self._mean_over_ranks(self.train_sums[0]))
-                self.train_sums[0] = 0
+                self._log("train", self.train_sums[:, 0])
+                self.train_sums[:, 0] = 0
 
     def on_train_epoch_end(self) -> None:
         self.count_window()
-        if self.train_sums is not None:
-            self.log("train/loss", self._mean_over_ranks(self.train_sums[1]))
+        if self.train_sums is not None:  # a training_step of one's own may have counted nothing
+            self._log("train", self.train_sums[:, 1], self.train_metrics)
             self.train_sums = None
-            self._log_metrics("train", self.train_metrics)  # a training_step of one's own may have counted nothing
 
     def on_validation_epoch_start(self) -> None:
-        self.eval_sums = None  # of a validation that was broken off
-        self.eval_metrics.reset()
+        self.eval_sums = exact(torch.zeros(2, device=self.device))
+        self.eval_metrics.reset()  # of a validation that was broken off
 
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        return self._evaluate(batch)  # outputs, for callbacks that look at predictions
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """Count a batch. Its outputs are for callbacks that look at predictions."""
+        if len(self.targets(batch)) == 0:  # more ranks than samples
+            return None
+        outputs, targets = self._answer(batch)
+        self._count(self.eval_sums, self.eval_metrics, self.loss(outputs, batch), outputs, targets)
+        return outputs
 
     def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("val")
+        self._log("test" if self.trainer.testing else "val", self.eval_sums, self.eval_metrics)
 
-    def on_test_epoch_end(self) -> None:
-        self._log_evaluation("test")
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """:meth:`predictions` for raw inputs, with or without targets beside them."""
         return self.predictions(self(self.inputs(batch)))
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(
-            self.optimizer_name, self, self.lr, self.optimizer_args, self.can_fuse(), self.undecayed
-        )
-        schedule = make_schedule(
-            optimizer, self.schedule, self.schedule_args, self.mode, self.warmup_fraction, self.total_steps()
-        )
-        interval = "step" if self.schedule in SHAPES else self.schedule_interval
-        followed = {"monitor": self.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval, **followed}}
-
-    def can_fuse(self) -> bool:
-        """Whether a fused optimizer may be used: not with a gradient scaler, nor with clipping under autocast.
-
-        It would unscale by itself, too late for clipping and for the gradient norm; Lightning's mixed precision
-        refuses to clip for it, also where there is no scaler.
-        """
+        # A fused optimizer unscales gradients by itself, too late for clipping and for the gradient norm; Lightning's
+        # mixed precision refuses to clip for it, also where there is no scaler.
         plugin = self.trainer.precision_plugin
         clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
-        return getattr(plugin, "scaler", None) is None and not clips
-
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run; -1 where the run has no end."""
-        steps = self.trainer.estimated_stepping_batches
-        return int(steps) if math.isfinite(steps) else -1
-
-    # What a resumed run goes on from
+        fused = getattr(plugin, "scaler", None) is None and not clips
+        optimizer = make_optimizer(self.optimizer_name, self, self.lr, self.optimizer_args, fused, self.undecayed)
+        steps = self.trainer.estimated_stepping_batches  # infinite in a run without end
+        schedule = make_schedule(optimizer, self.schedule, self.schedule_args, self.mode, self.warmup_fraction, steps)
+        settings = {"scheduler": schedule, "interval": self.schedule_interval}
+        followed = {"monitor": self.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
+        return {"optimizer": optimizer, "lr_scheduler": settings | followed}
 
     def metric_state(self) -> dict[str, Tensor]:
-        """The unfinished sums of ``train/loss``; those of torchmetrics are whoever saves them to find."""
+        """What a resumed run goes on from: the sums of ``train/loss``; whoever saves them finds torchmetrics' own."""
         self.count_window()  # first: it adds to metrics as well
         return {} if self.train_sums is None else {"train_sums": self.train_sums.cpu()}
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
         """Go on with the sums that :meth:`metric_state` returned."""
-        sums = state.get("train_sums")
-        self.window, self.train_sums = [], None if sums is None else sums.to(self.device)
-
-    # Counting
+        self.window, sums = [], state.get("train_sums")
+        self.train_sums = sums if sums is None else sums.to(self.device)
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Outputs and targets of a batch. A single output per sample loses its dimension where targets have none."""
+        """Outputs and targets of a batch. Outputs (batch, 1) become (batch,) if the targets are (batch,)."""
         outputs, targets = self(self.inputs(batch)), self.targets(batch)
         if outputs.shape == (*targets.shape, 1):  # (batch, 1) and (batch,) would broadcast to (batch, batch)
             outputs = outputs.squeeze(-1)
@@ -300,74 +275,44 @@ class SupervisedModule(LightningModule):
     def _loss(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dtype in HALF:
             outputs, loss = outputs.float(), loss.float()
-        # class numbers stay whole; what is compared element by element has the outputs' type
+        # class numbers stay integers; targets of the outputs' shape get the outputs' type
         return loss(outputs, targets.to(outputs.dtype) if outputs.shape == targets.shape else targets)
 
     @torch.no_grad()
     def count_window(self) -> None:
-        """Add the batches that wait to the sums of ``train/loss`` and to the training metrics."""
+        """Add the waiting batches to the sums of ``train/loss`` and to the training metrics."""
         if not self.window:
             return
         losses, outputs, targets = (list(parts) for parts in zip(*self.window, strict=True))
         self.window = []
-        samples, together, wanted = sum(map(len, targets)), torch.cat(outputs), torch.cat(targets)
-        if self.measures_apart:
-            loss = per_sample(self._loss(self.measured_loss, together, wanted), samples).sum()
-        else:
-            loss = exact(torch.stack(losses)).sum() * len(targets[0])
+        together, wanted = torch.cat(outputs), torch.cat(targets)
+        loss = self._loss(self.measured_loss, together, wanted) if self.measures_apart else torch.stack(losses)
         if self.train_sums is None:
-            self.train_sums = loss.new_zeros(2, 2)
-        self.train_sums[:, 0] += loss
-        self.train_sums[:, 1] += samples
-        self.train_metrics.update(self.predictions(together), self.metric_targets(wanted))
+            self.train_sums = exact(torch.zeros(2, 2, device=self.device))
+        self._count(self.train_sums, self.train_metrics, loss, together, wanted)
 
-    def _evaluate(self, batch: Any) -> Tensor | None:
-        samples = len(self.targets(batch))
-        if samples == 0:  # more ranks than samples
-            return None
-        outputs, targets = self._answer(batch)
-        loss = per_sample(self.loss(outputs, batch), samples).sum()
-        if self.eval_sums is None:
-            self.eval_sums = loss.new_zeros(2)
-        self.eval_sums[0] += loss
-        self.eval_sums[1] += samples
-        self.eval_metrics.update(self.predictions(outputs), self.metric_targets(targets))
-        return outputs
+    def _count(self, sums: Tensor, metrics: Any, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        # of the loss: the mean of all samples, the mean of each of several equal parts, or values for each sample
+        sums[0] += exact(loss.detach()).sum() * (len(targets) / loss.numel())
+        sums[1] += len(targets)
+        metrics.update(self.predictions(outputs), self.metric_targets(targets))
 
-    def _log_evaluation(self, split: str) -> None:
-        sums = self.eval_sums if self.eval_sums is not None else exact(torch.zeros(2, device=self.device))
-        self.log(f"{split}/loss", self._mean_over_ranks(sums), prog_bar=split == "val")
-        self._log_metrics(split, self.eval_metrics)
-
-    def _log_metrics(self, split: str, metrics: MetricCollection) -> None:
-        for name, value in metrics.compute().items():  # adds up over ranks
-            self.log(f"{split}/{name}", value, prog_bar=split == "val")
-        metrics.reset()
-
-    def _mean_over_ranks(self, sums: Tensor) -> Tensor:
-        """(loss sum, samples) of this rank → mean loss of all ranks, float32."""
-        total, samples = self.trainer.strategy.reduce(sums.clone(), reduce_op="sum")
-        return (total / samples).float()
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """At least float32: sums and probabilities of half-precision outputs would be coarse."""
-    return tensor.float() if tensor.dtype in HALF else tensor
+    def _log(self, split: str, sums: Tensor, metrics: Any = None) -> None:
+        """The mean loss and the metrics, over all ranks."""
+        loss, samples = self.trainer.strategy.reduce(sums.clone(), reduce_op="sum")
+        values = {"loss": (loss / samples).float(), **(metrics.compute() if metrics else {})}
+        self.log_dict({f"{split}/{name}": value for name, value in values.items()}, prog_bar=split == "val")
+        if metrics:
+            metrics.reset()
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """Float64, in which the order of a sum does not show; float32 on MPS, which knows no other."""
+    """Float64, so that the order of a sum does not matter; float32 on MPS, which has no float64."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
-def per_sample(loss: Tensor, samples: int) -> Tensor:
-    """A batch's loss, of any of the shapes that a loss may have → one value per sample, float64."""
-    loss = exact(loss.detach())
-    return loss.expand(samples) if loss.ndim == 0 else loss.reshape(samples, -1).mean(dim=1)
-
-
 def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before weights are loaded: ``mean`` and ``std`` have a channel's size of their own, and older files lack them."""
+    """Before weights are loaded: give ``mean`` and ``std`` the checkpoint's size; older files lack them."""
     for name in ("mean", "std"):
         mine, saved = getattr(module, name), state_dict.get(prefix + name)
         if saved is None:

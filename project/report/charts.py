@@ -25,45 +25,28 @@ WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its widt
 MOST_EPOCHS = 8  # that are marked in a chart
 MOST_POINTS = 300  # per line; more cannot be told apart at this width
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS, MOST_LETTERS = 40, 16, 25, 14
-# Colours that the page replaces by its own, see THEME; none of them is meant to be seen.
+# Stand-ins for the page's colours, which replace them: see THEME.
 INK, FAINT, LINES = "#010203", "#040506", ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
-THEME = {
-    INK: "var(--ink)",
-    FAINT: "var(--grid)",
-    **{colour: f"var(--line{i})" for i, colour in enumerate(LINES, 1)},
-}
+THEME = {INK: "var(--ink)", FAINT: "var(--grid)", **{line: f"var(--line{i})" for i, line in enumerate(LINES, 1)}}
 CELL = "#3b82f6"  # of the confusion matrix, from transparent to full; legible on white and on black
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: the page's font, selectable, small
     "text.parse_math": False,  # a metric's name may hold dollar signs
-    "font.size": 8.5,
-    "axes.labelsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "grid.color": FAINT,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
+    **dict.fromkeys(("font.size", "axes.labelsize"), 8.5),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
     "lines.linewidth": 1.6,
 }
 
 
 def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """A chart as an SVG element: what ``paint`` draws on one pair of axes.
+    """A chart as an SVG element: what ``paint`` draws on one pair of axes, ``height`` inches high.
 
-    Args:
-        name: What a screen reader calls it; must be another one for each chart of a page.
-        paint: Draws.
-        height: Inches; the width is the same for all.
+    ``name`` is what a screen reader calls it; it must be another one for each chart of a page.
     """
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")  # without pyplot: no window, no global state
@@ -71,15 +54,13 @@ def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> st
         text = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' id="[a-z]\w*_\d+"', "", svg)  # matplotlib's group names, the same in every chart
+    # matplotlib's group names are the same in every chart
+    svg = re.sub(r' id="[a-z]\w*_\d+"', "", text.getvalue().partition("<svg")[2])
     for colour, variable in THEME.items():
         svg = svg.replace(colour, variable)
-    viewbox = re.search(r'viewBox="[^"]+"', svg)
-    assert viewbox is not None
-    head = f'<svg {viewbox.group()} role="img" aria-label="{html.escape(name)}">'
-    return head + svg[svg.index(">") + 1 :]
+    head, _, body = svg.partition(">")
+    viewbox = re.findall(r'viewBox="[^"]+"', head)[0]
+    return f'<svg {viewbox} role="img" aria-label="{html.escape(name)}">{body}'
 
 
 def curves(
@@ -90,15 +71,10 @@ def curves(
     axis: Literal["from zero", "fitting", "log"] = "from zero",
     epochs: dict[int, int] | None = None,
 ) -> str:
-    """Metrics over optimizer steps.
+    """Metrics over optimizer steps: ``lines`` are label → values, ``unit`` labels the vertical axis.
 
-    Args:
-        name: The chart's title.
-        unit: Label of the vertical axis.
-        lines: Label → values.
-        last_step: Where the horizontal axis ends, the same for all charts of a run.
-        axis: How the vertical axis runs; logarithmic only where values span more than a factor of ten.
-        epochs: Number of an epoch, from 1 → its last step. They are marked above the chart.
+    The horizontal axis ends at ``last_step``, in all charts of a run; the vertical one is logarithmic only where values
+    span more than a factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
     """
 
     def paint(ax: Axes) -> None:
@@ -109,8 +85,7 @@ def curves(
             ax.plot(steps, values, color=colour, label=label, marker=marker, markersize=size, clip_on=False)
         every = [value for series in lines.values() for _, value in series]
         logarithmic = axis == "log" and min(every) > 0 and max(every) > 10 * min(every)
-        ax.set_xlabel("optimizer step")
-        ax.set_ylabel(f"{unit}, log scale" if logarithmic else unit)
+        ax.set(xlabel="optimizer step", ylabel=f"{unit}, log scale" if logarithmic else unit)
         ax.set_xlim(0, max(1, last_step) * 1.02)
         if logarithmic:
             ax.set_yscale("log")
@@ -145,17 +120,14 @@ def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
 
 def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values, each point the mean of neighbours where there are more than ``MOST_POINTS``."""
-    steps, values = np.array(series, dtype=float).T
-    if len(steps) <= MOST_POINTS:
-        return steps, values
-    parts = range(MOST_POINTS)
-    edges = np.linspace(0, len(steps), MOST_POINTS + 1).astype(int)
-    means = [[part[edges[i] : edges[i + 1]].mean() for i in parts] for part in (steps, values)]
-    return np.array(means[0]), np.array(means[1])
+    points = np.array(series, dtype=float)  # (points, 2)
+    if len(points) > MOST_POINTS:
+        points = np.array([part.mean(axis=0) for part in np.array_split(points, MOST_POINTS)])
+    return points[:, 0], points[:, 1]
 
 
 def shortened(name: str) -> str:
-    """A class's name as there is room for it beside a chart."""
+    """A class's name, shortened to fit beside a chart."""
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
 
 
@@ -186,8 +158,7 @@ def class_accuracy(record: RunRecord) -> str:
         ax.set_yticks(places, [shortened(row[0]) for row in rows])
         ax.invert_yaxis()
         ax.margins(x=0.2, y=0.06)
-        ax.set_xlabel("accuracy on the test set (fraction)")
-        ax.set_ylabel("class")
+        ax.set(xlabel="accuracy on the test set (fraction)", ylabel="class")
 
     return draw("Accuracy per class", paint, height=max(HEIGHT, 0.6 + 0.27 * len(rows)))
 
@@ -195,29 +166,26 @@ def class_accuracy(record: RunRecord) -> str:
 def confusion_matrix(record: RunRecord) -> str:
     """Labels against predictions, drawn by torchmetrics; the colour grows with the root of the count."""
     assert record.confusion is not None
-    counts, names = record.confusion, record.names
-    classes = len(names)
+    counts, names, classes = record.confusion, record.names, len(record.names)
 
     def paint(ax: Axes) -> None:
         shades: Any = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
         labels: Any = [shortened(name) for name in names]
+        numbers = classes <= MOST_COUNTED_CLASSES
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's and numpy's of each other
-            plot_confusion_matrix(
-                torch.from_numpy(counts), ax=ax, add_text=classes <= MOST_COUNTED_CLASSES, labels=labels, cmap=shades
-            )
+            plot_confusion_matrix(torch.from_numpy(counts), ax=ax, add_text=numbers, labels=labels, cmap=shades)
         (image,) = ax.images
         image.set_norm(PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max())))  # else only the diagonal is seen
         image.set_interpolation("none")
-        for text, count in zip(ax.texts, counts.flat, strict=True) if ax.texts else ():
+        for text, count in zip(ax.texts, counts.flat, strict=True) if numbers else ():
             text.set(text=str(count) if count else "", fontsize=min(8, 84 / classes))
             text.set_color("white" if 4 * count > counts.max() else INK)  # shade above 0.63
         ax.grid(visible=False)
         ax.set_xlabel("predicted class", fontsize=8)
         ax.set_ylabel("true class", fontsize=8)
         if classes > MOST_NAMED_CLASSES:
-            ax.set_xticks([])
-            ax.set_yticks([])
+            ax.set(xticks=[], yticks=[])
         ax.tick_params(length=0, labelsize=min(8, 240 / classes))
         if max(map(len, names)) <= 2:
             ax.tick_params(rotation=0)

@@ -13,20 +13,17 @@ from PIL import Image
 
 from project.engine.checkpoint_files import write_atomically
 from project.engine.summary import RunRecord, Series, Summary
-from project.loggers.panels import PANELS
+from project.loggers import PANELS
 from project.report import charts
 
 MOST_PIXELS = 96  # of a mistake's longer side: 24 such colour images are about half a megabyte
 MOST_OTHERS = 24  # charts of metrics that no panel names
+PREDICTIONS = "Predictions on the test set"
 PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
 # Not drawn under "Other metrics": a panel shows them, or the same in another unit
 SHOWN = {metric for panel in PANELS for metric in panel.lines} | {
-    "epoch",
-    "throughput/device_samples_per_sec",
-    "throughput/batches_per_sec",
-    "memory/reserved_gib",
+    *("epoch", "throughput/device_samples_per_sec", "throughput/batches_per_sec", "memory/reserved_gib")
 }
-Charts = list[tuple[str, Markup]]  # (title, SVG)
 
 
 def write_report(path: Path, record: RunRecord) -> None:
@@ -47,7 +44,6 @@ def render(record: RunRecord) -> str:
         tiles=headline(record),
         sections=chart_sections(record),
         left_out=max(0, len(other_metrics(record)) - MOST_OTHERS),
-        predictions=prediction_charts(record),
         confusions=record.confusions[:8],
         mistakes=[(png(m.image), record.names[m.label], record.names[m.prediction], m) for m in record.mistakes],
         origin=origin(record.summary),
@@ -58,17 +54,16 @@ def render(record: RunRecord) -> str:
 def status(record: RunRecord) -> str:
     """How the run ended."""
     epochs = record.summary.epochs
-    if record.stopped_by:
-        of = f" of {record.max_epochs}" if record.max_epochs and record.max_epochs > 0 else ""
-        return f"stopped by {record.stopped_by} at step {record.summary.steps:,}, {epochs}{of} epochs done"
-    return f"finished after {counted(epochs, 'epoch')}"
+    if not record.stopped_by:
+        return f"finished after {epochs} epoch{'s' if epochs != 1 else ''}"
+    of = f" of {record.max_epochs}" if record.max_epochs and record.max_epochs > 0 else ""
+    return f"stopped by {record.stopped_by} at step {record.summary.steps:,}, {epochs}{of} epochs done"
 
 
 def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     """(figure, what it is, more about it), most important first; what is not known is left out."""
     run, metrics = record.summary, record.summary.metrics
-    monitor = run.monitor or ""
-    tiles: list[tuple[str, str, str]] = []
+    monitor, tiles = run.monitor or "", []
     tested = [name for name in metrics if name.startswith("test")]
     # that of the monitored metric first
     for name in sorted(tested, key=lambda name: name.partition("/")[2] != monitor.partition("/")[2]):
@@ -81,17 +76,19 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
         epoch = "" if run.best_epoch is None else f"best, epoch {run.best_epoch + 1} of {run.epochs}"
         tiles.append((figure(monitor, run.best_score), in_words(monitor), epoch))
     if run.fit_seconds:
-        more = f"{run.steps:,} steps" + (f", {counted(run.epochs, 'epoch')}" if run.epochs else "")
+        more = f"{run.steps:,} steps" + (f", {run.epochs} epoch{'s' if run.epochs > 1 else ''}" if run.epochs else "")
         tiles.append((duration(run.fit_seconds), "of training", more))
     if (speed := metrics.get("throughput/samples_per_sec")) is not None:
         wait = metrics.get("throughput/data_wait_pct")
         tiles.append((f"{speed:,.0f}", "samples per second", "" if wait is None else f"{wait:.0f} % waiting for data"))
-    if (peak := metrics.get("memory/peak_allocated_gib")) is not None:
-        tiles.append((f"{peak:.2f} GiB", "peak device memory", "allocated"))
-    if (peak := metrics.get("memory/peak_rss_gib")) is not None:
-        tiles.append((f"{peak:.2f} GiB", "peak host memory", "all processes"))
-    tiles.append((short(run.parameters), "parameters", f"{run.parameters:,}" if run.parameters >= 1e6 else ""))
-    return tiles
+    for place, metric, more in (("device", "peak_allocated", "allocated"), ("host", "peak_rss", "all processes")):
+        if (peak := metrics.get(f"memory/{metric}_gib")) is not None:
+            tiles.append((f"{peak:.2f} GiB", f"peak {place} memory", more))
+    exact = f"{run.parameters:,}"
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if run.parameters >= size:
+            return [*tiles, (f"{run.parameters / size:.3g} {unit}", "parameters", exact)]
+    return [*tiles, (exact, "parameters", "")]
 
 
 def figure(metric: str, value: float) -> str:
@@ -105,11 +102,6 @@ def in_words(metric: str) -> str:
     return (PARTS.get(part, part) + (" " if slash else "") + rest).replace("_", " ")
 
 
-def counted(number: int, unit: str) -> str:
-    """``1 epoch``, ``5 epochs``."""
-    return f"{number} {unit}{'s' if number != 1 else ''}"
-
-
 def duration(seconds: float) -> str:
     """``41.3 s``, ``12 min 5 s``, ``3 h 20 min``."""
     if seconds < 60:
@@ -118,17 +110,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def short(number: int) -> str:
-    """``235,146``, ``1.23 M``, ``7.1 G``."""
-    for unit, size in (("G", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:,}"
+def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
+    """Section → (title, SVG) of its charts; metrics of the user's own get theirs under "Other metrics"."""
+    sections: dict[str, list[tuple[str, Markup]]] = {}
 
+    def add(section: str, title: str, svg: str) -> None:
+        sections.setdefault(section, []).append((title, Markup(svg)))
 
-def chart_sections(record: RunRecord) -> dict[str, Charts]:
-    """Section → its charts; metrics of the user's own get theirs under "Other metrics"."""
-    sections: dict[str, Charts] = {}
     last_step = max((series[-1][0] for series in record.series.values()), default=0)
     epochs = epoch_ends(record)
     for panel in PANELS:
@@ -136,15 +124,16 @@ def chart_sections(record: RunRecord) -> dict[str, Charts]:
         if lines and panel.in_report:
             classifier = panel.title == "Loss" and record.confusion is not None
             unit = "cross-entropy (nats)" if classifier else panel.unit or panel.title.lower()
-            svg = charts.curves(panel.title, unit, lines, last_step, panel.axis, epochs)
-            sections.setdefault(panel.section, []).append((panel.title, Markup(svg)))
+            add(panel.section, panel.title, charts.curves(panel.title, unit, lines, last_step, panel.axis, epochs))
     if record.breakdown:
-        svg = charts.bars("Memory by use", "MiB on one device", {k: 1024 * gib for k, gib in record.breakdown.items()})
-        sections.setdefault("Memory", []).append(("Memory by use", Markup(svg)))
-    others = other_metrics(record)
-    for title, lines in list(others.items())[:MOST_OTHERS]:
-        svg = charts.curves(title, "value", lines, last_step, "fitting", epochs)
-        sections.setdefault("Other metrics", []).append((title, Markup(svg)))
+        mib = {use: 1024 * gib for use, gib in record.breakdown.items()}
+        add("Memory", "Memory by use", charts.bars("Memory by use", "MiB on one device", mib))
+    for title, lines in list(other_metrics(record).items())[:MOST_OTHERS]:
+        add("Other metrics", title, charts.curves(title, "value", lines, last_step, "fitting", epochs))
+    if record.confusion is not None:
+        worst = f", the {charts.MOST_CLASS_ROWS} worst" if len(record.names) > charts.MOST_CLASS_ROWS else ""
+        add(PREDICTIONS, "Confusion matrix", charts.confusion_matrix(record))
+        add(PREDICTIONS, f"Accuracy per class{worst}", charts.class_accuracy(record))
     return sections
 
 
@@ -158,23 +147,11 @@ def other_metrics(record: RunRecord) -> dict[str, dict[str, Series]]:
     """Chart → label → values: ``train/f1`` and ``val/f1`` share the chart ``f1``."""
     found: dict[str, dict[str, Series]] = {}
     for metric, series in record.series.items():
+        part, _, rest = metric.partition("/")
+        title, label = (rest, PARTS[part]) if part in PARTS and rest else (metric, metric)
         if metric not in SHOWN:
-            part, _, rest = metric.partition("/")
-            title, label = (rest, PARTS[part]) if part in PARTS and rest else (metric, metric)
             found.setdefault(title, {})[label] = series
     return found
-
-
-def prediction_charts(record: RunRecord) -> Charts:
-    """What a classifier predicted on the test set; nothing for other tasks."""
-    if record.confusion is None:
-        return []
-    most = charts.MOST_CLASS_ROWS
-    per_class = "Accuracy per class" + (f", the {most} worst" if len(record.names) > most else "")
-    return [
-        ("Confusion matrix", Markup(charts.confusion_matrix(record))),
-        (per_class, Markup(charts.class_accuracy(record))),
-    ]
 
 
 def origin(run: Summary) -> list[tuple[str, str]]:

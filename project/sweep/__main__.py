@@ -7,6 +7,7 @@ python -m project.sweep --name lr --trials 16       # goes on: after a kill, or 
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import re
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from project.sweep.trials import Space
 
 SPACE = Path("configs", "sweep.yaml")
-OWN_FLAGS = dict.fromkeys(
-    ("--run_name", "--ckpt_path", "--default_root_dir", "--trainer.default_root_dir"), "--name and --root"
-) | dict.fromkeys(("--monitor", "--mode"), "`metric:` of the sweep file")
+PLACE, METRIC = "--name and --root", "`metric:` of the sweep file"
+OWN_FLAGS = dict.fromkeys(("--run_name", "--ckpt_path", "--default_root_dir", "--trainer.default_root_dir"), PLACE)
+OWN_FLAGS |= dict.fromkeys(("--monitor", "--mode"), METRIC)
 STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}
-BEST, DONE, PRUNED = "#c1272d", "#33658a", "#b0b7bf"
+COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # from the lowest layer to the highest
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
     add_output(parser)
     args, fit_arguments = parser.parse_known_args(argv)
-    check(args.trials, args.jobs, args.seed, args.name, fit_arguments)
+    check(args, fit_arguments)
     output = check_output(args.output) if args.output else None
     try:
         from project.sweep.trials import open_study, read_space, run_trials
@@ -52,52 +53,47 @@ def main(argv: list[str]) -> int:
         raise UserError("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'") from None
 
     name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
-    folder = args.root / name
-    space_file = args.space or default_space(Path(__file__).parents[2])
+    folder, space_file = args.root / name, args.space or default_space(Path(__file__).parents[2])
     space = read_space(space_file)
     fit_arguments, lock = claim(folder, space_file, fit_arguments)
-    study, left = open_study(folder, space, args.trials, args.seed)
-    if study.trials:
-        print(f"going on with {name}: {len(study.trials)} of {args.trials} trials were begun.", flush=True)
-    try:
-        run_trials(study, left, space, folder, fit_arguments, args.trials, args.jobs)
-    finally:
-        rows = result_rows(study, space)
-        if rows:
-            draw(folder / "sweep.png", study, space, f"{name}: {len(rows)} trials")
-    print("\n" + format_table(rows))
-    if output:
-        write_rows(output, rows)
-    lock.close()
-    best = best_trial(study)
-    if best is None:
+    with lock:
+        study, left = open_study(folder, space, args.trials, args.seed)
+        if study.trials:
+            print(f"going on with {name}: {len(study.trials)} of {args.trials} trials were begun.", flush=True)
+        try:
+            run_trials(study, left, space, folder, fit_arguments, args.trials, args.jobs)
+        finally:
+            rows = result_rows(study, space)
+            if rows:
+                draw(folder / "sweep.png", study, space, f"{name}: {len(rows)} trials")
+        print("\n" + format_table(rows))
+        if output:
+            write_rows(output, rows)
+    if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         raise UserError(f"no trial finished; see {folder}/*.log.")
+    best = study.best_trial
     flags = [f"--{key} {value}" for key, value in best.params.items()]
     print(f"\npicture: {folder}/sweep.png\nbest:    {folder}/trial-{best.number:03}\n")
     print(" ".join(["python -m project.fit", *fit_arguments, *flags]))
     return 0
 
 
-def check(trials: int, jobs: int, seed: int, name: str | None, fit_arguments: list[str]) -> None:
+def check(args: argparse.Namespace, fit_arguments: list[str]) -> None:
     """Raise a UserError for what cannot be."""
-    for option, value in (("trials", trials), ("jobs", jobs)):
+    for option, value in (("trials", args.trials), ("jobs", args.jobs)):
         if value < 1:
             raise UserError(f"--{option} must be at least 1, got {value}.")
-    if not 0 <= seed < 2**32:
-        raise UserError(f"--seed must be from 0 to {2**32 - 1}, got {seed}.")
-    if name is not None and not re.fullmatch(r"\w[\w.\-]{0,99}", name):
-        raise UserError(f"--name must be 1 to 100 letters, digits or .-_, got '{name}'.")
-    for word in fit_arguments:
-        if (flag := word.split("=")[0]) in OWN_FLAGS:
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed must be from 0 to {2**32 - 1}, got {args.seed}.")
+    if args.name is not None and not re.fullmatch(r"\w[\w.\-]{0,99}", args.name):
+        raise UserError(f"--name must be 1 to 100 letters, digits or .-_, got '{args.name}'.")
+    for flag in (word.split("=")[0] for word in fit_arguments):
+        if flag in OWN_FLAGS:
             raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
 
 
 def default_space(repository: Path) -> Path:
-    """The sweep file of the working folder, else the repository's.
-
-    Raises:
-        UserError: There is neither, as where the package was installed by pip.
-    """
+    """The sweep file of the working folder, else the repository's; an error where the package was installed by pip."""
     for path in (SPACE, repository / SPACE):
         if path.is_file():
             return path
@@ -119,15 +115,12 @@ def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str
     record, text = folder / "sweep.json", space.read_text()
     if not record.exists():
         record.write_text(json.dumps({"fit": fit_arguments, "space": text}, indent=2))
-        return fit_arguments, lock
     begun = json.loads(record.read_text())
     if begun["space"] != text:
         raise UserError(f"--name {folder.name} was begun with another search space. Choose another name.")
     if fit_arguments and fit_arguments != begun["fit"]:
-        raise UserError(
-            f"--name {folder.name} was begun with `{' '.join(begun['fit'])}`. Leave these options away to go on with "
-            "it, or choose another name."
-        )
+        advice = "Leave these options away to go on with it, or choose another name."
+        raise UserError(f"--name {folder.name} was begun with `{' '.join(begun['fit'])}`. {advice}")
     return begun["fit"], lock
 
 
@@ -143,13 +136,8 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row[space.metric], reverse=space.maximize)
 
 
-def best_trial(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
-    """The finished trial with the best value; None where none has finished."""
-    return study.best_trial if any(trial.state.name == "COMPLETE" for trial in study.trials) else None
-
-
 def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
-    """Every trial's course over the epochs, and its best value over each parameter, as PNG.
+    """Every trial's curve over the epochs, and its best value over each parameter, as PNG.
 
     Optuna's own pictures neither mark the best trial nor show the parameters of those stopped early.
     """
@@ -158,34 +146,34 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
 
     varied = [parameter for parameter in space.parameters if parameter.distribution != "constant"]
     figure = Figure(figsize=(3.4 + 2.4 * len(varied), 3.6), layout="constrained")
-    axes = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
-    best = best_trial(study)
+    first, *others = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
+    first.set(xlabel="epoch", ylabel=space.metric)
+    first.xaxis.get_major_locator().set_params(integer=True)
+    finished = [trial.number for trial in study.trials if trial.state.name == "COMPLETE"]
     for trial in study.trials:
         if (score := space.best(trial.intermediate_values.values())) is None:
             continue
-        finished = trial.state.name == "COMPLETE"
-        colour = BEST if best and trial.number == best.number else DONE if finished else PRUNED
-        style: dict[str, Any] = {"color": colour, "zorder": 2 + (PRUNED, DONE, BEST).index(colour)}
+        kind = "finished" if trial.number in finished else "stopped early"
+        kind = "best" if finished and trial.number == study.best_trial.number else kind
+        style: dict[str, Any] = {"color": COLOURS[kind], "zorder": 2 + list(COLOURS).index(kind)}
         epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
-        axes[0].plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
-        for axis, parameter in zip(axes[1:], varied, strict=True):
+        first.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
+        for axis, parameter in zip(others, varied, strict=True):
             if parameter.name in trial.params:
                 value, is_choice = trial.params[parameter.name], parameter.distribution == "categorical"
                 axis.scatter(parameter.values.index(value) if is_choice else value, score, s=28, **style)
-    axes[0].set(xlabel="epoch", ylabel=space.metric)
-    axes[0].xaxis.get_major_locator().set_params(integer=True)
-    for axis, parameter in zip(axes[1:], varied, strict=True):
+    for axis, parameter in zip(others, varied, strict=True):
         axis.set_xlabel(parameter.name)
         if parameter.distribution == "categorical":  # choices stand at equal distances
-            axis.set_xticks(range(len(parameter.values)), [str(value) for value in parameter.values])
+            axis.set_xticks(range(len(parameter.values)), map(str, parameter.values))
             axis.set_xlim(-0.5, len(parameter.values) - 0.5)
         elif parameter.distribution == "log_uniform_values":
             axis.set_xscale("log")
-    for axis in axes:
+    for axis in (first, *others):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    handles = [Line2D([], [], color=colour, marker="o", markersize=4) for colour in (BEST, DONE, PRUNED)]
-    figure.legend(handles, ["best", "finished", "stopped early"], loc="outside lower center", ncols=3, frameon=False)
+    handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=kind) for kind, colour in COLOURS.items()]
+    figure.legend(handles=handles[::-1], loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 

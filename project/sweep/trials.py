@@ -25,11 +25,11 @@ from optuna.trial import Trial, TrialState
 
 from project import threads
 from project.errors import UserError, nearest
+from project.tables import format_cell
 
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 60
 STARTUP_SHARE = 0.4  # of the trials: random search, before the sampler learns from them
-FIT = f"{__name__.split('.')[0]}.fit"
 BAD_INPUT = 2  # exit code
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # exit codes
 DISTRIBUTIONS = ("categorical", "constant", "int_uniform", "uniform", "log_uniform_values")
@@ -47,10 +47,9 @@ class Parameter:
         """A value from Optuna."""
         if self.distribution in ("categorical", "constant"):
             return trial.suggest_categorical(self.name, self.values)
-        low, high = self.values
         if self.distribution == "int_uniform":
-            return trial.suggest_int(self.name, low, high)
-        return trial.suggest_float(self.name, low, high, log=self.distribution == "log_uniform_values")
+            return trial.suggest_int(self.name, *self.values)
+        return trial.suggest_float(self.name, *self.values, log=self.distribution == "log_uniform_values")
 
 
 @dataclass
@@ -80,17 +79,17 @@ def read_space(path: Path) -> Space:
     except (UnicodeDecodeError, yaml.YAMLError):
         raise UserError(f"--space: {path} is not valid YAML.") from None
     section = {key: value for key, value in content.items() if value} if isinstance(content, dict) else {}
-    parameters, metric = section.get("parameters"), section.get("metric", {})
-    if not isinstance(parameters, dict):
+    parameters, metric, stop = (section.get(key, {}) for key in ("parameters", "metric", "early_terminate"))
+    if not isinstance(parameters, dict) or not parameters:
         raise UserError(f"--space: {path} must have a section `parameters:`, as configs/sweep.yaml has.")
-    if not isinstance(metric, dict) or metric.get("goal", "maximize") not in ("maximize", "minimize"):
+    goal = metric.get("goal", "maximize") if isinstance(metric, dict) else None
+    if goal not in ("maximize", "minimize"):
         raise UserError(f"--space: metric must be {{name: ..., goal: maximize or minimize}}, got {metric}.")
-    stop = section.get("early_terminate", {})
     least = stop.get("min_iter", 1) if isinstance(stop, dict) else stop
     if type(least) is not int or least < 1:
         raise UserError(f"--space: early_terminate.min_iter must be a whole number of at least 1, got {least}.")
-    goal, name = metric.get("goal", "maximize"), str(metric.get("name", "val/accuracy"))
-    return Space([_parameter(str(key), entry) for key, entry in parameters.items()], name, goal == "maximize", least)
+    found = [_parameter(str(key), entry) for key, entry in parameters.items()]
+    return Space(found, str(metric.get("name", "val/accuracy")), goal == "maximize", least)
 
 
 def _parameter(name: str, entry: Any) -> Parameter:
@@ -103,24 +102,22 @@ def _parameter(name: str, entry: Any) -> Parameter:
         return Parameter(name, "categorical", entry["values"])
     low, high = entry.get("min"), entry.get("max")
     whole = type(low) is type(high) is int
-    distribution = entry.get("distribution", "int_uniform" if whole else "uniform")
-    if distribution not in DISTRIBUTIONS:
-        raise UserError(
-            f"--space: {name}.distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution}."
-            f"{nearest(str(distribution), DISTRIBUTIONS)}"
-        )
+    kind = entry.get("distribution", "int_uniform" if whole else "uniform")
+    if kind not in DISTRIBUTIONS:
+        hint = nearest(str(kind), DISTRIBUTIONS)
+        raise UserError(f"--space: {name}.distribution must be one of {', '.join(DISTRIBUTIONS)}, got {kind}.{hint}")
     numbers = whole or all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))
-    if not numbers or low >= high or (distribution == "int_uniform" and not whole):
+    if not numbers or low >= high or (kind == "int_uniform" and not whole):
         hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
-        kind = "whole numbers" if distribution == "int_uniform" else "numbers"
-        raise UserError(f"--space: {name} needs values, or {kind} min below max, got min {low}, max {high}.{hint}")
-    if distribution == "log_uniform_values" and low <= 0:
+        must = "whole numbers" if kind == "int_uniform" else "numbers"
+        raise UserError(f"--space: {name} needs values, or {must} min below max, got min {low}, max {high}.{hint}")
+    if kind == "log_uniform_values" and low <= 0:
         raise UserError(f"--space: {name}.min must be above 0 on a logarithmic scale, got {low}.")
-    return Parameter(name, distribution, [low, high])
+    return Parameter(name, kind, [low, high])
 
 
 def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optuna.Study, list[Trial]]:
-    """The study in a folder, new or as it was left (its journal survives any kill), and the trials left unfinished."""
+    """The study in a folder, new or continued (its journal survives any kill), and its unfinished trials."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(trials * STARTUP_SHARE))
@@ -139,21 +136,12 @@ def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optu
 
 
 class RunningTrial:
-    """One trial and its process.
-
-    Args:
-        trial: Optuna's trial.
-        space: The sweep's search space.
-        folder: The sweep's folder; the trial is a run in it.
-        fit_arguments: Arguments of ``fit`` that all trials share.
-        environment: Of the process.
-    """
+    """One trial and its process: a run in the sweep's ``folder``; ``fit_arguments`` are what all trials share."""
 
     def __init__(
         self, trial: Trial, space: Space, folder: Path, fit_arguments: list[str], environment: dict[str, str]
     ) -> None:
-        self.trial, self.space = trial, space
-        self.name = trial_name(trial.number)
+        self.trial, self.space, self.name = trial, space, trial_name(trial.number)
         self.folder, self.log_path = folder / self.name, folder / f"{self.name}.log"
         self.reported = set(trial.study.trials[trial.number].intermediate_values)  # epochs
         self.pruned = False
@@ -161,15 +149,10 @@ class RunningTrial:
         flags = [f"--{name}={value}" for name, value in self.values.items()]  # what W&B's ${args} looks like
         goal = ["--monitor", space.metric, "--mode", "max" if space.maximize else "min"]
         run = ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
+        words = [sys.executable, "-m", f"{__name__.split('.')[0]}.fit", *fit_arguments, *flags, *goal, *run]
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log_path, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", FIT, *fit_arguments, *flags, *goal, *run],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                preexec_fn=_end_with_parent,
-            )
+            self.process = subprocess.Popen(words, stdout=log, env=environment, preexec_fn=_end_with_parent, **pipes)
 
     def watch(self) -> int | None:
         """Report epochs that are over to Optuna, stop a hopeless trial; the exit code where the process has ended."""
@@ -203,31 +186,20 @@ class RunningTrial:
             return False
         limits = yaml.safe_load((self.folder / "config.yaml").read_text())["trainer"]
         epochs, steps = (limits.get(name) or -1 for name in ("max_epochs", "max_steps"))  # -1: no limit
-        reached = max([*self.scores(rows), -1]) + 1, max(int(row["step"]) for row in rows) + 1
-        return 0 < epochs <= reached[0] or 0 < steps <= reached[1]
-
-    def stop(self) -> None:
-        """End the process; it saves its step first, and a resumed sweep goes on from there."""
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        return 0 < epochs <= max([*self.scores(rows), -1]) + 1 or 0 < steps <= max(row["step"] for row in rows) + 1
 
 
 def run_trials(
     study: optuna.Study, left: list[Trial], space: Space, folder: Path, fit_arguments: list[str], trials: int, jobs: int
 ) -> None:
-    """Bring a study to ``trials`` trials, ``jobs`` at a time; those that a killed sweep left go on first.
+    """Bring a study to ``trials`` trials, ``jobs`` at a time; those ``left`` by a killed sweep go on first.
 
     Raises:
         UserError: ``fit`` refused the arguments.
     """
     running: dict[int, RunningTrial] = {}
-    left = list(left)
     try:
-        while True:
+        while left or running or len(study.trials) < trials:
             for slot in set(range(jobs)) - running.keys():
                 if left:
                     wait_until_free(folder / trial_name(left[0].number))
@@ -235,26 +207,23 @@ def run_trials(
                     break
                 trial = left.pop(0) if left else study.ask()
                 running[slot] = RunningTrial(trial, space, folder, fit_arguments, environment_of(slot, jobs, folder))
-            if not running:
-                return
             time.sleep(POLL_SECONDS)
             for slot, watched in list(running.items()):
                 if (exit_code := watched.watch()) is not None:
-                    del running[slot]
-                    finish(study, watched, exit_code)
+                    finish(study, running.pop(slot), exit_code)
     finally:
-        for watched in running.values():
-            watched.process.terminate()  # all at once, then wait for each
-        for watched in running.values():
-            watched.stop()
+        processes = [watched.process for watched in running.values()]
+        for process in processes:
+            process.terminate()  # all at once: each saves its step, and a resumed sweep goes on from there
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=15)
+            process.kill()  # nothing happens to one that has ended
+            process.wait()
 
 
 def wait_until_free(run_folder: Path) -> None:
-    """Wait for the process of a killed sweep's trial, which saves its step before it ends.
-
-    Raises:
-        UserError: It does not end.
-    """
+    """Wait for the process of a killed sweep's trial, which saves its step before it ends; an error if it does not."""
     until = time.monotonic() + ORPHAN_SECONDS
     with contextlib.suppress(FileNotFoundError), open(run_folder / ".lock") as lock:
         while time.monotonic() < until:
@@ -270,26 +239,23 @@ def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
     Raises:
         UserError: ``fit`` refused the arguments, or logs no such metric.
     """
-    rows, number, log = ended.rows(), ended.trial.number, f"see {ended.log_path}"
+    rows, log = ended.rows(), f"see {ended.log_path}"
     score = ended.space.best(ended.scores(rows).values())
     stopped = exit_code != 0 and (ended.pruned or exit_code in STOPPED)
+    state, end = TrialState.FAIL, f"failed (exit code {exit_code}, {log})"
     if (exit_code == 0 or (stopped and ended.has_trained(rows))) and score is not None:
-        study.tell(number, score)
-        end = "done"
+        state, end = TrialState.COMPLETE, "done"
     elif stopped and ended.pruned:
-        study.tell(number, state=TrialState.PRUNED)
-        end = f"stopped after {len(ended.reported)} epochs"
-    else:
-        study.tell(number, state=TrialState.FAIL)
-        end = f"failed (exit code {exit_code}, {log})"
+        state, end = TrialState.PRUNED, f"stopped after {len(ended.reported)} epochs"
+    study.tell(ended.trial.number, score if end == "done" else None, state)
     if exit_code == BAD_INPUT:
         lines = [line for line in ended.log_path.read_text().splitlines() if line.startswith("error: ")]
         raise UserError(f"{ended.name}: {lines[-1].removeprefix('error: ') if lines else log}")
     if exit_code == 0 and not ended.scores(rows):
         names = sorted({name for row in rows for name in row} - {"epoch", "step"})
         raise UserError(f"--space: metric {ended.space.metric} is not logged. {ended.name} logged {', '.join(names)}.")
-    shown = "  ".join(f"{name} {short(value)}" for name, value in ended.values.items())
-    print(f"{ended.name}  {ended.space.metric} {short(score)}  {shown}  {end}", flush=True)
+    shown = "  ".join(f"{name} {format_cell(value)}" for name, value in ended.values.items())
+    print(f"{ended.name}  {ended.space.metric} {format_cell(score)}  {shown}  {end}", flush=True)
 
 
 def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
@@ -303,11 +269,6 @@ def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
 def trial_name(number: int) -> str:
     """Name of a trial's run."""
     return f"trial-{number:03}"
-
-
-def short(value: Any) -> str:
-    """A value in four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def _end_with_parent() -> None:

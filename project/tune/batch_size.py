@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+from argparse import Namespace
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from project.engine.cli import Configuration
 from project.errors import UserError
 from project.hardware import GIB
-from project.tune.short_training import Measured, TrainingSteps
+from project.tables import format_table
+from project.tune import picture, tell
+from project.tune.short_training import Measured, TrainingSteps, title
 
-Tell = Callable[[str], None]
 FIRST = 16  # the smallest size that is timed, where larger ones fit
-WORTH = 0.05  # of the best rate: what is gained has to be more
+WORTH = 0.05  # of the best rate: a smaller gain does not count
 # Optimizer steps an epoch that a recommended size leaves. On the bundled digits, 4 an epoch gave an accuracy of 0.916
 # after five epochs, and 70 gave 0.983.
 LEAST_STEPS = 50
@@ -28,7 +32,7 @@ class Search:
     """What the search for the largest batch found."""
 
     largest: int = 0  # 0: not even one sample fits
-    limited_by: str = "memory"  # or what else kept it from trying larger ones
+    limited_by: str = "memory"  # or another reason
     tries: list[Measured] = field(default_factory=list)  # those that fitted, in the order they were made
     smallest_failed: int | None = None
 
@@ -42,8 +46,68 @@ class Advice:
     use: Measured | None  # the same among those that leave LEAST_STEPS; the present size where that gains nothing
 
 
+def tune_batch_size(
+    config: Configuration, flags: dict[str, Any], options: Namespace
+) -> tuple[list[Any], dict[str, Any]]:
+    """Find batch sizes, print and draw them. Returns a row per size (what is not known is left out), and all facts.
+
+    Raises:
+        UserError: The data module has no batch size, or not even one sample fits.
+    """
+    present = getattr(config.datamodule, "batch_size", None)
+    if not isinstance(present, int):
+        raise UserError("tune batch_size needs a data module whose loader follows an attribute batch_size.")
+    search, measured = find_and_time(TrainingSteps(config, flags, options.memory_limit_gib), options)
+    advice = advise(measured, present)
+    notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
+    rows = []
+    for row in measured:
+        facts = {"batch_size": row.batch_size, "samples_per_sec": row.samples_per_sec, **vars(row)}
+        peak = facts.pop("peak_bytes")
+        facts["peak_allocated_gib"] = peak and peak / GIB
+        facts["note"] = ", ".join(note for note, noted in notes.items() if noted is row)
+        rows.append({name: value for name, value in facts.items() if value is not None})
+    print(format_table(rows))
+    tune_lr = shlex.join(["python", "-m", "project.tune", "lr", *options.fit_flags, "--data.batch_size"])
+    print("\n" + "\n".join(advice_lines(search, advice, present, tune_lr)))
+    draw_batch_sizes(options.plot, measured, search, advice, title(config, flags))
+    return rows, {
+        "largest_batch_size": search.largest,
+        "limited_by": search.limited_by,
+        "best_throughput_batch_size": advice.best.batch_size,
+        "enough_batch_size": advice.enough.batch_size,
+        "recommended_batch_size": advice.use.batch_size if advice.use else None,
+        "sizes": rows,
+    }
+
+
+def find_and_time(steps: TrainingSteps, options: Namespace) -> tuple[Search, list[Measured]]:
+    """Find the largest batch that fits, and time all sizes up to it in rising order."""
+    present, measured = steps.datamodule.batch_size, []
+    ceilings = {steps.training_samples or CEILING: "the training set has no more samples"}
+    if options.max_batch_size is not None:
+        ceilings.setdefault(options.max_batch_size, "--max_batch_size allows no larger one")
+    search = find_largest(steps.measure, min(ceilings), ceilings[min(ceilings)], options.max_step_seconds)
+    peaks = {row.batch_size: row.peak_bytes for row in search.tries}
+    for size in sizes_to_time(search.largest, present):
+        tell(f"timing batch size {size:,}")
+        try:
+            row = steps.measure(size, full_speed=True)
+        except torch.OutOfMemoryError:  # two steps fitted, but the allocator's gaps grew over more of them
+            tell(f"batch size {size:,}: out of memory after a while")
+            continue
+        row.peak_bytes = peaks.get(size, row.peak_bytes)
+        measured.append(row)
+    if not measured:
+        raise UserError("not even one sample fits into the device's memory. Choose a smaller network or --precision.")
+    if (timed := measured[-1].batch_size) < search.largest:
+        search.smallest_failed, search.largest, search.limited_by = search.largest, timed, "memory"
+    tell("")
+    return search, measured
+
+
 def find_largest(
-    one_try: Callable[[int], Measured], ceiling: int, ceiling_name: str, max_step_seconds: float, tell: Tell
+    one_try: Callable[[int], Measured], ceiling: int, ceiling_name: str, max_step_seconds: float
 ) -> Search:
     """The exact largest batch size up to ``ceiling`` for which ``one_try`` does not raise ``torch.OutOfMemoryError``.
 
@@ -71,44 +135,8 @@ def find_largest(
             search.limited_by = "larger steps take longer than --max_step_seconds"
             return search
         size = min(2 * size, ceiling)
-    failed = size
-    while failed - search.largest > 1:
-        middle = (search.largest + failed) // 2
-        if not fits(middle):
-            failed = middle
+    bisect_left(range(search.largest + 1, size), True, key=lambda between: not fits(between))
     return search
-
-
-def find_and_time(
-    steps: TrainingSteps, max_batch_size: int | None, max_step_seconds: float, tell: Tell
-) -> tuple[Search, list[Measured]]:
-    """Find the largest batch that fits, and time all sizes up to it in rising order; ``tell`` is told of progress.
-
-    Raises:
-        UserError: Not even one sample fits.
-    """
-    present, measured = steps.datamodule.batch_size, []
-    ceilings = {steps.training_samples or CEILING: "the training set has no more samples"}
-    if max_batch_size is not None:
-        ceilings.setdefault(max_batch_size, "--max_batch_size allows no larger one")
-    search = find_largest(steps.one_try, min(ceilings), ceilings[min(ceilings)], max_step_seconds, tell)
-    peaks = {row.batch_size: row.peak_bytes for row in search.tries}
-    for size in sizes_to_time(search.largest, present):
-        tell(f"timing batch size {size:,}")
-        try:
-            row = steps.timed(size)
-        except torch.OutOfMemoryError:  # two steps fitted, but the allocator's gaps grew over more of them
-            tell(f"batch size {size:,}: out of memory after a while")
-            continue
-        row.peak_bytes = peaks.get(size, row.peak_bytes)
-        measured.append(row)
-    if not measured:
-        raise UserError("not even one sample fits into the device's memory. Choose a smaller network or --precision.")
-    if measured[-1].batch_size < search.largest:
-        search.smallest_failed, search.largest = search.largest, measured[-1].batch_size
-        search.limited_by = "memory"
-    tell("")
-    return search, measured
 
 
 def sizes_to_time(largest: int, present: int) -> list[int]:
@@ -130,24 +158,6 @@ def advise(measured: Sequence[Measured], present: int) -> Advice:
         found = smallest_near_best(allowed)
         use = found if now is None or found.samples_per_sec > (1 + WORTH) * now.samples_per_sec else now
     return Advice(max(measured, key=lambda row: row.samples_per_sec), smallest_near_best(measured), use)
-
-
-def table_rows(measured: Sequence[Measured], advice: Advice) -> list[dict[str, Any]]:
-    """One row per size; what is not known is left out."""
-    notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
-    rows = []
-    for row in measured:
-        facts = {
-            "batch_size": row.batch_size,
-            "samples_per_sec": row.samples_per_sec,
-            "step_ms": row.step_ms,
-            "spread_pct": row.spread_pct,
-            "peak_allocated_gib": None if row.peak_bytes is None else row.peak_bytes / GIB,
-            "steps_per_epoch": row.steps_per_epoch,
-            "note": ", ".join(note for note, noted in notes.items() if noted is row),
-        }
-        rows.append({name: value for name, value in facts.items() if value is not None})
-    return rows
 
 
 def advice_lines(search: Search, advice: Advice, present: int, tune_lr: str) -> list[str]:
@@ -173,40 +183,27 @@ def advice_lines(search: Search, advice: Advice, present: int, tune_lr: str) -> 
     return [*lines, "", f"  --data.batch_size {size}", "", "It wants another learning rate:", f"  {tune_lr} {size}"]
 
 
-def draw_batch_sizes(path: Path, measured: Sequence[Measured], search: Search, advice: Advice, title: str) -> None:
+def draw_batch_sizes(path: Path, measured: Sequence[Measured], search: Search, advice: Advice, heading: str) -> None:
     """Throughput and peak memory over batch size, the advised sizes marked, as PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
     sizes, rates = [row.batch_size for row in measured], [row.samples_per_sec for row in measured]
     memory = {row.batch_size: row.peak_bytes / GIB for row in measured if row.peak_bytes is not None}
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    speed, peak = figure.subplots(1, 2)
     line: dict[str, Any] = {"marker": "o", "markersize": 4, "color": "#4477aa"}
-    errors = [rate * (row.spread_pct or 0) / 200 for rate, row in zip(rates, measured, strict=True)]
-    speed.errorbar(sizes, rates, yerr=errors, capsize=2, **line)
-    speed.axhspan((1 - WORTH) * max(rates), max(rates), color="#228833", alpha=0.12, linewidth=0)
-    marks = [(advice.best, "#228833", 13, "best throughput"), (advice.use, "#ee6677", 9, "use")]
-    for row, colour, diameter, meaning in marks:
-        if row is not None:
-            ring: dict[str, Any] = {"marker": "o", "markersize": diameter, "fillstyle": "none", "linestyle": ""}
-            label = f"{row.batch_size:,}: {meaning}"
-            speed.plot(row.batch_size, row.samples_per_sec, color=colour, label=label, **ring)
-    speed.set(ylabel="samples per second", ylim=(0, 1.15 * max(rates)))
-    speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    speed.legend(loc="lower right", fontsize=8, frameon=False)
-    peak.semilogy(list(memory), list(memory.values()), **line)
-    peak.set_ylabel("peak GiB of tensors" if memory else "peak memory (not told by this device)")
-    if search.smallest_failed:
-        peak.axvline(search.smallest_failed, color="#ee6677", linestyle="--", linewidth=1, label="out of memory")
-        peak.legend(loc="upper left", fontsize=8, frameon=False)
-    named = [size for size, after in pairwise([*sizes, 2**62]) if after > 1.3 * size]  # names must not overlap
-    for axes in (speed, peak):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(named, [f"{size:,}" for size in named], rotation=45, fontsize=8)
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("batch size")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=130)
+    with picture(path, heading, 2) as (speed, peak):
+        errors = [rate * (row.spread_pct or 0) / 200 for rate, row in zip(rates, measured, strict=True)]
+        speed.errorbar(sizes, rates, yerr=errors, capsize=2, **line)
+        speed.axhspan((1 - WORTH) * max(rates), max(rates), color="#228833", alpha=0.12, linewidth=0)
+        marks = (advice.best, "#228833", 13, "best throughput"), (advice.use, "#ee6677", 9, "use")
+        for row, colour, diameter, meaning in marks:
+            if row is not None:
+                at, label = (row.batch_size, row.samples_per_sec), f"{row.batch_size:,}: {meaning}"
+                speed.plot(*at, "o", fillstyle="none", markersize=diameter, color=colour, label=label)
+        speed.set(ylabel="samples per second", ylim=(0, 1.15 * max(rates)))
+        speed.yaxis.set_major_formatter("{x:,.0f}")
+        peak.semilogy(list(memory), list(memory.values()), **line)
+        peak.set_ylabel("peak GiB of tensors" if memory else "peak memory (not told by this device)")
+        if search.smallest_failed:
+            peak.axvline(search.smallest_failed, color="#ee6677", linestyle="--", linewidth=1, label="out of memory")
+        for axes in (speed, peak):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.set_xlabel("batch size")

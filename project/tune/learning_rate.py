@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 
 from project.engine.cli import Configuration
 from project.errors import UserError
-from project.tune.short_training import ShortTraining, scratch_trainer
+from project.tables import format_table
+from project.tune import picture, tell
+from project.tune.short_training import ShortTraining, scratch_trainer, title
 
 WIDTH = 1 / 25  # of the whole range: standard deviation of the smoothing
 # Below the rate of the lowest loss, from which on it rises. Four epochs on the bundled digits, best validation accuracy
@@ -27,12 +28,8 @@ LEAST_FALL = 0.05  # of the first loss; less is noise
 class RateRamp(ShortTraining):
     """Gives every parameter group the same learning rate, which grows exponentially, and notes each step's loss.
 
-    Lightning's own finder needs an attribute ``lr`` and gives a running mean that lags 50 steps behind.
-
-    Args:
-        min_lr: Rate of the first optimizer step.
-        max_lr: Rate of the last one.
-        steps: Optimizer steps, fewer where a loss is no number any more.
+    It ends after ``steps`` optimizer steps, or at a loss that is no number. Lightning's own finder needs an attribute
+    ``lr`` and gives a running mean that lags 50 steps behind.
     """
 
     def __init__(self, min_lr: float, max_lr: float, steps: int) -> None:
@@ -42,7 +39,7 @@ class RateRamp(ShortTraining):
         self.losses: list[float] = []  # of each step, the mean over its accumulated batches
         self._parts: list[float] = []
         self._groups: list[dict[str, Any]] = []
-        self._step, self._rate = 0, min_lr
+        self._rate = min_lr
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -50,66 +47,63 @@ class RateRamp(ShortTraining):
         self.present = max(float(group.get("initial_lr", group["lr"])) for group in self._groups)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._rate = self.min_lr * self.growth**self._step
+        self._rate = self.min_lr * self.growth**self.steps_done
         for group in self._groups:
             group["lr"] = group["lr"].fill_(self._rate) if isinstance(group["lr"], torch.Tensor) else self._rate
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if outputs:  # Lightning has divided the loss by the number of batches of a step
             self._parts.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
-        if trainer.global_step == self._step:  # gradients are being accumulated
-            return
-        self._step = trainer.global_step
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def after_step(self, trainer: Trainer) -> None:
         if self._parts:  # a training_step may skip a batch
             self.rates.append(self._rate)
             self.losses.append(sum(self._parts) / len(self._parts))
         self._parts = []
-        trainer.should_stop = self._step >= self.steps or not all(map(math.isfinite, self.losses[-1:]))
+        trainer.should_stop = self.steps_done >= self.steps or not all(map(math.isfinite, self.losses[-1:]))
 
 
-@dataclass(frozen=True)
-class RangeTest:
-    """A training with a learning rate that grew from step to step."""
-
-    rates: list[float]
-    losses: list[float]  # of each step
-    smooth: list[float]  # the same, averaged over the steps around each
-    lowest: float  # the rate at which ``smooth`` is lowest
-    present: float  # the rate with which the module would train
-
-    @property
-    def suggestion(self) -> float:
-        """The rate to train with."""
-        return self.lowest / BELOW_LOWEST
-
-    @property
-    def still_falling(self) -> bool:
-        """Whether the loss was lowest at the very end, so that a larger rate may be better."""
-        return self.lowest >= self.rates[-3]
-
-    def rows(self) -> list[dict[str, float]]:
-        """One row per step: ``lr``, ``loss``, ``smooth_loss``."""
-        columns = zip(self.rates, self.losses, self.smooth, strict=True)
-        return [{"lr": rate, "loss": loss, "smooth_loss": smooth} for rate, loss, smooth in columns]
-
-
-def range_test(config: Configuration, flags: dict[str, Any], min_lr: float, max_lr: float, steps: int) -> RangeTest:
-    """Train ``steps`` optimizer steps at rates from ``min_lr`` to ``max_lr``; ``flags`` are the Trainer's arguments.
+def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) -> tuple[list[Any], dict[str, Any]]:
+    """Find a learning rate, print and draw it. Returns a row per step and all facts.
 
     Raises:
         UserError: The loss never fell: there is nothing to suggest.
     """
-    ramp = RateRamp(min_lr, max_lr, steps)
+    tell(f"training {options.steps} steps at rates from {options.min_lr:g} to {options.max_lr:g}\n")
+    ramp = RateRamp(options.min_lr, options.max_lr, options.steps)
     with scratch_trainer(flags, ramp) as trainer:
         trainer.fit(config.module, datamodule=config.datamodule)
-    return read_curve(ramp.rates, ramp.losses, ramp.present)
+    smooth, lowest = read_curve(ramp.rates, ramp.losses)
+    columns = zip(ramp.rates, ramp.losses, smooth, strict=False)  # a last loss that is no number is left out
+    rows = [{"lr": rate, "loss": loss, "smooth_loss": mean} for rate, loss, mean in columns]
+    print(format_table(rows[:: max(1, len(rows) // 20)]))
+    found, suggestion = rows[lowest]["lr"], rows[lowest]["lr"] / BELOW_LOWEST
+    if lowest >= len(rows) - 3:
+        print(f"\nthe loss still fell at {found:.2g}: a larger --max_lr may find a better rate")
+    else:
+        print(f"\nlowest loss at a learning rate of {found:.2g}; half of it is a safe peak")
+    is_flag = "lr" in (config.resolved["model"].get("init_args") or {})
+    print(f"\n  {'--model.lr' if is_flag else 'learning rate'} {suggestion:.2g}\n\nIt was {ramp.present:g}.")
+    with picture(options.plot, title(config, flags), 1) as (axes,):
+        rates, least, fall = ramp.rates[: len(rows)], smooth[lowest], smooth[0] - smooth[lowest]
+        ring: dict[str, Any] = {"marker": "o", "markersize": 9, "linestyle": ""}
+        axes.plot(rates, ramp.losses[: len(rows)], ".", markersize=3, color="#bbccee", label="each step")
+        axes.plot(rates, smooth, color="#4477aa", label="smoothed")
+        height = np.interp(suggestion, rates, smooth)
+        axes.plot(suggestion, height, color="#ee6677", label=f"suggested: {suggestion:.2g}", **ring)
+        axes.plot(found, least, color="#228833", fillstyle="none", label=f"lowest loss: {found:.2g}", **ring)
+        if rates[0] < ramp.present < rates[-1]:
+            axes.axvline(ramp.present, color="#999999", linestyle="--", linewidth=1, label=f"now: {ramp.present:g}")
+        limits = min(0.0, least - 0.1 * fall), smooth[0] + 0.3 * fall  # a diverging end would flatten all else
+        axes.set(xscale="log", ylim=limits, xlabel="learning rate", ylabel="training loss")
+    return rows, {"suggested_lr": suggestion, "lowest_loss_lr": found, "curve": rows}
 
 
-def read_curve(rates: Sequence[float], losses: Sequence[float], present: float) -> RangeTest:
-    """What the losses say, up to the first that is no number; ``rates`` grow exponentially.
+def read_curve(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], int]:
+    """The smoothed losses up to the first that is no number, and the step at which they are lowest.
 
     Lightning's ``suggestion()`` divides by the difference of the rates themselves, which at the low end are 1e-7 apart:
     noise there beats every real slope, and what it suggests for our ConvNet is 0.00002 or 0.00006, by the seed.
@@ -119,7 +113,7 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], present: float) 
     """
     count = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     if count:
-        # Each loss averaged with those around it by a Gaussian. What has diverged counts no more than the first losses:
+        # Each loss averaged with those around it by a Gaussian. Diverged losses are cut to the first losses:
         # a loss of 1e12 would be seen a hundred steps before.
         capped = np.minimum(losses[:count], max(losses[: max(1, count // 10)]))
         distance = np.subtract.outer(np.arange(count), np.arange(count)) / (WIDTH * len(rates))
@@ -127,38 +121,5 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], present: float) 
         smooth = (weights @ capped / weights.sum(axis=1)).tolist()
         lowest = smooth.index(min(smooth))
         if smooth[0] - smooth[lowest] > LEAST_FALL * abs(smooth[0]):
-            return RangeTest(list(rates[:count]), list(losses[:count]), smooth, rates[lowest], present)
+            return smooth, lowest
     raise UserError("tune lr: the loss never fell. Widen --min_lr and --max_lr, or raise --steps.")
-
-
-def advice_lines(test: RangeTest, flag: str) -> list[str]:
-    """What the curve means, and the flag to paste."""
-    lines = [f"lowest loss at a learning rate of {test.lowest:.2g}; half of it is a safe peak"]
-    if test.still_falling:
-        lines = [f"the loss still fell at {test.lowest:.2g}: a larger --max_lr may find a better rate"]
-    return [*lines, "", f"  {flag} {test.suggestion:.2g}", "", f"It was {test.present:g}."]
-
-
-def draw_range_test(path: Path, test: RangeTest, title: str) -> None:
-    """Loss over learning rate with the suggestion and the present value marked, as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(test.rates, test.losses, ".", markersize=3, color="#bbccee", label="each step")
-    axes.plot(test.rates, test.smooth, color="#4477aa", label="smoothed")
-    at = min(range(len(test.rates)), key=lambda step: abs(math.log(test.rates[step] / test.suggestion)))
-    dot: dict[str, Any] = {"marker": "o", "markersize": 9, "linestyle": ""}
-    axes.plot(test.suggestion, test.smooth[at], color="#ee6677", label=f"suggested: {test.suggestion:.2g}", **dot)
-    lowest, name = min(test.smooth), f"lowest loss: {test.lowest:.2g}"
-    axes.plot(test.lowest, lowest, fillstyle="none", color="#228833", label=name, **dot)
-    if test.rates[0] < test.present < test.rates[-1]:
-        axes.axvline(test.present, color="#999999", linestyle="--", linewidth=1, label=f"now: {test.present:g}")
-    fall = test.smooth[0] - lowest  # a diverging end would press everything else flat
-    axes.set(xscale="log", ylim=(min(0.0, lowest - 0.1 * fall), test.smooth[0] + 0.3 * fall))
-    axes.set(xlabel="learning rate", ylabel="training loss")
-    axes.legend(loc="lower left", fontsize=8, frameon=False)
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, fontsize=9)
-    figure.savefig(path, dpi=130)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,22 +18,56 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import hardware
-from project.callbacks.memory_use import is_out_of_memory
 from project.engine import signals
 from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import leave_signals_alone
+from project.engine.ranks import launched_world
 from project.engine.summary import samples_of
-from project.engine.trainer import build_trainer
-from project.live_memory import LiveMemory
+from project.engine.trainer import build_trainer, trainer_flags
+from project.errors import UserError
+from project.live_memory import LiveMemory, is_out_of_memory
 
 WARM_UP_SECONDS = 1.0
-# Of the free host memory: what an operation needs only inside itself is not counted, and others live here, too.
+# Of the free host memory: temporary memory inside operations is not counted, and other programs need memory, too.
 CPU_SHARE = 0.6
+
+
+def one_device_flags(config: Configuration) -> dict[str, Any]:
+    """The Trainer's arguments for one process on one device.
+
+    Raises:
+        UserError: Several devices or processes were asked for, or the module steps its optimizers itself.
+    """
+    asked, name = config.trainer, type(config.module).__name__
+    devices, nodes, strategy = str(asked["devices"]), asked["num_nodes"], asked["strategy"]
+    is_one = re.fullmatch(r"auto|-1|1|\d+,|\[\d+\]", devices)  # 2, and [2] name a device by its index
+    if not is_one or nodes > 1 or strategy != "auto" or launched_world()[1] > 1:
+        raise UserError(
+            "tune measures one process on one device, and what it finds is per device: leave --devices, --num_nodes, "
+            f"--strategy, torchrun and srun away, got --devices {devices} --num_nodes {nodes} --strategy {strategy}."
+        )
+    if not config.module.automatic_optimization:
+        raise UserError(f"tune needs Lightning's automatic optimization, and {name} steps its optimizers itself.")
+    asked["devices"] = 1 if devices in ("auto", "-1") else asked["devices"]
+    return trainer_flags(config)
+
+
+def title(config: Configuration, flags: dict[str, Any]) -> str:
+    """Network, optimizer, precision and device in one line, for a picture."""
+    on_cpu = flags["accelerator"] == "cpu" or not (rows := hardware.accelerators())
+    device = "{name}, {cores} cores".format(**hardware.cpu()) if on_cpu else rows[0]["name"]
+    optimizers = [name for name in [config.module.hparams.get("optimizer")] if isinstance(name, str)]
+    network = type(getattr(config.module, "network", config.module)).__name__
+    parts = [network, *optimizers, flags["precision"] or "32-true"]
+    return f"{', '.join(parts)} on {device}"
 
 
 class ShortTraining(Callback):
     """Base of the callbacks that measure a training from within and end it by ``trainer.should_stop``."""
+
+    steps_done = 0  # optimizer steps
+    edge = 0.0  # when the training began, or the window of a Clock
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning's handlers would swallow SIGTERM: a try would end as if it had fitted.
@@ -43,12 +77,20 @@ class ShortTraining(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Learning-rate schedules rest: some wait for a validation that never comes, some end before the measurement.
         trainer.strategy.lr_scheduler_configs = []
+        self.edge = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if asked := signals.requested():  # raised where nobody could hear it, such as while a tensor was freed
+        if asked := signals.requested():  # an exception raised while a tensor is freed would be lost
             raise signals.Stopped(asked)
+        if trainer.global_step != self.steps_done:  # else gradients are being accumulated
+            self.steps_done = trainer.global_step
+            self.after_step(trainer)
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Called after every optimizer step."""
+        raise NotImplementedError
 
 
 @contextlib.contextmanager
@@ -58,17 +100,15 @@ def scratch_trainer(flags: dict[str, Any], callback: ShortTraining) -> Iterator[
     all_batches = {"limit_train_batches": None, "overfit_batches": 0.0, "fast_dev_run": False}
     no_validation = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 1_000_000}
     silent = {"logger": False, "profiler": None, "enable_progress_bar": False, "enable_model_summary": False}
-    scratch = {**without_end, **all_batches, **no_validation, **silent, "val_check_interval": 1.0}
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # there are dozens of trainings here, each with the same lines
+    scratch = without_end | all_batches | no_validation | silent | {"callbacks": [callback], "val_check_interval": 1.0}
+    logging.disable(logging.WARNING)  # there are dozens of trainings here, each with the same lines
     with tempfile.TemporaryDirectory(prefix="tune-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = build_trainer({**flags, **scratch, "callbacks": [callback], "default_root_dir": folder})
+        trainer = build_trainer(flags | scratch | {"default_root_dir": folder})
         try:
             yield trainer
         finally:
-            logger.setLevel(level)
+            logging.disable(logging.NOTSET)
             # What Lightning hangs on them would keep the trainer, and with it all that it has on the device.
             for attribute in ("log", "log_dict"):
                 vars(callback).pop(attribute, None)
@@ -94,52 +134,34 @@ class Measured:
 
 
 class TrainingSteps:
-    """Trains for moments at any batch size, each time with a new module.
+    """Trains for moments at any batch size, each time with a new module; the data module's ``batch_size`` changes.
 
     Lightning's batch-size finder keeps memory of failed tries and works with one trainer whose state it must restore
-    (Lightning issues 19789, 20231).
-
-    Args:
-        config: The command line; its data module has an attribute ``batch_size``, which changes here.
-        flags: The Trainer's arguments, for one device.
-        memory_limit_gib: Pretend that the device has no more than this.
+    (Lightning issues 19789, 20231). With ``memory_limit_gib`` the device is taken to have no more than this.
     """
 
     def __init__(self, config: Configuration, flags: dict[str, Any], memory_limit_gib: float | None = None) -> None:
-        self.config = config
-        self.flags = flags
-        self.datamodule = cast(Any, config.datamodule)
+        self.config, self.flags, self.datamodule = config, flags, cast(Any, config.datamodule)
         limits = [] if memory_limit_gib is None else [memory_limit_gib]
         if flags["accelerator"] == "cpu" or not torch.accelerator.is_available():
             limits.append(CPU_SHARE * hardware.memory()["available_gib"])
         self.memory_limit_bytes = int(min(limits) * hardware.GIB) if limits else None
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
-        self.training_samples = samples_of(self.datamodule.train_dataloader())  # None where the data do not tell
+        self.training_samples = samples_of(self.datamodule.train_dataloader())  # None if unknown
 
-    def one_try(self, batch_size: int) -> Measured:
-        """Two optimizer steps. On the CPU, counting memory slows them down.
+    def measure(self, batch_size: int, full_speed: bool = False) -> Measured:
+        """Train for a second or two at full speed, or two optimizer steps; on the CPU only these count memory.
 
         Raises:
-            torch.OutOfMemoryError: They do not fit.
+            torch.OutOfMemoryError: The batch does not fit.
         """
         # The second step takes the most memory: gradients and optimizer state exist from the first one on.
-        return self._train(batch_size, Clock(warm_up_steps=1, windows=1, seconds=0), count_memory=True)
-
-    def timed(self, batch_size: int) -> Measured:
-        """Steps for a second or two, at full speed.
-
-        Raises:
-            torch.OutOfMemoryError: They do not fit.
-        """
-        return self._train(batch_size, Clock(), count_memory=False)
-
-    def _train(self, batch_size: int, clock: Clock, count_memory: bool) -> Measured:
-        self.datamodule.batch_size = batch_size
-        failure = peak_bytes = None
+        clock = Clock() if full_speed else Clock(warm_up_steps=1, windows=1, seconds=0)
+        self.datamodule.batch_size, failure, peak_bytes = batch_size, None, None
         try:
             with scratch_trainer(self.flags, clock) as trainer:
-                peak_bytes = self._fit(trainer, count_memory)
+                peak_bytes = self._fit(trainer, count_memory=not full_speed)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -149,94 +171,69 @@ class TrainingSteps:
         free_memory()
         if failure is not None:
             raise torch.OutOfMemoryError(failure)
-        median = statistics.median(clock.step_ms)
-        spread = 100 * (max(clock.step_ms) - min(clock.step_ms)) / median if len(clock.step_ms) > 1 else None
-        samples = batch_size * self.flags["accumulate_grad_batches"]  # of an optimizer step
+        times, samples = clock.step_ms, batch_size * self.flags["accumulate_grad_batches"]  # of an optimizer step
+        median = statistics.median(times)
+        spread = 100 * (max(times) - min(times)) / median if len(times) > 1 else None
         steps = None if self.training_samples is None else max(1, self.training_samples // samples)
         return Measured(batch_size, median, spread, peak_bytes, steps)
 
     def _fit(self, trainer: Trainer, count_memory: bool) -> int | None:
-        """Train; returns the peak in bytes, None where it is not counted."""
-        module, device = self.config.fresh_module(), trainer.strategy.root_device
+        """Train within the memory limit; returns the peak in bytes, None where it is not counted."""
+        module, device, limit = self.config.fresh_module(), trainer.strategy.root_device, self.memory_limit_bytes
         if device.type == "cpu":
-            with LiveMemory(self.memory_limit_bytes) if count_memory else nullcontext() as memory:
-                if memory is not None:
+            with contextlib.ExitStack() as stack:
+                if count_memory:
+                    memory = stack.enter_context(LiveMemory(limit))
                     memory.count([*module.parameters(), *module.buffers()])
                 trainer.fit(module, datamodule=self.datamodule)
-            return memory.peak_bytes if memory is not None else None
-        with device_memory_limit(device, self.memory_limit_bytes):
-            if device.type == "cuda":
+            return memory.peak_bytes if count_memory else None
+        backend = torch.get_device_module(device)  # torch.cuda or torch.mps, whose allocator keeps to the limit
+        where = (device,) if device.type == "cuda" else ()
+        total = torch.cuda.get_device_properties(device).total_memory if where else backend.recommended_max_memory()
+        if limit is not None:
+            backend.set_per_process_memory_fraction(min(1.0, limit / total), *where)
+        try:
+            if where:
                 torch.cuda.reset_peak_memory_stats(device)
             trainer.fit(module, datamodule=self.datamodule)
-            return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            return torch.cuda.max_memory_allocated(device) if where else None
+        finally:
+            if limit is not None:
+                backend.set_per_process_memory_fraction(1.0, *where)
 
 
 def free_memory() -> None:
-    """Give back what a finished or failed training held."""
+    """Free the memory of a finished or failed training."""
     gc.collect()  # Trainer, module and loops hold each other
     if torch.accelerator.is_available():  # its own empty_cache fails on MPS (PyTorch issue 186430)
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
-@contextlib.contextmanager
-def device_memory_limit(device: torch.device, limit_bytes: int | None) -> Iterator[None]:
-    """Let the device's own allocator refuse more than ``limit_bytes``."""
-    if limit_bytes is None:
-        yield
-        return
-    memory = torch.get_device_module(device)  # torch.cuda or torch.mps
-    where = (device,) if device.type == "cuda" else ()
-    total = torch.cuda.get_device_properties(device).total_memory if where else memory.recommended_max_memory()
-    memory.set_per_process_memory_fraction(min(1.0, limit_bytes / total), *where)
-    try:
-        yield
-    finally:
-        memory.set_per_process_memory_fraction(1.0, *where)
-
-
 class Clock(ShortTraining):
     """Times windows of steps, waiting for the device at their edges only, and ends the training when it has enough.
 
-    Args:
-        warm_up_steps: Optimizer steps before the first window; fewer where they take long.
-        windows: How many to time.
-        seconds: Least length of a window; the number of steps in it grows until it is this long.
+    The first window follows ``warm_up_steps`` optimizer steps, fewer where they take long; the number of steps in a
+    window grows until it is ``seconds`` long.
     """
 
     def __init__(self, warm_up_steps: int = 3, windows: int = 3, seconds: float = 0.4) -> None:
         self.warm_up_steps, self.windows, self.seconds = warm_up_steps, windows, seconds
         self.step_ms: list[float] = []
-        self._steps = self._edge_steps = 0  # optimizer steps so far, and at the start of the window
-        self._began = self._edge = 0.0
-        self._length: int | None = None  # steps of a window, None while warming up
+        self._edge_steps, self._length = 0, 0  # steps before the window, and in it; a length of 0: warming up
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._began = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if trainer.global_step == self._steps:  # gradients are being accumulated
+    def after_step(self, trainer: Trainer) -> None:
+        began, device = self.edge, trainer.strategy.root_device
+        is_cold = self.steps_done < self.warm_up_steps and time.perf_counter() - began <= WARM_UP_SECONDS
+        if self.steps_done - self._edge_steps < self._length or (not self._length and is_cold):
             return
-        self._steps = trainer.global_step
-        if self._length is None:
-            if self._steps >= self.warm_up_steps or time.perf_counter() - self._began > WARM_UP_SECONDS:
-                self._length = 1
-                self._start_window(trainer)
-        elif self._steps - self._edge_steps == self._length:
-            began = self._edge
-            self._start_window(trainer)
-            seconds = self._edge - began
-            if seconds < self.seconds:  # too short to trust: a longer one
-                self._length = max(self._length + 1, int(1.2 * self._length * self.seconds / max(seconds, 1e-6)))
-            else:
-                self.step_ms.append(1000 * seconds / self._length)
-                trainer.should_stop = len(self.step_ms) >= self.windows
-
-    def _start_window(self, trainer: Trainer) -> None:
-        device = trainer.strategy.root_device
         if device.type != "cpu":  # a clock tells nothing before the device has done what was asked of it
             torch.accelerator.synchronize(device)
-        self._edge, self._edge_steps = time.perf_counter(), self._steps
+        self.edge, self._edge_steps = time.perf_counter(), self.steps_done
+        seconds = self.edge - began
+        if not self._length:
+            self._length = 1
+        elif seconds < self.seconds:  # too short to trust: a longer one
+            self._length = max(self._length + 1, int(1.2 * self._length * self.seconds / max(seconds, 1e-6)))
+        else:
+            self.step_ms.append(1000 * seconds / self._length)
+            trainer.should_stop = len(self.step_ms) >= self.windows

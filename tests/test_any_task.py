@@ -1,0 +1,314 @@
+"""Any LightningModule, any loader, any metric: what is exact, and what is said in one line where it is not."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from project import fit
+from project import test as test_command
+from project.engine import command as entry
+from project.engine import signals
+from project.engine.checkpointing import Best
+from project.engine.cli import configure
+from tests.commands import assert_same_run, checkpoint, rows, summary
+from tests.other_tasks import LOADERS, Told
+from tests.promises import run_process
+
+LINE = ["--model", "tests.other_tasks.Line", "--data", "tests.other_tasks.Loaders", "--accelerator", "cpu"]
+SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none", "--report", "false"]
+RUNS = Path("checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def _no_wandb(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+class AskToStop(Callback):
+    """After a batch, notes SIGTERM as the signal's handler does, or dies; test_examples.py sends real signals."""
+
+    def __init__(self, batch: int, dies: bool) -> None:
+        self.batch = batch
+        self.do = self.die if dies else partial(signals.note, signal.SIGTERM)
+
+    def die(self) -> None:
+        raise InterruptedError
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            self.do()
+
+
+def train(name: str, *flags: str) -> Path:
+    assert fit.main([*flags, "--run_name", name]) == 0
+    return RUNS / name
+
+
+def train_until(batch: int, name: str, *flags: str, dies: bool = False) -> Path:
+    """A run that is asked to stop in a batch, and does so after it; or that dies before it is saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        # the callback comes after the one that listens: it is heard a step later
+        patch.setattr(fit, "build", partial(fit.build, extra=[AskToStop(batch if dies else batch - 1, dies)]))
+        try:
+            assert entry.exit_code(fit.main, [*flags, "--run_name", name]) == (1 if dies else 143)
+        finally:
+            signals.note(0)
+    return RUNS / name
+
+
+def resume(name: str, *flags: str) -> Path:
+    return train(name, "--ckpt_path", "auto", *flags)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main: Any = fit.main) -> str:
+    capsys.readouterr()
+    assert entry.exit_code(main, list(argv)) == 2
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.strip()]
+    return line
+
+
+# Loaders
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "stream"])
+def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*LINE, *SHORT, "--data.kind", kind]
+    reference = train("reference", *flags)
+    # inside an epoch, in the validation at its end, inside another; and killed there with the epoch's end saved
+    for batch, dies, place in (
+        (6, False, "batch"),
+        (13, False, "validation"),
+        (20, False, "batch"),
+        (20, True, "epoch"),
+    ):
+        name = f"stopped-{batch}-{place}"
+        state = checkpoint(train_until(batch, name, *flags, dies=dies) / "last.ckpt")
+        assert (state["global_step"], state["run"]["state"]["place"]) == (13 if dies else batch, place)
+        assert_same_run(reference, resume(name))
+    assert "goes on from" not in capsys.readouterr().out.replace("going on from step", "")
+    assert {"train_loss_step", "train_loss_epoch", "train_error", "train_largest", "train_samples"} <= {
+        name for row in rows(reference) for name in row
+    }
+    assert [float(row["train_samples"]) for row in rows(reference) if "train_samples" in row] == [101.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["sampler with state", "sized stream with state", "loader with state"])
+def test_a_limited_epoch_ends_where_its_loader_goes_on(kind: str) -> None:
+    flags = [*LINE, *SHORT, "--data.kind", kind, "--limit_train_batches", "5"]
+    reference = train("reference", *flags)
+    train_until(5, "stopped", *flags)
+    assert_same_run(reference, resume("stopped"))
+    train_until(8, "killed", *flags, dies=True)
+    assert_same_run(reference, resume("killed"))
+
+
+def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*LINE, *SHORT, "--data.kind", "stream"]
+    reference = train("reference", *flags)
+    said = (
+        "the training data come from Stream, which has no state_dict: a resumed run goes on from the last epoch's end"
+    )
+    assert capsys.readouterr().out.count(said) == 1
+    train_until(20, "stopped", *flags)
+    assert checkpoint(RUNS / "stopped/last.ckpt")["global_step"] == 13
+    assert_same_run(reference, resume("stopped"))
+
+
+def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_does() -> None:
+    """Killed and resumed under torchrun, too. Every figure of the validation is weighted by samples: 53 on 2 ranks."""
+    flags = ["--model", "tests.other_tasks.LineWithLoaders", "--accelerator", "cpu", *SHORT]
+    one = train("one", *flags)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    two = run_process([*torchrun, "project.fit", *flags, "--run_name", "two"], cwd=Path.cwd())
+    assert two.returncode == 0, two.stderr
+    assert summary(RUNS / "two")["world_size"] == 2
+    parts: dict[int, dict[str, list[str]]] = defaultdict(dict)
+    for rank in (0, 1):
+        for line in Path(f"seen-2-{rank}.txt").read_text().splitlines():
+            epoch, batch, *targets = line.split()
+            parts[rank][f"{epoch} {batch}"] = targets
+    joined = [" ".join([key, *parts[0][key], *parts[1][key]]) for key in parts[0]]
+    assert joined == Path("seen-1-0.txt").read_text().splitlines()
+    for name in ("val_mean", "val_largest", "val_samples"):
+        ours, theirs = ([float(row[name]) for row in rows(run) if name in row] for run in (one, RUNS / "two"))
+        assert ours == pytest.approx(theirs, rel=1e-6), name
+    assert theirs == [53.0] * 3
+
+    killed = run_process(
+        [*torchrun, "tests.interrupted", "10", "SIGKILL", *flags, "--run_name", "killed", "--checkpoint_every", "3"],
+        cwd=Path.cwd(),
+    )
+    assert killed.returncode != 0
+    assert checkpoint(RUNS / "killed/last.ckpt")["global_step"] == 9
+    again = run_process([*torchrun, "project.fit", "--run_name", "killed", "--ckpt_path", "auto"], cwd=Path.cwd())
+    assert again.returncode == 0, again.stderr
+    assert_same_run(RUNS / "two", RUNS / "killed")
+
+
+# The metric that is followed
+
+
+def test_a_metric_that_nobody_logs_ends_the_run_after_one_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_of(capsys, *LINE, *SHORT, "--monitor", "val/acuracy", "--run_name", "r")
+    assert line.startswith("error: --monitor must be a metric that is logged, got val/acuracy. Logged: ")
+    assert "val_loss" in line
+    assert "train_loss_epoch" in line
+    assert not (RUNS / "r").exists() or not list((RUNS / "r").glob("*.ckpt"))
+
+
+def test_best_follows_the_modules_own_metric_and_the_command_line_beats_it(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT, "--max_epochs", "5"]
+    facts = summary(train("own", *told))
+    assert (facts["monitor"], facts["mode"], facts["best_epoch"]) == ("val_told", "min", 3)  # of equal ones the later
+    assert facts["val_told"] == pytest.approx(min(Told.errors))
+    assert checkpoint(RUNS / "own/best.ckpt")["global_step"] == 4 * 13
+    facts = summary(train("typed", *told, "--mode", "max"))
+    assert (facts["monitor"], facts["mode"], facts["best_epoch"]) == ("val_told", "max", 4)
+    assert summary(train("other", *told, "--monitor", "val_loss"))["mode"] == "min"  # the name tells it
+    assert "--mode must be min or max" in error_of(capsys, *told, "--mode", "least")
+
+
+@pytest.mark.parametrize(
+    ("logged", "monitor", "mode"),
+    [
+        (["val_loss", "val/loss", "val/accuracy"], "val/accuracy", "max"),
+        (["val_loss", "val/loss", "val/f1"], "val/loss", "min"),
+        (["val_loss", "val/f1"], "val_loss", "min"),
+        (["val/f1", "train/loss"], None, "max"),
+    ],
+)
+def test_where_nobody_names_a_metric_the_first_usual_one_is_followed(
+    logged: list[str], monitor: str | None, mode: str
+) -> None:
+    best = Best()
+    assert best.take(dict.fromkeys(logged, 0.5), 0) is (monitor is not None)
+    assert best.monitor == monitor
+    assert best.mode == mode
+
+
+def test_where_nothing_can_be_followed_the_last_is_the_best_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*LINE, *SHORT, "--limit_val_batches", "0"]
+    train("r", *flags)
+    assert "best.ckpt is the last" in capsys.readouterr().out
+    assert checkpoint(RUNS / "r/best.ckpt")["global_step"] == checkpoint(RUNS / "r/last.ckpt")["global_step"] == 39
+    assert "monitor" not in summary(RUNS / "r")
+    assert (
+        summary(train("t", *flags, "--monitor", "train_loss_epoch", "--mode", "min"))["monitor"] == "train_loss_epoch"
+    )
+
+
+# Classes that are named
+
+
+def test_a_class_that_is_named_has_its_own_defaults() -> None:
+    classes = ["--model", "tests.other_tasks.SlowClassifier", "--data", "configs.examples.tabular.Rows"]
+    named = configure(classes, "project.fit")
+    module: Any = named.module
+    data: Any = named.datamodule
+    assert module.lr == named.resolved["model"]["init_args"]["lr"] == 0.0005
+    assert data.batch_size == 128
+    assert "root" not in named.resolved["data"]["init_args"]
+
+
+# Weights of another run
+
+
+def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*LINE, *SHORT, "--max_epochs", "1"]
+    given = checkpoint(train("given", *flags) / "best.ckpt")["state_dict"]
+    best = str(RUNS / "given/best.ckpt")
+    still = [*flags, "--model.lr", "1e-12"]
+    capsys.readouterr()
+    started = checkpoint(train("all", *still, "--init_weights", best) / "last.ckpt")
+    assert "4 of 4 tensors taken" in capsys.readouterr().out
+    assert all(torch.allclose(started["state_dict"][key], value, atol=1e-6) for key, value in given.items())
+    assert started["global_step"] == 13  # from 0
+    assert all(state["step"] == 13 for state in started["optimizer_states"][0]["state"].values())
+    capsys.readouterr()
+    train("part", *still, "--init_weights", best, "--model.width", "5")
+    told = capsys.readouterr().out
+    assert "--init_weights" in told
+    assert "these keep their random start: first.bias, first.weight, last.weight" in told
+    foreign = ["--data.source", "sample", "--model.network", "MLP", "--init_weights", best]
+    assert "nothing in it fits" in error_of(capsys, *foreign)
+    both = error_of(capsys, *flags, "--run_name", "all", "--ckpt_path", "last", "--init_weights", best)
+    assert "--init_weights starts a new run" in both
+
+
+# Checkpoints of strangers
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        few = ["--data.source", "sample", "--data.train_samples", "200", "--data.val_samples", "50"]
+        return train("r", *few, "--data.test_samples", "50", *SHORT, "--max_epochs", "1").absolute() / "best.ckpt"
+
+
+PLACES = {
+    "a module": ("model.class_path", "{}.Model"),
+    "an optimizer": ("model.init_args.optimizer", "{}.Optimizer"),
+    "a loss": ("model.init_args.loss", "{}.Loss"),
+    "a schedule": ("model.init_args.schedule", "{}.Schedule"),
+    "a network": ("model.init_args.network.class_path", "{}.Network"),
+    "a network as text": ("model.init_args.network", "{}.Network"),
+    "a network as YAML": ("model.init_args.network", "{{class_path: {}.Network}}"),
+    "a metric": ("model.init_args.metrics", {"x": {"class_path": "{}.Metric"}}),
+    "a metric as text": ("model.init_args.metrics", {"x": "{}.Metric"}),
+    "a data module": ("data.class_path", "{}.Data"),
+    "a transform as text": ("data.init_args.transforms", ["{}.Transform"]),
+    "transforms as YAML": ("data.init_args.transforms", "[{}.Transform]"),
+    "a callback": ("trainer.callbacks", ["{}.Callback"]),
+    "a strategy as text": ("trainer.strategy", "{}.Strategy"),
+    "a profiler as text": ("trainer.profiler", "{}.Profiler"),
+}
+
+
+def filled(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        return {key: filled(item, name) for key, item in value.items()}
+    return [filled(item, name) for item in value] if isinstance(value, list) else value.format(name)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
+    place: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"stranger_{list(PLACES).index(place)}"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    contents = checkpoint(trained)
+    keys, value = PLACES[place]
+    *path, last = keys.split(".")
+    section = contents["run"]["config"]
+    for key in path:
+        section = section[key]
+    section[last] = filled(value, name)
+    torch.save(contents, "strange.ckpt")
+    mains = [fit.main] if keys.startswith("trainer") else [fit.main, test_command.main]
+    for main in mains:
+        line = error_of(capsys, "--ckpt_path", "strange.ckpt", main=main)
+        assert name in line
+        assert f"--allow_imports {name}" in line
+        assert name not in sys.modules
+        assert not (tmp_path / "imported").exists()
+    assert "names the class" not in error_of(capsys, "--ckpt_path", "strange.ckpt", "--allow_imports", name)
+    assert (tmp_path / "imported").exists() or "Strategy" in place or keys.endswith(("loss", "strategy", "profiler"))

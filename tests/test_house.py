@@ -1,0 +1,154 @@
+"""The plan of the house: which room may import which, where private names of other packages stand, how large it is."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import project
+from project.engine import lightning_internals
+from project.errors import UserError
+from project.rename import FEATURES, features_here
+
+PACKAGE = Path(project.__file__).parent
+CLONE = PACKAGE.parent
+INTERNALS = PACKAGE / "engine" / "lightning_internals.py"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# With an underscore, and documented: in os, and of named tuples
+PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
+
+
+def test_arrows_point_down_and_there_is_no_circle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linter = pytest.importorskip("importlinter.cli")
+    monkeypatch.chdir(CLONE)
+    assert linter.lint_imports(no_cache=True) == 0, capsys.readouterr().out
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name.strip("_") != "" and name not in PUBLIC
+
+
+def private_names(text: str) -> Iterator[str]:
+    """Uses of private names that are not this file's own, as ``line: name``.
+
+    Own is ``self._name`` that a class of the file defines, and a plain name. What another object keeps for itself is
+    not, be it of this package or of another.
+    """
+    tree = ast.parse(text)
+    own = set(names_of_classes(tree))
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute):
+            found = [] if is_self(node.value) and node.attr in own else [node.attr]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found = [part for name in names for part in name.split(".")]
+        elif isinstance(node, ast.Call) and called(node) in BY_NAME and len(node.args) > 1:
+            found = [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+        elif isinstance(node, ast.Call) and called(node) == "import_module" and isinstance(node.args[0], ast.Constant):
+            found = str(node.args[0].value).split(".")
+        yield from (f"{node.lineno}: {name}" for name in found if is_private(str(name)))  # type: ignore[attr-defined]
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def called(call: ast.Call) -> str:
+    """The last part of what is called."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def names_of_classes(tree: ast.AST) -> Iterator[str]:
+    """What the classes of a file define: methods, fields, attributes of ``self``."""
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(kind):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.name
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                yield node.attr
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_private_names_of_others_stand_in_lightning_internals_alone(path: Path) -> None:
+    if path != INTERNALS:
+        assert list(private_names(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer._x",
+        "trainer.fit_loop._x = 1",
+        "class A(B):\n    def f(self): return self._x",
+        "from torch import _x",
+        "import torch._x",
+        "from torch._x import y",
+        "getattr(trainer, '_x', None)",
+        "setattr(trainer, '_x', 1)",
+        "importlib.import_module('torch._x')",
+        "class A:\n    def f(self, other): return other._x\n    _x = 1",
+    ],
+)
+def test_a_private_name_of_another_is_found(text: str) -> None:
+    assert [line.partition(": ")[2] for line in private_names(text)] == ["_x"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from __future__ import annotations",
+        "class A(B):\n    def __init__(self): self._x = 1\n    def f(self): return self._x",
+        "class A:\n    _x: int = 1\n    def f(self): return self._x",
+        "class A:\n    def _x(self): return super().__init__()\n    def f(self): return self._x()",
+        "def _x(): ...\n_x()",
+        "os._exit(1)",
+        "for _ in x: y.__class__",
+        "getattr(trainer, 'x', None)",
+    ],
+)
+def test_public_and_own_names_are_not(text: str) -> None:
+    assert list(private_names(text)) == []
+
+
+def test_every_private_name_of_lightning_internals_is_looked_up_at_start() -> None:
+    """Attributes that only instances have cannot be; the file that defines their class is, by another of its names."""
+    listed = {part for names in lightning_internals.NAMES.values() for name in names for part in name.split(".")}
+    listed |= {part for module in lightning_internals.NAMES for part in module.split(".")}
+    of_instances = {
+        *("_signal_connector", "_results", "_child_processes", "_average_model", "_update_count", "_lightning_module")
+    }
+    own = {node.name for node in ast.parse(INTERNALS.read_text()).body if isinstance(node, ast.FunctionDef)}
+    used = {line.partition(": ")[2] for line in private_names(INTERNALS.read_text())}
+    assert used - listed - of_instances - own == set()
+
+
+@pytest.mark.parametrize("missing", ["lightning.pytorch.loops.nowhere", "torch.nn"])
+def test_a_missing_name_is_told_in_one_line_with_the_versions_that_have_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lightning_internals.check()
+    monkeypatch.setitem(lightning_internals.NAMES, missing, ["Module._gone"])
+    with pytest.raises(UserError, match=r"lacks a name .*(_gone|nowhere).* Known to work: lightning 2\.6\.6") as error:
+        lightning_internals.check()
+    assert "\n" not in str(error.value)
+
+
+def test_the_house_is_of_the_size_that_was_agreed() -> None:
+    lines = {path.relative_to(CLONE).as_posix(): len(path.read_text().splitlines()) for path in FILES}
+    real = [count for count in lines.values() if count > 10]
+    print(f"{len(lines)} files, {sum(lines.values()):,} lines, median of those above 10: {statistics.median(real):g}")
+    assert len(lines) <= 65
+    assert sum(lines.values()) <= 9000
+    assert {name: count for name, count in lines.items() if count > 440} == {}
+    if features_here() == {*FEATURES}:
+        assert 100 <= statistics.median(real) <= 300
