@@ -138,7 +138,7 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
             checkpoint = str(job.checkpoint) if job.checkpoint else None
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=checkpoint, weights_only=True)
         summary = summarize(config, job, session)  # before the test's precision is set
-        summary.metrics |= test_best_checkpoint(trainer, config, session.checkpoint.saved_best)
+        summary.metrics |= final_test(trainer, config, session.checkpoint.saved_best)
         trained = True
         signals.resume_immediate()  # every step is saved
         publish(config, job, session, summary)
