@@ -68,7 +68,7 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     add_output(parser)
     add("--plot", metavar="FILE.png", help="chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
-    n = Settings.n if table else IN_WHOLE_PASS["n"]
+    n = Settings.n if table else f"{IN_WHOLE_PASS['n']}, of loaders {Settings.n}"
     add("--n", type=int, metavar="N", help=f"measurements behind every median (accuracy: seeds; default: {n})")
     if table == "devices":
         add("--networks", nargs="+", choices=Settings.networks, help="chosen is --model.network")
@@ -87,7 +87,7 @@ def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_
     """The rows of one table. Flags of ``fit`` and fields of :class:`Settings` that were typed win over its presets."""
     from project.engine.cli import configure
 
-    settings = Settings(**{**(IN_WHOLE_PASS if whole_pass else {}), **typed})
+    settings = Settings(**{**(IN_WHOLE_PASS if whole_pass and name != "loaders" else {}), **typed})
     own = any(word.split("=")[0] in BEATS_THE_PRESET for word in fit_flags)
     flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if settings.quick else []), *fit_flags]
     config = configure(flags, "project.benchmark")

@@ -211,18 +211,18 @@ def scratch_run() -> Iterator[Run]:
 
 
 def conditions() -> Row:
-    """What a result means nothing without, of this moment and this process. None is what cannot be known."""
+    """What a result means nothing without, of this moment and this process; what cannot be known is left out."""
     cpu, gpus, (commit, dirty) = hardware.cpu(), hardware.accelerators(), git_state()
     machine = {"cpu": cpu["name"], "cpu_cores": cpu["cores"], "memory_gib": round(hardware.memory()["total_gib"], 1)}
     if gpus:
         machine |= {"gpus": [gpu["name"] for gpu in gpus], "cuda": torch.version.cuda, "driver": gpus[0].get("driver")}
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None  # of others: nothing has begun here
-    return {
+    facts = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command_line().replace(".__main__", "", 1),
         "git_commit": commit,
         "git_dirty": dirty,
-        "hardware": machine,
+        "hardware": {name: fact for name, fact in machine.items() if fact is not None},
         "versions": versions(),
         "cpu_threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
@@ -230,6 +230,7 @@ def conditions() -> Row:
         "load_average": load,
         "quiet": None if load is None else load < 0.5,  # whether nothing else was running
     }
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def line_of(facts: Row) -> str:
@@ -237,6 +238,6 @@ def line_of(facts: Row) -> str:
     machine, found = facts["hardware"], facts["versions"]
     parts = [f"{machine['cpu']}, {machine['cpu_cores']} cores", *machine.get("gpus", [])]
     parts += [f"{name} {found[name]}" for name in ("torch", "lightning") if name in found]
-    line = " | ".join([*parts, f"commit {(facts['git_commit'] or 'unknown')[:7]}", facts["date"]])
-    busy = f"\nthe machine was busy (load average {facts['load_average']}): compare ratios, not seconds"
-    return line + busy if facts["quiet"] is False else line
+    line = " | ".join([*parts, f"commit {facts.get('git_commit', 'unknown')[:7]}", facts["date"]])
+    busy = f"\nthe machine was busy (load average {facts.get('load_average')}): compare ratios, not seconds"
+    return line + busy if facts.get("quiet") is False else line
