@@ -58,9 +58,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        needs = f"export needs {', '.join(missing)}, which training does not."
-        raise UserError(f"{needs} Run pip install '.[export]' first.")
+    if needs := ", ".join(missing):
+        raise UserError(f"export needs {needs}, which training does not. Run pip install '.[export]' first.")
     checkpoint = find_checkpoint(args.ckpt_path)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
     try:
@@ -108,12 +107,7 @@ class Samples:
 def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
     """The test set, at most ``MOST_SAMPLES``; else the module's ``example_input_array``; else random images.
 
-    Args:
-        loaded: The checkpoint.
-        as_in_training: Where the run trained on the bundled digits, take those of them; else look for the data anew.
-
-    Raises:
-        UserError: The module has no ``forward``, there is nothing to give to it, or it fails.
+    With ``as_in_training`` a run that trained on the bundled digits is given those; else its data are looked for anew.
     """
     module, data, name = loaded.module, loaded.datamodule, type(loaded.module).__name__
     if type(module).forward is LightningModule.forward:
@@ -191,11 +185,7 @@ def answer(model: Callable[..., Any], inputs: tuple[Tensor, ...], size: int = 10
 
 
 def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
-    """The module's forward as a graph with a free batch size; outputs in float32.
-
-    Raises:
-        UserError: It does what cannot be put into a graph.
-    """
+    """The module's forward as a graph with a free batch size; outputs in float32."""
 
     class Graph(nn.Module):
         def __init__(self) -> None:
@@ -253,11 +243,7 @@ def network_of(loaded: Loaded) -> nn.Module:
 def write_files(
     folder: Path, loaded: Loaded, exported: torch.export.ExportedProgram, samples: Samples, facts: dict[str, str]
 ) -> None:
-    """Write ONNX (graph and weights in one file), torch.export (``metadata.json`` inside) and the network's weights.
-
-    Raises:
-        UserError: The graph does what ONNX has no operator for.
-    """
+    """Write ONNX (graph and weights in one file), torch.export (``metadata.json`` inside) and the network's weights."""
     import onnx
     from safetensors.torch import save
 
@@ -304,8 +290,7 @@ def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, An
     for (kind, model), size in itertools.product(models.items(), BATCH_SIZES):
         started = time.perf_counter()
         found = answer(model, samples.exported, size, f"{kind}, batches of {size}")
-        seconds = time.perf_counter() - started
-        differs = difference(loaded, samples, expected, found)
+        seconds, differs = time.perf_counter() - started, difference(loaded, samples, expected, found)
         rows.append({"file": kind, "batch_size": size, **differs, "seconds": seconds})
     network_of(loaded).load_state_dict(load_file(folder / NAMES[2]))
     found = answer(loaded.module, samples.inputs)
@@ -319,10 +304,9 @@ def difference(loaded: Loaded, samples: Samples, expected: Outputs, found: Outpu
     if samples.classes:
         row["different_labels"] = int((pairs[0][0].argmax(dim=1) != pairs[0][1].argmax(dim=1)).sum())
     row["largest_difference"] = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    agrees = all(torch.allclose(a, b, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE) for a, b in pairs)
     if (own := getattr(loaded.module, "outputs_agree", None)) is not None:
         agrees = bool(own(*pairs[0]) if len(pairs) == 1 else own(expected, found))
-    else:
-        agrees = all(torch.allclose(a, b, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE) for a, b in pairs)
     return row | {"agrees": agrees and not row.get("different_labels")}
 
 

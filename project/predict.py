@@ -79,9 +79,6 @@ def main(argv: list[str]) -> int:
 def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], list[Tensor], list[tuple[Path, str]]]:
     """One row per readable file (``file``, and what :func:`columns` makes of the answer), the first ``MOST_SHOWN``
     inputs, and the files that were skipped with the reason. Everything in the order of ``paths``.
-
-    Raises:
-        UserError: ``predict_step`` fails, or its answer does not hold one value per file.
     """
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -135,18 +132,16 @@ def predict_batch(loaded: Loaded, batch: Tensor) -> Any:
 
 def are_probabilities(answer: Any, classes: int) -> bool:
     """Whether an answer is a tensor (batch, classes) of probabilities: sigmoids of several labels do not sum to 1."""
-    if getattr(answer, "ndim", 0) != 2 or answer.shape[1] != classes:
-        return False
-    return bool((answer >= 0).all() and ((answer.float().sum(dim=1) - 1).abs() < 1e-3).all())
+    fits = getattr(answer, "ndim", 0) == 2 and answer.shape[1] == classes
+    return fits and bool((answer >= 0).all() and ((answer.float().sum(dim=1) - 1).abs() < 1e-3).all())
 
 
 def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """The columns of a batch: name → one value per file.
+    """The columns of a batch's answer: name → one value per file.
 
-    Args:
-        answer: What ``predict_step`` returned. A tensor (batch,) is the column ``prediction``, one (batch, n) the
-            columns ``prediction_0``, ``prediction_1``, ...; a dict's keys take the place of ``prediction``.
-        names: Of the classes, where the answer is their probabilities: the columns are its two likeliest classes then.
+    A tensor (batch,) is the column ``prediction``, one (batch, n) the columns ``prediction_0``, ``prediction_1``, ...;
+    a dict's keys take the place of ``prediction``. With ``names``, of classes whose probabilities the answer is, the
+    columns are the two likeliest.
     """
     table: dict[str, Any] = {}
     if names:
@@ -171,8 +166,7 @@ def find_files(arguments: Iterable[str], endings: Collection[str] | None = None)
     A file that was named is returned whatever its ending, and also where it is missing, so that it can be reported
     with the others that cannot be read. Of a folder only files with one of ``endings`` (None: all), no hidden ones.
 
-    Raises:
-        UserError: A folder without such files, a glob that matches nothing.
+    A folder without such files, or a glob that matches nothing, is a UserError.
     """
     found: list[Path] = []
     for argument in arguments:
@@ -202,9 +196,6 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], Any], str]:
 
     The data module's ``prepare_file(path)``, else its ``prepare_image(pixels)``, where pixels are float32 (height,
     width, 3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
-
-    Raises:
-        UserError: There is none of them.
     """
     data: Any = loaded.datamodule
     owner, shape = "the data module" if data is None else type(data).__name__, tuple(getattr(data, "image_shape", ()))
@@ -234,9 +225,7 @@ def read_image(path: Path) -> np.ndarray:
     images stand on white where what they show is dark and on black where it is bright, whichever makes it visible.
     An image of more than ``LONGEST_SIDE`` pixels is reduced. Of Pillow's readers only those in ``FORMATS`` are used:
     the one of EPS would start Ghostscript on a stranger's file.
-
-    Raises:
-        BadImage: The file is missing, is no image, is damaged, or claims more pixels than Pillow's limit.
+    Raises BadImage where the file is missing, is no image, is damaged, or claims more pixels than Pillow's limit.
     """
     most = Image.MAX_IMAGE_PIXELS or math.inf
     try:
@@ -284,11 +273,7 @@ def fit_picture(pixels: np.ndarray, image_shape: tuple[int, int, int]) -> np.nda
 
 
 def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]) -> None:
-    """Draw inputs, (channels, height, width) uint8 or float, with the first columns of their rows and the files' names.
-
-    Raises:
-        UserError: The inputs are no images.
-    """
+    """Draw inputs, (channels, height, width) uint8 or float, with the first columns of their rows and files' names."""
     import torch
     from torch.nn.functional import interpolate, pad
     from torchvision.utils import make_grid

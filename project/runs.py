@@ -207,9 +207,6 @@ def render(runs: list[Run]) -> str:
     """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
 
     Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
-
-    Raises:
-        UserError: The feature ``report``, which draws, is not part of this package.
     """
     from jinja2 import Environment
     from markupsafe import Markup

@@ -101,10 +101,9 @@ def default_space(repository: Path) -> Path:
 
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
-    """Make or take up a sweep's folder. Returns the arguments of ``fit`` and the lock to hold.
+    """Make or take up a sweep's folder, which one process may use, and always with the same arguments and space.
 
-    Raises:
-        UserError: Another process sweeps there, or the sweep was begun with other arguments or another space.
+    Returns the arguments of ``fit`` and the lock to hold.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "a")  # noqa: SIM115 - held until the sweep ends
@@ -128,8 +127,7 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
     """A row per trial that measured anything, the best first."""
     rows = []
     for trial in study.trials:
-        best = space.best(trial.intermediate_values.values())
-        if best is not None:
+        if (best := space.best(trial.intermediate_values.values())) is not None:
             seconds = {"seconds": trial.duration.total_seconds()} if trial.duration else {}
             row = {"trial": trial.number, space.metric: best, **trial.params, "epochs": len(trial.intermediate_values)}
             rows.append(row | seconds | {"state": STATES.get(trial.state.name, "failed")})

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,7 @@ class Space:
 
 
 def read_space(path: Path) -> Space:
-    """The search space of a sweep file.
-
-    Raises:
-        UserError: There is no such file, or something in it is not what a local sweep can search.
-    """
+    """The search space of a sweep file; a UserError says what in it a local sweep cannot search."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -129,10 +126,8 @@ def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optu
         sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1),
     )
-    numbers = [trial.number for trial in study.get_trials(states=(TrialState.RUNNING,))]
-    study_id = storage.get_study_id_from_name("sweep")
-    ids = [storage.get_trial_id_from_study_id_trial_number(study_id, number) for number in numbers]
-    return study, [Trial(study, trial_id) for trial_id in ids]
+    id_of = partial(storage.get_trial_id_from_study_id_trial_number, storage.get_study_id_from_name("sweep"))
+    return study, [Trial(study, id_of(trial.number)) for trial in study.get_trials(states=(TrialState.RUNNING,))]
 
 
 class RunningTrial:
@@ -156,8 +151,7 @@ class RunningTrial:
 
     def watch(self) -> int | None:
         """Report epochs that are over to Optuna, stop a hopeless trial; the exit code where the process has ended."""
-        exit_code = self.process.poll()
-        rows = self.rows()
+        exit_code, rows = self.process.poll(), self.rows()
         now = max((row["epoch"] for row in rows), default=0)
         for epoch, score in self.scores(rows).items():
             if epoch in self.reported or (epoch == now and exit_code is None):
@@ -192,11 +186,7 @@ class RunningTrial:
 def run_trials(
     study: optuna.Study, left: list[Trial], space: Space, folder: Path, fit_arguments: list[str], trials: int, jobs: int
 ) -> None:
-    """Bring a study to ``trials`` trials, ``jobs`` at a time; those ``left`` by a killed sweep go on first.
-
-    Raises:
-        UserError: ``fit`` refused the arguments.
-    """
+    """Bring a study to ``trials`` trials, ``jobs`` at a time; those ``left`` by a killed sweep go on first."""
     running: dict[int, RunningTrial] = {}
     try:
         while left or running or len(study.trials) < trials:
@@ -234,11 +224,7 @@ def wait_until_free(run_folder: Path) -> None:
 
 
 def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
-    """Tell Optuna and the user how a trial ended.
-
-    Raises:
-        UserError: ``fit`` refused the arguments, or logs no such metric.
-    """
+    """Tell Optuna and the user how a trial ended; a UserError where ``fit`` refused its flags or lacks the metric."""
     rows, log = ended.rows(), f"see {ended.log_path}"
     score = ended.space.best(ended.scores(rows).values())
     stopped = exit_code != 0 and (ended.pruned or exit_code in STOPPED)
@@ -274,5 +260,4 @@ def trial_name(number: int) -> str:
 def _end_with_parent() -> None:
     """Linux: SIGTERM for the trial when the sweep dies, also by SIGKILL. Elsewhere trials then run to their end."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG

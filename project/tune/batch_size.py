@@ -49,11 +49,7 @@ class Advice:
 def tune_batch_size(
     config: Configuration, flags: dict[str, Any], options: Namespace
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Find batch sizes, print and draw them. Returns a row per size (what is not known is left out), and all facts.
-
-    Raises:
-        UserError: The data module has no batch size, or not even one sample fits.
-    """
+    """Find batch sizes, print and draw them. Returns a row per size (what is not known is left out), and all facts."""
     present = getattr(config.datamodule, "batch_size", None)
     if not isinstance(present, int):
         raise UserError("tune batch_size needs a data module whose loader follows an attribute batch_size.")
@@ -62,10 +58,11 @@ def tune_batch_size(
     notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
     rows = []
     for row in measured:
-        facts = {"batch_size": row.batch_size, "samples_per_sec": row.samples_per_sec, **vars(row)}
-        peak = facts.pop("peak_bytes")
-        facts["peak_allocated_gib"] = peak and peak / GIB
-        facts["note"] = ", ".join(note for note, noted in notes.items() if noted is row)
+        note = ", ".join(note for note, noted in notes.items() if noted is row)
+        peak = row.peak_bytes and row.peak_bytes / GIB
+        facts: dict[str, Any] = {"batch_size": row.batch_size, "samples_per_sec": row.samples_per_sec}
+        facts |= {"step_ms": row.step_ms, "spread_pct": row.spread_pct, "peak_allocated_gib": peak}
+        facts |= {"steps_per_epoch": row.steps_per_epoch, "note": note}
         rows.append({name: value for name, value in facts.items() if value is not None})
     print(format_table(rows))
     tune_lr = shlex.join(["python", "-m", "project.tune", "lr", *options.fit_flags, "--data.batch_size"])

@@ -67,11 +67,7 @@ class RateRamp(ShortTraining):
 
 
 def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) -> tuple[list[Any], dict[str, Any]]:
-    """Find a learning rate, print and draw it. Returns a row per step and all facts.
-
-    Raises:
-        UserError: The loss never fell: there is nothing to suggest.
-    """
+    """Find a learning rate, print and draw it. Returns a row per step and all facts."""
     tell(f"training {options.steps} steps at rates from {options.min_lr:g} to {options.max_lr:g}\n")
     ramp = RateRamp(options.min_lr, options.max_lr, options.steps)
     with scratch_trainer(flags, ramp) as trainer:
@@ -81,12 +77,11 @@ def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) ->
     rows = [{"lr": rate, "loss": loss, "smooth_loss": mean} for rate, loss, mean in columns]
     print(format_table(rows[:: max(1, len(rows) // 20)]))
     found, suggestion = rows[lowest]["lr"], rows[lowest]["lr"] / BELOW_LOWEST
+    says = f"lowest loss at a learning rate of {found:.2g}; half of it is a safe peak"
     if lowest >= len(rows) - 3:
-        print(f"\nthe loss still fell at {found:.2g}: a larger --max_lr may find a better rate")
-    else:
-        print(f"\nlowest loss at a learning rate of {found:.2g}; half of it is a safe peak")
-    is_flag = "lr" in (config.resolved["model"].get("init_args") or {})
-    print(f"\n  {'--model.lr' if is_flag else 'learning rate'} {suggestion:.2g}\n\nIt was {ramp.present:g}.")
+        says = f"the loss still fell at {found:.2g}: a larger --max_lr may find a better rate"
+    flag = "--model.lr" if "lr" in (config.resolved["model"].get("init_args") or {}) else "learning rate"
+    print(f"\n{says}\n\n  {flag} {suggestion:.2g}\n\nIt was {ramp.present:g}.")
     with picture(options.plot, title(config, flags), 1) as (axes,):
         rates, least, fall = ramp.rates[: len(rows)], smooth[lowest], smooth[0] - smooth[lowest]
         ring: dict[str, Any] = {"marker": "o", "markersize": 9, "linestyle": ""}
@@ -107,9 +102,6 @@ def read_curve(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[fl
 
     Lightning's ``suggestion()`` divides by the difference of the rates themselves, which at the low end are 1e-7 apart:
     noise there beats every real slope, and what it suggests for our ConvNet is 0.00002 or 0.00006, by the seed.
-
-    Raises:
-        UserError: The loss never fell.
     """
     count = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     if count:

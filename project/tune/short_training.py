@@ -34,11 +34,7 @@ CPU_SHARE = 0.6
 
 
 def one_device_flags(config: Configuration) -> dict[str, Any]:
-    """The Trainer's arguments for one process on one device.
-
-    Raises:
-        UserError: Several devices or processes were asked for, or the module steps its optimizers itself.
-    """
+    """The Trainer's arguments for one process on one device; a UserError where that is not what was asked for."""
     asked, name = config.trainer, type(config.module).__name__
     devices, nodes, strategy = str(asked["devices"]), asked["num_nodes"], asked["strategy"]
     is_one = re.fullmatch(r"auto|-1|1|\d+,|\[\d+\]", devices)  # 2, and [2] name a device by its index
