@@ -135,7 +135,7 @@ class SplitDataModule(LightningDataModule):
             self.splits.pop("train", None)  # the test comes after training: keep one of the two in memory
 
     def check_split(self, split: Split, dataset: Any) -> None:
-        """What is wrong with a user's data said in the user's words, before it is an error in the loss."""
+        """Check a user's data, so that a mistake is not first seen as an error in the loss."""
         if not len(dataset):
             raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
 

@@ -1,4 +1,4 @@
-"""MNIST: the full set where it can be had, else the real digits that ship inside the package."""
+"""MNIST: the full set if it is available, else the real digits that ship inside the package."""
 
 import contextlib
 import gzip

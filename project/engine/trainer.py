@@ -191,7 +191,7 @@ test_best.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no t
 
 
 def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
-    """What a test needs and nobody has: a ``test_step``, or data for it. None where nothing is missing."""
+    """What a test lacks: a ``test_step``, or data for it. None if nothing is missing."""
     if type(module).test_step is LightningModule.test_step:
         return f"{type(module).__name__} has no test_step"
     brought = type(module).test_dataloader is not LightningModule.test_dataloader
