@@ -9,11 +9,13 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanAbsoluteError
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
+from project.data import MNISTDataModule
 from project.model import MNISTClassifier
 
 
@@ -260,8 +262,91 @@ class Told(Line):
         self.log("val_told", self.errors[self.current_epoch])
 
 
+class Plateaus(Told):
+    """Its learning rate falls where its errors no longer do."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_told"}}
+
+
 class SlowClassifier(MNISTClassifier):
     """With a learning rate of its own."""
 
     def __init__(self, lr: float = 0.0005, **kwargs: Any) -> None:
         super().__init__(lr=lr, **kwargs)
+
+
+class Notes(L.Callback):
+    """A callback of one's own: writes ``word`` into a file at every epoch's end."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        with open("notes.txt", "a") as file:
+            print(self.word, trainer.current_epoch, file=file)
+
+
+class TextLogger(Logger):
+    """A logger of one's own: a line of text per call."""
+
+    def __init__(self, file: str = "log.txt") -> None:
+        super().__init__()
+        self.file = file
+
+    @property
+    def name(self) -> str:
+        return "text"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        with open(self.file, "a") as file:
+            print(step, *sorted(metrics), file=file)
+
+
+class SignSGD(torch.optim.Optimizer):
+    """An optimizer of one's own."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+        return loss
+
+
+class Balanced(MNISTDataModule):
+    """Digits, drawn by weight: no image of a class above ``most``; every one of them turned by the method below."""
+
+    def __init__(self, most: int = 4, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.most = most
+
+    def augment(self, images: Tensor) -> Tensor:
+        return super().augment(images).flip(-1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        train: Any = self.splits["train"]
+        weights = (train.labels <= self.most).double()
+        return DataLoader(
+            train, self.batch_size, sampler=WeightedRandomSampler(weights, 320), collate_fn=self.collate_function()
+        )
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        images, labels = super().on_after_batch_transfer(batch, dataloader_idx)
+        if self.trainer is not None and self.trainer.training:
+            with open("labels.txt", "a") as file:
+                print(*labels.tolist(), file=file)
+        return images, labels

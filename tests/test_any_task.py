@@ -113,6 +113,31 @@ def test_a_limited_epoch_ends_where_its_loader_goes_on(kind: str) -> None:
     assert_same_run(reference, resume("killed"))
 
 
+CALLBACKS = """
+trainer:
+  callbacks:
+    - {class_path: EarlyStopping, init_args: {monitor: val_told, patience: 2}}
+    - {class_path: LearningRateMonitor}
+"""
+
+
+@pytest.mark.parametrize(("batch", "dies"), [(15, False), (26, False), (30, True)])
+def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(batch: int, dies: bool) -> None:
+    Path("callbacks.yaml").write_text(CALLBACKS)
+    flags = ["--config", "callbacks.yaml", "--model", "tests.other_tasks.Plateaus", *LINE[2:], *SHORT]
+    flags += ["--max_epochs", "5"]
+    reference = train("reference", *flags)
+    assert summary(reference)["epochs"] == 5
+    assert "lr-SGD" in {name for row in rows(reference) for name in row}
+    train_until(batch, "stopped", *flags, dies=dies)
+    resumed = resume("stopped")
+    assert_same_run(reference, resumed)
+    ours, theirs = (checkpoint(run / "last.ckpt") for run in (reference, resumed))
+    assert ours["run"]["metrics"] == theirs["run"]["metrics"]
+    kept = [{k: v for k, v in state["callbacks"].items() if "EarlyStopping" in k} for state in (ours, theirs)]
+    assert str(kept[0]) == str(kept[1])
+
+
 def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

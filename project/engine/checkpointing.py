@@ -141,6 +141,8 @@ class RunCheckpoint(GracefulStop):
         self.every_seconds, self.every_steps = parse_interval(every)
         self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context manager under which saving is done, so that throughput does not count it."""
+        self.saves = True
+        """False with ``--enable_checkpointing false``: the run writes no checkpoint."""
         self.notes: list[str] = []
         self._mine = RankState(self.loading)
         self._place: Place | None = None
@@ -153,6 +155,11 @@ class RunCheckpoint(GracefulStop):
     @property
     def best_path(self) -> Path:
         return self.folder / "best.ckpt"
+
+    @property
+    def saved_best(self) -> Path | None:
+        """``best.ckpt``; None where nothing is saved."""
+        return self.best_path if self.saves else None
 
     @property
     def last_path(self) -> Path:
@@ -325,8 +332,9 @@ class RunCheckpoint(GracefulStop):
                 self._mine.note(trainer, place)
             # loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best
             may_save = place == "epoch" or self.loading.anywhere or self._best_due
-            if may_save and (save_last or self._request or self._best_due):
+            if self.saves and may_save and (save_last or self._request or self._best_due):
                 self._save(trainer, place)
+            self._best_due &= self.saves
             if stop and stop == self.requeue_signal:
                 if trainer.is_global_zero:
                     requeue_job()

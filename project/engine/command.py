@@ -188,6 +188,8 @@ def explain(message: str, options: list[str]) -> str:
         return f"unknown option {option}.{found[1]}.{hint} See --help."
     if option and (found := re.search(r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)", message)):
         return f"{option}.{found[1]} {found[2]}."
+    if option and (found := re.search(r"the following arguments are required: (\w+)", message)):
+        return f"{option} needs {option}.{found[1]}."
     if found := re.search(r"[Uu]nrecognized arguments?:? (.*)", message):
         name = next((word for word in found[1].split() if word.startswith("-")), None)
         if name is None:

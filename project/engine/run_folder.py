@@ -71,6 +71,12 @@ class Run:
         """Delete a new run's folder if the run failed before it saved a checkpoint."""
         if (self.checkpoint is None or self.fork) and self._created and not any(self.folder.glob("*.ckpt")):
             shutil.rmtree(self.folder, ignore_errors=True)
+            latest = self.folder.parent / LATEST
+            if latest.is_symlink() and not latest.exists():  # it was this run
+                latest.unlink()
+                others = sorted(self.folder.parent.glob("*/last.ckpt"), key=lambda path: path.stat().st_mtime)
+                if others:
+                    point_latest_at(others[-1].parent)
 
     def create(self) -> None:
         """Make the folder of a new run, and lock it so that no other process writes there.

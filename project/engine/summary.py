@@ -265,9 +265,10 @@ def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: s
     lines.append(f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
     if advice:
         lines.append(advice)
-    lines += [f"everything in {shown}/", "next:"]
-    lines.append(f"  python -m project.test --ckpt_path {shown}/best.ckpt")
-    lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")  # feature: predict
+    lines.append(f"everything in {shown}/")
+    if (folder / "best.ckpt").exists():
+        lines += ["next:", f"  python -m project.test --ckpt_path {shown}/best.ckpt"]
+        lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")  # feature: predict
     if offline is not None:
         lines.append(f"  wandb sync {offline}   # publish this run's dashboard")
     return "\n".join(lines)

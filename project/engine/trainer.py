@@ -148,17 +148,21 @@ def loggers_of(flags: dict[str, Any], options: Any, folder: Path, ours: list[Log
 
 @contextmanager
 def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
-    """Turn what Lightning refuses before the first step into a :class:`UserError`: a flag is wrong."""
+    """Turn what Lightning refuses into a :class:`UserError`: before the first step a flag, later an unknown metric."""
     try:
         yield
-    except (MisconfigurationException, ValueError, OverflowError) as error:
+    except (MisconfigurationException, ValueError, OverflowError, RuntimeError) as error:
         raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        if timer.start_seconds is not None or not raised_in.startswith("lightning."):
+        text = " ".join(str(error).split())
+        # of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint
+        unknown = "which is not available" in text or "could not find the monitored key" in text
+        refused = timer.start_seconds is None and not isinstance(error, RuntimeError)
+        if not raised_in.startswith("lightning.") or not (unknown or refused):
             raise
-        raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
+        raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
 
 
-def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
+def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
     """Metrics of best.ckpt on the test set: the one time a run looks at it.
 
     Args:
@@ -185,9 +189,6 @@ def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -
             verbose=False,
         )
     return {name: float(value) for metrics in found for name, value in metrics.items()}
-
-
-test_best.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
 
 
 def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
