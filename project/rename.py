@@ -41,11 +41,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "dashboard": ("project/dashboard.py",),
     "runs": ("project/runs.py",),
     "throughput": ("project/callbacks/throughput.py", "project/callbacks/gpu.py"),
-    "memory": ("project/callbacks/memory.py", "project/callbacks/memory_use.py", "project/benchmark/memory.py"),
+    "memory": ("project/callbacks/memory.py", "project/callbacks/memory_use.py"),
     "optimizer": ("project/callbacks/optimizer.py",),
     "profiler": ("project/callbacks/profiler.py", "configs/profile.yaml"),
     "mnist": (
-        *("project/data/bundled", "project/data/mnist.py", "project/data/digits.py", ".ci/gpu"),
+        *("project/data/bundled", "project/data/mnist.py", "project/data/digits.py", "tests/digit_files.py"),
         *("configs/best.yaml", "configs/fast.yaml", "configs/mlp.yaml", "configs/examples/fashion_mnist.*"),
     ),
 }
@@ -57,7 +57,7 @@ MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z]+(?:, [a-z]+)*)(?: --
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
 IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
 # A test that says this trains on the bundled digits, or compares with them.
-NEEDS_DIGITS = re.compile(r"""["']sample["']|\bSMALL\b|trained_checkpoint|digit_files|MNIST(DataModule|Classifier)""")
+NEEDS_DIGITS = re.compile(r"""["']sample["']|\bSMALL\b|finished_run|trained_checkpoint|MNIST(DataModule|Classifier)""")
 # W&B's default project: the text after these, in loggers/wandb.py, a sweep's file and commands.
 WANDB_PROJECT = r"(?<=DEFAULT_PROJECT = \")|(?<=project: )|(?<=--project )"
 
@@ -79,10 +79,11 @@ def main(argv: list[str]) -> int:
     told = remove(leave_out) if leave_out else []
     told += rename(args.name) if args.name != PACKAGE else []
     print("\n".join([*told, *tidy()]))
-    print("\nLook at it with git diff HEAD; git reset --hard undoes it. To keep it:")
-    print(f"  git add --all && git commit -m 'Rename to {args.name}'")
-    print(f"  pip install -e .   # where {PACKAGE} was installed")
-    print(f"  python -m {args.name}.fit {MADE_UP if data_is_made else ''}")
+    print(f"""
+Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
+  git add --all && git commit -m 'Rename to {args.name}'
+  pip install -e .   # where {PACKAGE} was installed
+  python -m {args.name}.fit {MADE_UP if data_is_made else ""}""")
     return 0
 
 

@@ -87,7 +87,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help=only)
     parser.add_argument("--seeds", action="store_true", help="one line per configuration: mean and std over its seeds")
     add_output(parser)
+    # feature: report
     parser.add_argument("--report", metavar="FILE.html", help="draw the runs on one page that needs no network")
+    # end feature: report
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
     report = check_output(args.report, (".html",), "--report") if args.report else None  # feature: report
@@ -211,10 +213,8 @@ def render(runs: list[Run]) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
-    try:
-        from project.report.charts import draw
-    except ImportError:
-        raise UserError("--report needs the feature report, which was left out of this package.") from None
+    from project.report.charts import draw
+
     names, styles = differing(runs), dict[str, tuple[str, str]]()
     for index, group in enumerate(by_configuration(runs)):
         style = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]

@@ -33,12 +33,22 @@ def python(clone: Path, *arguments: str, timeout: float = 240) -> subprocess.Com
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A fresh clone of this repository: what is committed, and what is changed in files that git knows."""
+    return make_clone(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """What is mentioned and not there in a clone that keeps everything."""
+    return {*dangling(make_clone(tmp_path_factory.mktemp("whole")), PACKAGE)}
+
+
+def make_clone(folder: Path) -> Path:
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=CLONE, capture_output=True).returncode:
         pytest.skip("not a git clone")
     state = git(CLONE, "stash", "create").strip() or git(CLONE, "rev-parse", "HEAD").strip()
-    git(tmp_path, "clone", "--quiet", "--shared", "--no-checkout", str(CLONE), "clone")
-    git(tmp_path / "clone", "checkout", "--quiet", state)
-    return tmp_path / "clone"
+    git(folder, "clone", "--quiet", "--shared", "--no-checkout", str(CLONE), "clone")
+    git(folder / "clone", "checkout", "--quiet", state)
+    return folder / "clone"
 
 
 @pytest.mark.parametrize(
@@ -118,14 +128,13 @@ def test_every_mark_names_features_and_ends_and_every_pattern_finds_a_file() -> 
             assert git(CLONE, "ls-files", "--", pattern), pattern
 
 
-def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path) -> None:
-    before = dangling(clone, PACKAGE)
+def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path, before: set[str]) -> None:
     told = python(clone, "-m", f"{PACKAGE}.rename", LONGER)
     assert told.returncode == 0, told.stderr
     assert f"moved {PACKAGE}/ to {LONGER}/" in told.stdout
     assert not (clone / PACKAGE).exists()
     assert leftovers(clone, PACKAGE) == []
-    assert dangling(clone, LONGER) == before
+    assert {*dangling(clone, LONGER)} == before
 
     refused = python(clone, "-m", f"{LONGER}.rename", "numerals")
     assert refused.returncode == 2
@@ -144,12 +153,11 @@ def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path) -> None
     again = python(clone, "-m", f"{LONGER}.rename", "numerals", "--without", "report,sweep")
     assert again.returncode == 0, again.stderr
     assert leftovers(clone, LONGER) == []
-    assert {*dangling(clone, "numerals")} <= {*before}
+    assert {*dangling(clone, "numerals")} <= before
 
 
 @pytest.mark.parametrize("feature", sorted(features_here()))
-def test_each_feature_lifts_out(clone: Path, feature: str) -> None:
-    before = dangling(clone, PACKAGE)
+def test_each_feature_lifts_out(clone: Path, before: set[str], feature: str) -> None:
     lift_out(clone, feature)
     assert [line for line in problems(clone, NAME) if line not in before] == []
 
@@ -165,8 +173,7 @@ def lift_out(clone: Path, features: str) -> None:
 
 
 @pytest.mark.nightly
-def test_the_core_without_any_feature_imports_passes_its_types_and_trains(clone: Path) -> None:
-    before = dangling(clone, PACKAGE)
+def test_the_core_without_any_feature_imports_passes_its_types_and_trains(clone: Path, before: set[str]) -> None:
     lift_out(clone, "all")
     assert [line for line in problems(clone, NAME) if line not in before] == []
     assert_imports_and_trains(clone)

@@ -15,7 +15,9 @@ TABLES = {
         "every device and precision: speed, speed-up over CPU float32, accuracy, peak memory",
     ),
     "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
+    # feature: memory
     "memory": ("peak_mib", "precision × activation checkpointing × accumulation × batch size: the peak and its parts"),
+    # end feature: memory
     "overhead": ("epoch_s", "what each feature of a run costs, against loops written by hand"),
     "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }

@@ -1,4 +1,4 @@
-"""This machine's tables: devices, loaders, memory, overhead, accuracy. Without a name: all of them.
+"""This machine's tables, such as devices, loaders, overhead, accuracy. Without a name: all of them.
 
 python -m project.benchmark
 python -m project.benchmark devices --output devices.json

@@ -15,11 +15,11 @@ from torchvision.models import resnet18
 
 from project.benchmark import Row, Settings
 from project.benchmark.timing import alternate, median_and_spread, progress, run_epochs
-from project.callbacks.memory_use import memory_breakdown
+from project.callbacks.memory_use import memory_breakdown  # feature: memory
 from project.engine.cli import Configuration, configure
 from project.errors import UserError
-from project.hardware import GIB
-from project.live_memory import LiveMemory
+from project.hardware import GIB  # feature: memory
+from project.live_memory import LiveMemory  # feature: memory
 
 # On a CPU a whole epoch of ResNet-18 would take minutes.
 RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--model.network.image_size", "32"]
@@ -125,6 +125,7 @@ def all_cases(config: Configuration, settings: Settings) -> dict[tuple[str, str,
     return configs
 
 
+# feature: memory
 # What precision, activation checkpointing, accumulation and batch size do to the memory of a training step.
 
 MIB = 1024**2
@@ -192,3 +193,6 @@ class PeakMemory(Callback):
             self._meter.__exit__(None, None, None)
             self.peak_bytes = self._meter.peak_bytes
         self.parts = {name: GIB * size for name, size in memory_breakdown(trainer).items()}
+
+
+# end feature: memory
