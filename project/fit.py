@@ -32,8 +32,15 @@ from project.engine.ranks import is_rank_zero
 from project.engine.restore import read_configuration, start_from
 from project.engine.run_folder import Run
 from project.engine.summary import RunTimer, Summary, closing_lines, stopped_lines
-from project.engine.trainer import as_list, build_trainer, loggers_of, refusals_as_errors, requeue_signal, trainer_flags
-from project.engine.trainer import test_best as test_best_checkpoint
+from project.engine.trainer import (
+    as_list,
+    build_trainer,
+    final_test,
+    loggers_of,
+    refusals_as_errors,
+    requeue_signal,
+    trainer_flags,
+)
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders
 from project.publish import Session, close, publish, publish_stopped, summarize
@@ -57,10 +64,8 @@ def main(argv: list[str]) -> int:
         except Exception:
             job.discard()  # nothing was saved: the name is free again
             raise
-        advice = None
-        advice = session.throughput.advice() if session.throughput else None  # feature: throughput
         if not config.trainer["fast_dev_run"]:
-            say(closing_lines(summary, job.folder, offline_folders(job.folder), advice))
+            say(closing_lines(summary, job.folder, offline_folders(job.folder), session.advice))
     return 0
 
 
@@ -73,17 +78,15 @@ def build(
 ) -> Session:
     """The Trainer of a run, with its callbacks and loggers.
 
-    Args:
-        config: What the command line means.
-        job: The run's folder and where it starts.
-        extra: Further callbacks, after all others.
-        without: Classes of callbacks and loggers to leave out.
-        changed: Whether a resumed run's configuration differs from its checkpoint's.
+    Callbacks in ``extra`` come last; classes in ``without`` (callbacks, loggers) are left out. ``changed`` says that a
+    resumed run's configuration differs from its checkpoint's.
     """
     flags, options, off = trainer_flags(config), config.options, tuple(without)
     best = Best.of(config.module, options.monitor, options.mode)
     timer, csv, predictions = RunTimer(), MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
     wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
+    loggers = [x for x in loggers_of(flags, options, job.folder, [csv, wandb]) if not isinstance(x, off)]
+    wandb = wandb if wandb in loggers else None
     checkpoint = RunCheckpoint(
         job, config.resolved, best, csv, options.checkpoint_every, changed, requeue_signal(config)
     )
@@ -109,15 +112,14 @@ def build(
         *as_list(flags["callbacks"]),
         *extra,
     ]
-    loggers = loggers_of(flags, options, job.folder, [csv, wandb])
     flags["callbacks"] = [callback for callback in callbacks if callback is not None and not isinstance(callback, off)]
-    flags["logger"] = loggers = [logger for logger in loggers if not isinstance(logger, off)]
+    flags["logger"] = loggers
     return Session(
         build_trainer(flags | {"default_root_dir": job.folder}),
         checkpoint,
         timer,
         csv if csv in loggers else None,
-        wandb if wandb in loggers else None,
+        wandb,
         predictions,
         throughput=throughput,  # feature: throughput
         memory=memory,  # feature: memory
@@ -136,7 +138,7 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
             checkpoint = str(job.checkpoint) if job.checkpoint else None
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=checkpoint, weights_only=True)
         summary = summarize(config, job, session)  # before the test's precision is set
-        summary.metrics |= test_best_checkpoint(trainer, config, session.checkpoint.saved_best)
+        summary.metrics |= final_test(trainer, config, session.checkpoint.saved_best)
         trained = True
         signals.resume_immediate()  # every step is saved
         publish(config, job, session, summary)

@@ -54,6 +54,15 @@ class Session:
     throughput: ThroughputMonitor | None = None  # feature: throughput
     memory: MemoryMonitor | None = None  # feature: memory
 
+    @property
+    def advice(self) -> str | None:
+        """What the run waited for, in one sentence; None where nothing was measured."""
+        # feature: throughput
+        if self.throughput is not None:
+            return self.throughput.advice()
+        # end feature: throughput
+        return None
+
 
 def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> Summary:
     """The summary of a run whose training has ended."""

@@ -13,6 +13,7 @@ python -m project.rename digits --without all               # the core: fit, tes
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import keyword
@@ -51,6 +52,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 # What several features need goes with the last of them.
 SHARED = {"project/live_memory.py": {"tune", "benchmark", "memory"}}
 
+MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no files
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z]+(?:, [a-z]+)*)(?: -->.*)?$")
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
 IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
@@ -58,7 +60,6 @@ IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import
 NEEDS_DIGITS = re.compile(r"""["']sample["']|\bSMALL\b|trained_checkpoint|digit_files|MNIST(DataModule|Classifier)""")
 # W&B's default project: the text after these, in loggers/wandb.py, a sweep's file and commands.
 WANDB_PROJECT = r"(?<=DEFAULT_PROJECT = \")|(?<=project: )|(?<=--project )"
-LEFT_ALONE = ("requirements.lock", "LICENSE")
 
 
 def main(argv: list[str]) -> int:
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
     print("\nLook at it with git diff HEAD; git reset --hard undoes it. To keep it:")
     print(f"  git add --all && git commit -m 'Rename to {args.name}'")
     print(f"  pip install -e .   # where {PACKAGE} was installed")
-    print(f"  python -m {args.name}.fit{' --config configs/examples/tabular.yaml' if data_is_made else ''}")
+    print(f"  python -m {args.name}.fit {MADE_UP if data_is_made else ''}")
     return 0
 
 
@@ -134,10 +135,8 @@ def texts() -> dict[Path, str]:
     for name in git("ls-files", "-z").split("\0"):
         path = CLONE / name
         if name and path.is_file() and not path.is_symlink():
-            try:
+            with contextlib.suppress(UnicodeDecodeError):  # pictures and digits hold no names
                 found[Path(name)] = path.read_bytes().decode()
-            except UnicodeDecodeError:
-                continue  # pictures and digits hold no names
     return found
 
 
@@ -177,8 +176,9 @@ def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
         elif not is_gone and not depth:
             kept.append(line)
     shortened = "".join(kept)
-    if path.name == "pyproject.toml" and "mnist" in gone:
-        shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)  # the digits had their own
+    if "mnist" in gone:  # the digits had a licence of their own; what is left to train on is an example
+        shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)
+        shortened = re.sub(rf"(?m)( && python -m {PACKAGE}\.fit)$", rf"\1 {MADE_UP}", shortened)
     return re.sub(r"\n{3,}", "\n\n", shortened) if path.suffix == ".md" and shortened != text else shortened
 
 
@@ -211,7 +211,7 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
     The word in a sentence, W&B's ``project:`` key, ``project=`` argument and TOML's ``[project]`` tables stay.
     W&B's default project ``wandb_project`` is called ``new`` as well.
     """
-    if path.name in LEFT_ALONE:
+    if path.name in ("requirements.lock", "LICENSE"):
         return text
     rules = [
         (rf"(?<![\w.\-/\[]){old}(?=\.[\w{{*])", new),  # old.fit, old.{module}; not data.old.x, [old.urls]

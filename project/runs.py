@@ -202,6 +202,7 @@ def seed_rows(runs: list[Run]) -> list[Row]:
     return rows
 
 
+# feature: report
 def render(runs: list[Run]) -> str:
     """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
 

@@ -71,7 +71,7 @@ def format_table(rows: Sequence[Row]) -> str:
         values = [row.get(name) for row in rows]
         texts = [name, *map(format_cell, values)]
         width = max(map(len, texts))
-        to_right = all(value is None or type(value) in (int, float) for value in values)
+        to_right = all(isinstance(value, int | float | None) and not isinstance(value, bool) for value in values)
         columns.append([f"{text:{'>' if to_right else '<'}{width}}" for text in [name, "-" * width, *texts[1:]]])
     return "\n".join("  ".join(texts).rstrip() for texts in zip(*columns, strict=True))
 

@@ -23,13 +23,18 @@ from tests.fork_server import Forked, can_fork
 
 Process = subprocess.Popen[bytes] | Forked
 
+# feature: mnist
 # A run of about 100 steps that is over in a second or two
 SMALL = [
     *("--data.source", "sample", "--data.train_samples", "3200", "--data.val_samples", "200"),
     *("--data.test_samples", "200", "--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
-    *("--model.network", "MLP", "--report", "false"),  # the report is half of such a run's time
+    *("--model.network", "MLP"),
+    # the report is half of such a run's time
+    *("--report", "false"),  # feature: report
 ]
-REPORTED = [*SMALL, "--report", "true"]
+REPORTED = [*SMALL]
+REPORTED += ["--report", "true"]  # feature: report
+# end feature: mnist
 # With batch normalisation, whose running statistics every rank gathers from its own batches
 CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]
 CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
@@ -123,6 +128,7 @@ def made_once(name: str, *arguments: str, wandb: str = "disabled") -> Path:
     return folder
 
 
+# feature: mnist
 def finished_run() -> Path:
     """A small run on one process, with a report and W&B offline."""
     return made_once("small", *REPORTED, wandb="offline")
@@ -132,6 +138,9 @@ def two_rank_run() -> Path:
     """A small run on two processes, with a report and W&B offline; every rank takes half of each batch of 64."""
     flags = ["--data.batch_size", "32", "--data.test_samples", "199", "--model.schedule", "constant"]
     return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline")
+
+
+# end feature: mnist
 
 
 def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: float = 120) -> bool:

@@ -91,6 +91,7 @@ def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Pa
 
 
 # feature: memory
+@pytest.mark.nightly
 def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
     rows = rows_of("memory", tmp_path, "--batch_sizes", "32", "64", "--precisions", "32-true")
     weights = sum(p.numel() for p in ConvNet().parameters()) * 4 / 1024**2
@@ -122,6 +123,7 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
 # end feature: memory
 
 
+@pytest.mark.nightly
 def test_devices_has_a_row_per_precision_that_this_device_really_has(tmp_path: Path) -> None:
     rows = rows_of("devices", tmp_path, "--networks", "chosen", "--model.network", "MLP")
     assert [(row["device"], row["precision"]) for row in rows] == [("cpu", "32-true"), ("cpu", "bf16-mixed")]
@@ -132,6 +134,7 @@ def test_devices_has_a_row_per_precision_that_this_device_really_has(tmp_path: P
     assert "peak_allocated_gib" not in rows[0]  # the CPU's allocator does not tell
 
 
+@pytest.mark.nightly
 def test_accuracy_is_the_mean_over_seeds_beside_a_plain_loop(tmp_path: Path) -> None:
     flags = ["--n", "2", "--max_epochs", "1", "--target", "0.01", "--baseline", "--model.network", "MLP"]
     ours, plain = rows_of("accuracy", tmp_path, *flags)

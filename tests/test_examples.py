@@ -65,11 +65,15 @@ class TestPngFolder(PromiseSuite, PictureSuite):
         return [*example("png_folder", folder), "--data.batch_size", "30", "--data.num_workers", "2"]
 
 
+# feature: mnist
 class TestFashionMNIST(PictureSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
         made_data.make_idx_files(folder / "FashionMNIST" / "raw")
         return [*example("fashion_mnist", folder), "--data.batch_size", "48"]
+
+
+# end feature: mnist
 
 
 class TestTensorFiles(PictureSuite):
@@ -178,7 +182,7 @@ def test_what_a_user_writes_is_at_most_forty_lines(path: Path) -> None:
         ),
         (["--config", "png_folder", "--model.network.num_classes", "10"], "must give 3 logits"),
         (["--config", "png_folder", "--data.root", "missing"], "--data.root must hold a folder train, got missing"),
-        (["--config", "fashion_mnist", "--data.source", "sample"], "--data.source must be auto or mnist"),
+        (["--config", "fashion_mnist", "--data.source", "sample"], "must be auto or mnist"),  # feature: mnist
     ],
 )
 def test_a_newcomers_mistake_is_told_in_one_line(
@@ -199,6 +203,7 @@ def test_a_newcomers_mistake_is_told_in_one_line(
     assert message in error[0]
 
 
+# feature: mnist
 @pytest.mark.skipif("FASHION_MNIST_ROOT" not in os.environ, reason="needs FASHION_MNIST_ROOT/FashionMNIST/raw")
 @pytest.mark.nightly
 def test_fashion_mnist_reaches_090_on_the_full_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +214,6 @@ def test_fashion_mnist_reaches_090_on_the_full_set(tmp_path: Path, monkeypatch: 
     where = ["--default_root_dir", str(tmp_path), "--run_name", "full"]
     assert fit.main([*example("fashion_mnist", Path(os.environ["FASHION_MNIST_ROOT"])), *where]) == 0
     assert json.loads((tmp_path / "full" / "summary.json").read_text())["test/accuracy"] >= 0.90
+
+
+# end feature: mnist

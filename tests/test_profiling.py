@@ -15,7 +15,7 @@ import torch
 from torch.autograd import DeviceType
 
 from project.callbacks.profiler import REGIONS, StepProfiler, region_times
-from project.callbacks.throughput import ThroughputMonitor
+from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.errors import UserError
 from tests.commands import run
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
@@ -106,11 +106,15 @@ def test_profiling_changes_no_weight_and_leaves_no_hook(tmp_path):
     assert not profiled.trainer.optimizers[0]._optimizer_step_post_hooks
 
 
+# feature: throughput
 def test_the_regions_are_the_same_behind_the_throughput_monitors_profiler(tmp_path):
     fit(tmp_path, profiler=ThroughputMonitor().profiler(StepProfiler(wait=2, warmup=1, active=3)))
     found = events(tmp_path)
     counts = {name: len(spans(found, name)) for name in REGIONS}
     assert counts == {"data": 6, "forward": 3, "loss": 3, "backward": 3, "optimizer": 3}
+
+
+# end feature: throughput
 
 
 def test_accumulated_batches_have_an_optimizer_region_only_where_it_steps(tmp_path):

@@ -164,6 +164,7 @@ def lift_out(clone: Path, features: str) -> None:
     assert [path for path, text in files(clone).items() if marks.search(text)] == []
 
 
+@pytest.mark.nightly
 def test_the_core_without_any_feature_imports_passes_its_types_and_trains(clone: Path) -> None:
     before = dangling(clone, PACKAGE)
     lift_out(clone, "all")
@@ -175,6 +176,7 @@ def test_the_core_without_any_feature_imports_passes_its_types_and_trains(clone:
     print(f"the core: {sum(map(count_lines, code.values()))} lines in {len(code)} files")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("features", ["throughput,memory,optimizer,report", "mnist"])
 def test_what_remains_imports_trains_and_collects_its_tests(clone: Path, features: str) -> None:
     lift_out(clone, features)

@@ -124,22 +124,19 @@ def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
         drawn = [row for row in rows if row.get(quantity) is not None]
         before = list(drawn[0])[: list(drawn[0]).index(quantity)]  # the columns that say what was measured
         naming = [key for key in before if any(row.get(key) != drawn[0][key] for row in drawn)] or before[:1]
-        names = [" ".join(bar_word(key, row[key]) for key in naming if key in row) for row in drawn]
+        # a configuration may be a long line of flags
+        names = [", ".join(format_cell(row.get(key))[:60] for key in naming) for row in drawn]
         values = [row[quantity] for row in drawn]
-        errors = [row[quantity] * row.get("spread_pct", 0) / 200 for row in drawn]
+        # of accuracy the spread is that of its seconds
+        errors = [row.get("std", row[quantity] * row.get("spread_pct", 0) / 200) or 0 for row in drawn]
         axes.barh(range(len(drawn)), values, xerr=errors, tick_label=names, color="#4477aa", ecolor="#999999")
         axes.invert_yaxis()
         axes.tick_params(axis="y", labelsize=8)
-        axes.set_title(f"{name}: {quantity}", loc="left", fontsize=10)
+        axes.set_title(f"{name}: {quantity} by {', '.join(naming)}", loc="left", fontsize=10)
         axes.grid(axis="x", alpha=0.3)
         axes.set_xscale("log" if max(values) > 50 * max(min(values), 1e-9) else "linear")
     figure.suptitle(title, fontsize=7)
     figure.savefig(path, dpi=120)
-
-
-def bar_word(key: str, value: Any) -> str:
-    """A column's part of a bar's name; a configuration may be a long line of flags."""
-    return value[:60] if isinstance(value, str) else f"{key.replace('_', ' ')} {format_cell(value)}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from project import fit
 from project.benchmark import Row, Settings
 from project.benchmark.devices import wanted_devices
-from project.benchmark.overhead import InMemory, PerSampleImages, plain_epoch
+from project.benchmark.overhead import InMemory, PerSampleImages, train_epoch
 from project.benchmark.timing import EpochClock, afresh, median_and_spread, progress, scratch_run
 from project.engine.cli import Configuration
 from project.engine.summary import Summary
@@ -106,7 +106,7 @@ class PlainLoop:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
         row: Row = {"fit_s": 0.0}
         for epoch in progress("plain loop", range(1, most_epochs + 1)):
-            row["fit_s"] += plain_epoch(network, optimizer, self.loader, device).train_s
+            row["fit_s"] += train_epoch(network, optimizer, self.loader, device).train_s
             schedule.step()
             with torch.no_grad():
                 network.eval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, product
@@ -15,7 +14,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from project.benchmark import Row, Settings
-from project.benchmark.timing import RealRun, alternate, median_and_spread, progress, run_epochs
+from project.benchmark.timing import alternate, median_and_spread, progress, run_epochs
 from project.callbacks.memory_use import memory_breakdown
 from project.engine.cli import Configuration, configure
 from project.errors import UserError
@@ -30,11 +29,7 @@ PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
 
 
 def wanted_devices(config: Configuration) -> list[str]:
-    """The CPU and the kind of accelerator that is here, as far as ``--accelerator`` names them; the best comes last.
-
-    Raises:
-        UserError: It names none of them.
-    """
+    """The CPU and the kind of accelerator that is here, as far as ``--accelerator`` names them; the best comes last."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = ["cpu", *([accelerator.type] if accelerator is not None and accelerator.type in BATCH_SIZES else [])]
     asked = config.trainer["accelerator"]
@@ -85,18 +80,16 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
     """
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
     if "ResNet18" in settings.networks and not (images and hasattr(config.module, "network")):
-        raise UserError(
-            "--networks ResNet18 needs images and a module with a network. Leave it out: --networks chosen."
-        )
+        needs = "images and a module with a network. Leave it out: --networks chosen."
+        raise UserError(f"--networks ResNet18 needs {needs}")
     configs = all_cases(config, settings)
-    too_slow: set[int] = set()
-    variants = {" ".join(map(str, case)): partial(one_run, configs[case], too_slow) for case in configs}
+    variants = {" ".join(map(str, case)): partial(run_epochs, config, 2) for case, config in configs.items()}
     rows: list[Row] = []
-    for case, results in zip(configs, alternate("devices", variants, settings.n).values(), strict=True):
-        runs = [run for run in results if run is not None]
+    measured = alternate("devices", variants, settings.n, PATIENCE_S).values()
+    for (case, of_case), runs in zip(configs.items(), measured, strict=True):
         train_samples = runs[0].train_samples
         samples = runs[0].batches * min(case[3], train_samples or case[3])
-        row: Row = {"device": runs[0].device, "network": network_name(configs[case])}
+        row: Row = {"device": runs[0].device, "network": network_name(of_case)}
         row |= {"precision": case[2], "batch_size": case[3]}
         row |= median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
@@ -119,39 +112,23 @@ def all_cases(config: Configuration, settings: Settings) -> dict[tuple[str, str,
     """(device, network, precision, batch size) → its configuration."""
     configs: dict[tuple[str, str, str, int], Configuration] = {}
     for network, device in product(settings.networks, wanted_devices(config)):
-        size, flags = settings.batch_size, []
+        found, sizes, flags = usable(device, settings.precisions), [settings.batch_size], []
         if network == "ResNet18":
-            size, flags = RESNET_BATCH[device], RESNET_ON_CPU if device == "cpu" else []
+            sizes, flags = [RESNET_BATCH[device]], RESNET_ON_CPU if device == "cpu" else []
             flags = ["--model.network", "project.benchmark.devices.ResNet18", "--model.lr", "1e-3", *flags]
-        for precision in usable(device, settings.precisions):
-            case = (device, network, precision, size)
-            configs[case] = configure_for(settings.fit_flags, device, precision, size, *flags)
-    for device in wanted_devices(config) if "chosen" in settings.networks and not settings.quick else []:
-        precision = usable(device, settings.precisions)[0]
-        for size in settings.batch_sizes or BATCH_SIZES[device]:
-            case = (device, "chosen", precision, size)
-            configs[case] = configs.get(case) or configure_for(settings.fit_flags, device, precision, size)
+        elif not settings.quick:
+            sizes += [size for size in settings.batch_sizes or BATCH_SIZES[device] if size != settings.batch_size]
+        for size in sizes:
+            for precision in found if size == sizes[0] else found[:1]:
+                case = (device, network, precision, size)
+                configs[case] = configure_for(settings.fit_flags, device, precision, size, *flags)
     return configs
-
-
-def one_run(config: Configuration, too_slow: set[int]) -> RealRun | None:
-    """One run of two epochs; None for a configuration that has been found too slow, by its id."""
-    if id(config) in too_slow:
-        return None
-    began = time.perf_counter()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    run = run_epochs(config, 2)
-    if time.perf_counter() - began > PATIENCE_S:
-        too_slow.add(id(config))
-    return run
 
 
 # What precision, activation checkpointing, accumulation and batch size do to the memory of a training step.
 
 MIB = 1024**2
 STEPS = 3  # optimizer steps; the last is measured, the others make the optimizer's state and choose algorithms
-COLUMNS = {"weights": "weights_mib", "gradients": "gradients_mib", "optimizer state": "optimizer_mib"}
 
 
 def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
@@ -174,7 +151,7 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
         row: Row = {"device": run.device, "network": network_name(config), "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
         row |= {"peak_mib": probe.peak_bytes / MIB, "n": 1}
-        row |= {COLUMNS[name]: used / MIB for name, used in probe.parts.items()}
+        row |= {f"{name.split()[0]}_mib": used / MIB for name, used in probe.parts.items()}
         row["activations_mib"] = max(0.0, probe.peak_bytes - sum(probe.parts.values())) / MIB
         rows.append(row)
     return rows
@@ -183,8 +160,8 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
 class PeakMemory(Callback):
     """The most memory that tensors take during a run's last optimizer step, by what they are for.
 
-    On CUDA the allocator keeps the peak. The CPU's allocator keeps none: there :class:`LiveMemory` counts tensors. It
-    does not see what a library takes for itself during an operation (oneDNN's scratch memory).
+    On CUDA the allocator keeps the peak. On the CPU :class:`LiveMemory` counts tensors, without what a library takes
+    for itself during an operation (oneDNN's scratch memory).
     """
 
     def __init__(self) -> None:

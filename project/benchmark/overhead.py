@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from project.loggers.wandb import WandbRunLogger
 
 BATCHES = 200  # of a loader, per measurement; at most one epoch
 Way = Callable[[], "DataLoader[Any]"]
-FLOOR, PLAIN, ALL = "hand-written floor", "plain PyTorch loop", "all features"
+FLOOR, PLAIN = "hand-written floor", "plain PyTorch loop"
 FEATURES: dict[str, type] = {
     "throughput monitor": ThroughputMonitor,  # feature: throughput
     "memory monitor": MemoryMonitor,  # feature: memory
@@ -58,7 +58,7 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
         return lambda: run_epochs(config, 2, **options).epochs[-1]
 
     by_hand = loops_by_hand(config, settings.batch_size)
-    variants = {**by_hand, ALL: real()}
+    variants = {**by_hand, "all features": real()}
     if settings.each_feature:
         variants |= {f"without {name}": real(without=[kind]) for name, kind in FEATURES.items()}
         # left out of the callbacks, Lightning would put its own bar there
@@ -109,10 +109,8 @@ class InMemory:
             dataset = getattr(data, f"{split}_dataloader")().dataset
             images, labels = dataset.images, dataset.labels
         if not (isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4):
-            raise UserError(
-                "--data: loops written by hand need images and labels in memory (project.data.TensorImages), "
-                f"{type(data).__name__} has none for {split}."
-            )
+            needs = "loops written by hand need images and labels in memory (project.data.TensorImages)"
+            raise UserError(f"--data: {needs}, {type(data).__name__} has none for {split}.")
         grey = [0.5] * images.shape[1]
         return cls(images, labels, list(getattr(data, "mean", grey)), list(getattr(data, "std", grey)))
 
@@ -166,58 +164,57 @@ def loops_by_hand(config: Configuration, batch_size: int) -> dict[str, Callable[
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
     size, eval_size = min(batch_size, len(labels)), getattr(config.datamodule, "eval_batch_size", batch_size)
     dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(str(config.trainer["precision"]))
+    autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
 
-    def logits_of(some: Tensor) -> Tensor:
-        return network(normalize(some).contiguous(memory_format=memory_format))
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in torch.randperm(len(labels), device=device).split(size)[: len(labels) // size]:
+            # index_select copies whole images; images[chosen] goes byte by byte
+            some = normalize(images.index_select(0, chosen)).contiguous(memory_format=memory_format)
+            yield some, labels.index_select(0, chosen)
 
     def floor_epoch() -> Epoch:
-        began, cpu_began = time.perf_counter(), time.process_time()
-        network.train()
-        order = torch.randperm(len(labels), device=device)
-        for start in range(0, len(labels) - size + 1, size):
-            chosen = order[start : start + size]
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                # index_select copies whole images; images[chosen] goes byte by byte
-                loss = F.cross_entropy(logits_of(images.index_select(0, chosen)), labels.index_select(0, chosen))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        synchronize(device)
-        train_s, train_cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+        began = time.perf_counter()
+        trained = train_epoch(network, optimizer, batches(), device, autocast, reads_loss=False)
         network.eval()
         correct = torch.zeros((), device=device, dtype=torch.int64)
-        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            for some, truth in zip(val_images.split(eval_size), val_labels.split(eval_size), strict=True):
-                correct += (logits_of(some).argmax(dim=1) == truth).sum()
+        for some, truth in zip(val_images.split(eval_size), val_labels.split(eval_size), strict=True):
+            with torch.no_grad(), autocast():
+                logits = network(normalize(some).contiguous(memory_format=memory_format))
+                correct += (logits.argmax(dim=1) == truth).sum()
         correct.item()
-        return Epoch(train_s, time.perf_counter() - began, train_cpu_s)
+        return replace(trained, epoch_s=time.perf_counter() - began)
 
     copied = copy.deepcopy(network)
     adam = torch.optim.Adam(copied.parameters(), lr=1e-3)
     loader: DataLoader[Any] = DataLoader(PerSampleImages(train), batch_size, shuffle=True)
-    return {FLOOR: floor_epoch, PLAIN: partial(plain_epoch, copied, adam, loader, device)}
+    return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, adam, loader, device)}
 
 
-def plain_epoch(
-    network: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any], device: torch.device
+def train_epoch(
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Any],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    reads_loss: bool = True,
 ) -> Epoch:
-    """Train one epoch as most tutorials do: a loader of single samples, ``loss.item()`` at every step."""
-    began, cpu_began = time.perf_counter(), time.process_time()
+    """Train one epoch, by default as most tutorials do, with ``loss.item()`` at every step."""
+    began, cpu_began, running_loss = time.perf_counter(), time.process_time(), 0.0
     network.train()
-    running_loss = 0.0
-    for images, labels in loader:
+    for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
+        with autocast():
+            loss = F.cross_entropy(network(images), labels)
         optimizer.zero_grad()
-        loss = F.cross_entropy(network(images), labels)
         loss.backward()
         optimizer.step()
-        running_loss += loss.item()
+        running_loss += loss.item() if reads_loss else 0.0
     synchronize(device)
     seconds = time.perf_counter() - began
     return Epoch(seconds, seconds, time.process_time() - cpu_began)
 
 
-# The table loaders: how fast batches come, from this project's loader and from those of a plain PyTorch loop.
+# How fast batches come, from this project's loader and from those of a plain PyTorch loop.
 
 
 def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
@@ -228,8 +225,7 @@ def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
     """
     device, samples = torch.device(wanted_devices(config)[-1]), InMemory.of(config, "train")
     batches = min(20 if settings.quick else BATCHES, max(1, len(samples.labels) // settings.batch_size))
-    ways = ways_to_load(config, samples, settings, pinned=device.type == "cuda")
-    normalize = samples.normalizer(device)
+    ways, normalize = ways_to_load(config, samples, settings, device.type == "cuda"), samples.normalizer(device)
     timed = {name: partial(time_epoch, way, normalize, device, batches) for name, way in ways.items()}
     alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
     rows: list[Row] = []
@@ -238,8 +234,7 @@ def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
         row |= median_and_spread("ms_per_batch", [ms for ms, _ in measured])
         row["start_ms"] = statistics.median(start for _, start in measured)
         row["batches_per_sec"] = 1000 / row["ms_per_batch"]
-        row["times_ours"] = row["ms_per_batch"] / (rows[0] if rows else row)["ms_per_batch"]
-        rows.append(row)
+        rows.append({**row, "times_ours": row["ms_per_batch"] / (rows[0] if rows else row)["ms_per_batch"]})
     return rows
 
 
@@ -247,25 +242,23 @@ def ways_to_load(config: Configuration, samples: InMemory, settings: Settings, p
     """Name → function that gives a loader; a persistent one gives the same every time. Ours comes first."""
     given = cast(Any, config.datamodule).train_dataloader()
     kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
+    shuffled = partial(DataLoader, batch_size=settings.batch_size, shuffle=True)
+    plain = partial(shuffled, PerSampleImages(samples))
 
     def ours(workers: int, pinned: bool) -> DataLoader[Any]:
         asked: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": pinned}
         return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
 
-    shuffled = partial(DataLoader, batch_size=settings.batch_size, shuffle=True)
-    plain = partial(shuffled, PerSampleImages(samples))
     ways: dict[str, Way] = {"ours": partial(ours, 0, pinned)}
     if pinned:
         ways["ours, not pinned"] = partial(ours, 0, False)
-    some = next((count for count in settings.workers if count > 0), None)
-    if some:
-        kept_ours = ours(some, pinned)
-        ways[f"ours, {some} workers"] = lambda: kept_ours
     ways["tensors, one sample at a time"] = partial(shuffled, TensorDataset(samples.images, samples.labels))
     for count in settings.workers:
         ways[f"plain PyTorch, {count} workers"] = partial(plain, num_workers=count)
-    if some:
-        name, persistent = f"plain PyTorch, {some} workers", plain(num_workers=some, persistent_workers=True)
+    if some := next((count for count in settings.workers if count > 0), 0):
+        name, our_own = f"plain PyTorch, {some} workers", ours(some, pinned)
+        persistent = plain(num_workers=some, persistent_workers=True)
+        ways[f"ours, {some} workers"] = lambda: our_own
         ways[f"{name}, persistent"] = lambda: persistent
         ways[f"{name}, prefetch 8"] = partial(plain, num_workers=some, prefetch_factor=8)
         if pinned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import statistics
 import tempfile
@@ -38,17 +39,23 @@ def progress(table: str, items: Iterable[Any]) -> Any:
     return tqdm(items, desc=table, leave=False, disable=None)
 
 
-def alternate(table: str, variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+def alternate(
+    table: str, variants: Mapping[str, Callable[[], T]], rounds: int, patience_s: float = math.inf
+) -> dict[str, list[T]]:
     """Results of every variant (name → one measurement), ``rounds`` of each, one after the other in turn.
 
     In turn, and every other round backwards, so that a machine that grows slower or busier during the measurement
-    does so for all variants alike.
+    does so for all variants alike. A variant that takes longer than ``patience_s`` is not repeated.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
+    too_slow = set()
     bar = progress(table, [name for turn in range(rounds) for name in list(variants)[:: -1 if turn % 2 else 1]])
     for name in bar:
         bar.set_postfix_str(name)
-        results[name].append(variants[name]())
+        if name not in too_slow:
+            began = time.perf_counter()
+            results[name].append(variants[name]())
+            too_slow |= {name} if time.perf_counter() - began > patience_s else set()
     return results
 
 
@@ -141,6 +148,7 @@ def run_epochs(
     config = afresh(config, trainer={"max_epochs": epochs, "max_steps": -1, "max_time": None, **(trainer or {})})
     clock, session = EpochClock(), None
     inside: dict[str, float] = {}
+    torch.cuda.empty_cache()  # of the run before
     with scratch_run() as run:
         if bare:
             flags = trainer_flags(config)

@@ -23,7 +23,7 @@ MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat1
 class GpuUtilization:
     """Samples the share of time in which the GPU ran a kernel, in a thread of its own, so that training never waits.
 
-    ``read`` returns percent (0-100), or raises where it cannot be had (MIG, no driver access); None: there is no GPU.
+    ``read`` returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU.
     """
 
     def __init__(self, read: Callable[[], float] | None, interval_seconds: float = INTERVAL_SECONDS) -> None:

@@ -68,8 +68,7 @@ class SplitDataModule(LightningDataModule):
     Args:
         batch_size: Training samples per batch and device.
         eval_batch_size: Validation and test samples per batch and device; changes speed and memory, never a metric.
-        num_workers: Loader processes per device. Default: none for data in memory (gathering a batch takes less than
-            asking a worker for it), else as many as this process has threads.
+        num_workers: Loader processes per device. Default: none for data in memory, else as many as there are threads.
         pin_memory: Page-locked batches, for copies that overlap with computing. Default: with a CUDA device only.
         prefetch_factor: Batches each worker prepares ahead.
         train_samples: Keep the first N training samples (default: all).
@@ -104,18 +103,16 @@ class SplitDataModule(LightningDataModule):
         self.splits: dict[str, Any] = {}  # datasets
 
     def make_split(self, split: Split) -> Dataset[Any]:
-        """The dataset of a split: :class:`TensorRows`, or any map-style dataset. Yours to write.
+        """Yours to write: the dataset of a split, :class:`TensorRows` or any map-style dataset.
 
-        Called once per split in every process, after ``prepare_data`` (which runs once per machine). Validation must be
-        cut from the training data in the same way every time: :meth:`hold_out` does.
+        Called once per split in every process, after ``prepare_data`` (once per machine). Validation must be cut from
+        the training data in the same way every time: :meth:`hold_out` does.
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
     def hold_out(self, dataset: Any, split: Split, share: float = 0.1) -> Dataset[Any]:
-        """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share`` is validation.
-
-        The same samples in every run, on every rank and whatever ``--seed_everything`` is.
-        """
+        """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share`` is validation."""
+        # a seed of its own: the same samples in every run, on every rank and whatever --seed_everything is
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
         held_out = max(1, round(len(dataset) * share))
         # sorted: reading files or memory in order is several times faster, and training shuffles anyway
@@ -135,7 +132,7 @@ class SplitDataModule(LightningDataModule):
             self.splits.pop("train", None)  # the test comes after training: keep one of the two in memory
 
     def check_split(self, split: Split, dataset: Any) -> None:
-        """What is wrong with a user's data said in the user's words, before it is an error in the loss."""
+        """Check a user's data, so that a mistake is not first seen as an error in the loss."""
         if not len(dataset):
             raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
 
@@ -167,6 +164,7 @@ class SplitDataModule(LightningDataModule):
     def _loader(self, split: Split, batch_size: int, **order: Any) -> DataLoader[Any]:
         dataset, workers, pin = self.splits[split], self.num_workers, self.pin_memory
         if workers is None:
+            # to gather a batch takes less than to ask a worker for it
             workers = 0 if hasattr(dataset, "gather") else torch.get_num_threads()
         if pin is None:
             pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

@@ -1,4 +1,4 @@
-"""MNIST: the full set where it can be had, else the real digits that ship inside the package."""
+"""MNIST: the full set if it is available, else the real digits that ship inside the package."""
 
 import contextlib
 import gzip
@@ -23,7 +23,6 @@ from project.errors import UserError
 
 DIGITS = Path(__file__).parent / "bundled"
 DEFAULT_ROOT = "data"
-DOWNLOAD_TIMEOUT_S = 10.0  # per connection and per read
 
 
 class MNISTDataModule(BatchedDataModule):
@@ -151,7 +150,7 @@ class MNISTDataModule(BatchedDataModule):
         root = Path(self.root).absolute()
         there = next(place for place in (root, *root.parents) if place.is_dir())
         previous = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
+        socket.setdefaulttimeout(10)  # seconds, per connection and per read
         try:
             with tempfile.TemporaryDirectory(dir=there, prefix=".download-") as scratch:
                 with contextlib.redirect_stdout(open(os.devnull, "w")):

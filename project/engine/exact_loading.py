@@ -286,7 +286,7 @@ class WatchedLoader:
 
     Args:
         loader: What is iterated.
-        owner: Has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or nobody.
+        owner: Has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or None.
         seed: Of the run.
     """
 

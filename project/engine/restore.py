@@ -150,7 +150,7 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
     trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
     for key, text in _texts(config):
         holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
-        # the parser also takes a class's path, or YAML with it, where nobody would write text
+        # the parser also takes a class path, or YAML with one, where the type is not text
         names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
         for named in names or ():
             root = named.split(".")[0]

@@ -162,7 +162,7 @@ def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
         raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
 
 
-def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
+def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
     """Metrics of best.ckpt on the test set: the one time a run looks at it.
 
     Args:
@@ -191,11 +191,8 @@ def test_best(trainer: Trainer, config: Configuration, best_path: Path | None) -
     return {name: float(value) for metrics in found for name, value in metrics.items()}
 
 
-test_best.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
-
-
 def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
-    """What a test needs and nobody has: a ``test_step``, or data for it. None where nothing is missing."""
+    """What a test lacks: a ``test_step``, or data for it. None if nothing is missing."""
     if type(module).test_step is LightningModule.test_step:
         return f"{type(module).__name__} has no test_step"
     brought = type(module).test_dataloader is not LightningModule.test_dataloader

@@ -2,8 +2,7 @@
 
     python -m project.data.bundled.make_digits MNIST_ROOT
 
-reads the full set from MNIST_ROOT (torchvision's layout) and writes the four ``.gz`` files beside this script. The
-result depends on the full set alone: the same images on every machine.
+reads the full set from MNIST_ROOT (torchvision's layout) and writes the four ``.gz`` files beside this script.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 from project.data.mnist import MNISTDataModule, find_idx, read_idx, write_idx
-
-SIZES = {"train": 10_000, "t10k": 2_000}
 
 
 def stratified(labels: Tensor, size: int) -> Tensor:
@@ -32,12 +29,11 @@ def stratified(labels: Tensor, size: int) -> Tensor:
 def main(root: str, target: Path = Path(__file__).parent) -> None:
     """Write the bundled files into ``target`` from the full set in ``root``."""
     raw = Path(root) / MNISTDataModule.folder
-    for part, size in SIZES.items():
-        names = [name for name in MNISTDataModule.files if name.startswith(part)]
-        paths = [find_idx(raw, name) for name in names]
-        images, labels = (read_idx(p, MNISTDataModule.files[n]) for p, n in zip(paths, names, strict=True) if p)
+    for part, size in {"train": 10_000, "t10k": 2_000}.items():
+        files = {name: sha256 for name, sha256 in MNISTDataModule.files.items() if name.startswith(part)}
+        images, labels = (read_idx(find_idx(raw, name) or raw / name, sha256) for name, sha256 in files.items())
         chosen = stratified(labels, size)
-        for name, values in zip(names, (images, labels), strict=True):
+        for name, values in zip(files, (images, labels), strict=True):
             write_idx(target / f"{name}.gz", values[chosen])
 
 
