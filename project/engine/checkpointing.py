@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
@@ -149,6 +150,7 @@ class RunCheckpoint(GracefulStop):
         self._best_due = False
         self._validated = self._followed_in_validation = False  # so far
         self._resume: dict[str, Any] | None = None
+        self._metrics: dict[str, float] = {}  # of the checkpoint: all that was logged last
         self._fresh_groups: list[list[dict[str, Any]]] = []
         self._last_save = time.monotonic()
 
@@ -171,7 +173,7 @@ class RunCheckpoint(GracefulStop):
         saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
             return
-        self._resume = saved.get("state")
+        self._resume, self._metrics = saved.get("state"), saved.get("metrics", {})
         if self._resume:
             self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
         before, now = (_optimizer_named_in(config) for config in (saved.get("config"), self.record.get("config")))
@@ -206,6 +208,10 @@ class RunCheckpoint(GracefulStop):
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         self._keep_rows(state["metric_rows"])
+        self._followed_in_validation = bool(state.get("followed_in_validation"))
+        for name, value in self._metrics.items():  # a plateau scheduler may follow an earlier epoch's validation
+            if isinstance(value, float):
+                trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         if note := self._set_aside_unusable_best(trainer):
             self.notes.append(note)
             self.best.forget()
@@ -248,6 +254,8 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mine.epoch_ends(trainer)
+        # Lightning steps no plateau scheduler at the end of a resumed epoch, because it does not resume exactly.
+        trainer.fit_loop.restarting = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._request = max(self._request, self.settle())
@@ -391,6 +399,7 @@ class RunCheckpoint(GracefulStop):
             "ranks": self.agreement.gather(self._mine.gather(trainer, pl_module)),
             "samples_per_batch": self.loading.samples_per_batch,
             "metric_rows": self.rows.flush_rows(to_disk=True) if self.rows is not None else 0,
+            "followed_in_validation": self._followed_in_validation,
         }
 
 
