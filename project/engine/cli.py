@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
 DEFAULT_MODEL = "project.model.MNISTClassifier"
 DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
 DEFAULT_DATA = "project.data.MNISTDataModule"
+DEFAULTS_OF = {"--model.help": DEFAULT_MODEL, "--data.help": DEFAULT_DATA}
 # end feature: mnist
 # Options of one launch, not settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
@@ -103,6 +104,11 @@ class CommandLine:
         spelled = [word for name in self.files for word in ("--config", name)]
         for before, word in zip(["", *self.words], self.words, strict=False):
             flag = re.match(r"--(\w+)(?=$|[=.+])", word)
+            # feature: mnist
+            if word in ("--model.help", "--data.help") and self.words[-1] == word:  # of the class that is used
+                spelled.append(f"{word}={self.class_of(word[2:-5]) or DEFAULTS_OF[word]}")
+                continue
+            # end feature: mnist
             option, _, name = word.rpartition("=")
             if flag and flag[1] in FLAT:
                 spelled.append(f"--trainer.{word[2:]}")

@@ -93,11 +93,12 @@ class Run:
                 f"the run's folder {self.folder} cannot be written: {error.strerror}. Change --default_root_dir."
             ) from None
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: loader workers would inherit that lock
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(
                 f"run {self.name} is being written by another process. Wait for it or choose another --run_name."
             ) from None
+        os.register_at_fork(after_in_child=handle.close)  # a loader's worker that outlives us must not hold the run
         self._lock, self._created = handle, is_new
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
