@@ -30,7 +30,7 @@ from project.engine.exact_resume import (
     share_running_statistics,
     start_of,
 )
-from project.engine.lightning_internals import release_child_processes
+from project.engine.lightning_internals import end_restart, release_child_processes
 from project.engine.log_steps import is_optimizer_step
 from project.engine.run_folder import Run, clear_leftovers, point_latest_at
 from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job, share_last
@@ -254,8 +254,7 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mine.epoch_ends(trainer)
-        # Lightning steps no plateau scheduler at the end of a resumed epoch, because it does not resume exactly.
-        trainer.fit_loop.restarting = False
+        end_restart(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._request = max(self._request, self.settle())

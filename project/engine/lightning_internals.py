@@ -28,6 +28,7 @@ KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 # module: names in it that the functions here use. For an attribute of instances, another name of the same file.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
+    "lightning.pytorch.loops.loop": ["_Loop.restarting"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
         "_ResultCollection.valid_items",
@@ -75,6 +76,15 @@ def leave_signals_alone(trainer: Trainer) -> None:
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Let a resumed epoch end like any other.
+
+    Buys: a ReduceLROnPlateau steps at its end, too; Lightning leaves that out, because it does not resume exactly.
+    Public way missing: the setter of ``restarting`` sets it again where ``max_steps`` ends the run.
+    """
+    trainer.fit_loop._restarting = False
 
 
 def release_child_processes() -> None:
