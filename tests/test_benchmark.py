@@ -51,7 +51,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = {name: overhead.FEATURES[name] for name in ("W&B", "checkpoints")}
+    some = {name: overhead.FEATURES[name] for name in ("memory monitor", "W&B", "checkpoints")}
     monkeypatch.setattr(overhead, "FEATURES", some)
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
     assert list(rows)[:3] == ["hand-written floor", "plain PyTorch loop", "all features"]

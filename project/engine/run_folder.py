@@ -11,7 +11,9 @@ import re
 import shutil
 import time
 import uuid
+import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +100,17 @@ class Run:
             raise UserError(
                 f"run {self.name} is being written by another process. Wait for it or choose another --run_name."
             ) from None
-        os.register_at_fork(after_in_child=handle.close)  # a loader's worker that outlives us must not hold the run
+        # a loader's worker that outlives this process must not hold the run
+        os.register_at_fork(after_in_child=partial(_close, weakref.ref(handle)))
         self._lock, self._created = handle, is_new
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
             stale.unlink(missing_ok=True)
+
+
+def _close(handle: weakref.ref[Any]) -> None:
+    if (file := handle()) is not None:
+        file.close()
 
 
 def clear_leftovers(folder: Path) -> None:
