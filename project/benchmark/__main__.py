@@ -63,7 +63,8 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     table, rest = take_word(argv, TABLES, switches=("--quick", "--baseline"))
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
-    parser = CommandParser(f"project.benchmark{f' {table}' if table else ''}", __doc__)
+    tables = "\ntables:\n" + "\n".join(f"  {name}: {what}" for name, what in TABLES.items())
+    parser = CommandParser(f"project.benchmark{f' {table}' if table else ''}", (__doc__ or "") + tables)
     add = parser.add_argument
     add_output(parser)
     add("--plot", metavar="FILE.png", help="chart (default: beside --output; none without it)")
