@@ -63,7 +63,7 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     table, rest = take_word(argv, TABLES, switches=("--quick", "--baseline"))
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
-    tables = "\ntables:\n" + "\n".join(f"  {name}: {what}" for name, what in TABLES.items())
+    tables = "\ntables:\n" + "\n".join(f"  {name}: {what}" for name, (_, what) in TABLES.items())
     parser = CommandParser(f"project.benchmark{f' {table}' if table else ''}", (__doc__ or "") + tables)
     add = parser.add_argument
     add_output(parser)
