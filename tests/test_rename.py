@@ -249,7 +249,7 @@ def dangling(clone: Path, package: str) -> list[str]:
         defined.setdefault(parent, set()).add(name)
     found = []
     for path, text in code.items():
-        mentions = re.findall(rf"(?<![\w./-]){package}(?:\.[a-zA-Z]\w*)+", text)
+        mentions = re.findall(rf"(?<![\w./\[-]){package}(?:\.[a-zA-Z]\w*)+", text)
         mentions += [name.replace("/", ".") for name in re.findall(rf"(?<![\w./-]){package}(?:/\w+)+(?=\.py\b)", text)]
         for node in ast.walk(ast.parse(text if path.suffix == ".py" else "")):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (package, "tests"):
