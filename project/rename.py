@@ -66,8 +66,8 @@ def main(argv: list[str]) -> int:
     """Rename and shorten as ``argv`` says; returns the exit code."""
     parser = CommandParser(f"{PACKAGE}.rename", __doc__)
     parser.add_argument("name", metavar="NAME", help="the package's new name, such as digits")
-    features = f"features to leave out, joined by commas: {', '.join(FEATURES)}; or all"
-    parser.add_argument("--without", default="", metavar="LIST", help=features)
+    leave = f"leave features out: any of {','.join(FEATURES)}; or all"
+    parser.add_argument("--without", default="", metavar="LIST", help=leave)
     args = parser.parse_args(argv)
     check_name(args.name)
     leave_out = chosen_features(args.without)

@@ -42,7 +42,7 @@ TIMED = ("throughput/", "memory/")  # columns that measure this machine, not the
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """``python -m project.module ...`` as a list of words."""
+    """``python -m project.MODULE ...`` as a list of words."""
     return [sys.executable, "-m", f"project.{module}", *arguments]
 
 

@@ -278,7 +278,7 @@ def test_help_lists_the_flat_flags_and_imports_nothing_that_it_does_not_need(wor
     assert shown.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if "import time:" in line}
     assert "lightning.pytorch" in imported
-    assert not imported & {"wandb", "onnx", "optuna", "jinja2", "tensorboard", "project.report.page"}
+    assert not imported & {"wandb", "onnx", "optuna", "jinja2", "tensorboard"}
     for flag in (
         "--precision",
         "--devices",
