@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 
 from project import fit
 from project.engine import command as entry
@@ -237,6 +238,7 @@ def test_wandbs_own_variables_reach_the_run(in_folder: Path, monkeypatch: pytest
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name, value in {"PROJECT": "mine", "RUN_GROUP": "study", "TAGS": "a,b", "NOTES": "why"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()  # it reads its variables once per process, and an earlier test may have been the first
     flags = [*LINE, *PLAIN, "--max_epochs", "1", "--trainer.logger", "tests.other_tasks.TextLogger"]
     run = train(flags)
     (record,) = of_type(wandb_records(wandb_folders(run)[0]), "run")
