@@ -64,6 +64,8 @@ def main(argv: list[str]) -> int:
         except Exception:
             job.discard()  # nothing was saved: the name is free again
             raise
+        finally:
+            job.release()
         if not config.trainer["fast_dev_run"]:
             say(closing_lines(summary, job.folder, offline_folders(job.folder), session.advice))
     return 0

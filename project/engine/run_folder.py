@@ -80,6 +80,11 @@ class Run:
                 if others:
                     point_latest_at(others[-1].parent)
 
+    def release(self) -> None:
+        """Let others write in the folder, also where this process goes on."""
+        if self._lock is not None:
+            self._lock.close()
+
     def create(self) -> None:
         """Make the folder of a new run, and lock it so that no other process writes there.
 
