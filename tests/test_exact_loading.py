@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch.utils.data import (
 
 from project.engine.exact_loading import ExactBatches, ExactLoader, ExactLoading, Start
 from project.errors import UserError
+from tests.other_tasks import ByEpoch
 
 
 class Numbers(Dataset[Tensor]):
@@ -106,22 +110,6 @@ def test_a_start_inside_an_epoch_gives_exactly_the_rest_of_it(kind: str, workers
     assert len(rest) == len(whole)
 
 
-class ByEpoch(Sampler[int]):
-    """An own sampler that follows ``set_epoch``."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.epoch = count, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-
 class Pairs(Sampler[list[int]]):
     """An own batch sampler, shuffled by Python's generator."""
 
@@ -172,6 +160,32 @@ def test_random_transforms_of_an_evaluation_do_not_depend_on_how_the_set_is_cut(
     one = torch.cat(list(exact(DataLoader(Numbers(30), batch_size=7), False)))
     parts = [exact(DataLoader(Numbers(30), batch_size=4, num_workers=2), False, rank=r, world_size=2) for r in range(2)]
     assert torch.equal(one, torch.cat([batch for part in parts for batch in part]))
+
+
+NAMED_KEYS = """
+import random
+from project.engine.exact_loading import Fetch
+
+class Drawn:
+    def __getitem__(self, key):
+        return random.random()
+
+print(Fetch(Drawn(), list, seed=1, rank=None, batched=True)[0, 0, ["left", ("right", 2)]])
+"""
+
+
+def test_samples_with_names_for_keys_are_drawn_alike_in_every_process() -> None:
+    drawn = [
+        subprocess.run(
+            [sys.executable, "-c", NAMED_KEYS],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert drawn[0] == drawn[1] != ""
 
 
 def test_what_is_fetched_here_leaves_the_generators_of_training_alone() -> None:

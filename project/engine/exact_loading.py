@@ -12,14 +12,16 @@ import math
 import os
 import random
 import signal
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -144,7 +146,7 @@ class ExactBatches(Sampler[Any]):
             source.set_epoch(self.epoch)
         if has_state(source):
             self.state = source.state_dict()
-        with generators_kept():
+        with isolate_rng(include_cuda=False):
             seed_generators(epoch_seed)
             if isinstance(generator := getattr(source, "generator", None), torch.Generator):
                 generator.manual_seed(epoch_seed)
@@ -213,7 +215,7 @@ class Fetch(Dataset[Any]):
             return self.dataset.gather(part)
         keys = part.tolist() if isinstance(part, Tensor) else part
         # a worker has generators of its own; in the main process those of the training must not change
-        with generators_kept() if get_worker_info() is None else nullcontext():
+        with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
             seed_generators(hash((self.seed, self.rank or 0, epoch, number)))
             if not self.batched:
                 samples = self.dataset[keys]
@@ -225,7 +227,9 @@ class Fetch(Dataset[Any]):
 
     def _sample(self, key: Any) -> Any:
         if self.rank is None:
-            seed_generators(hash((self.seed, key)))
+            # hash() of a text differs from process to process
+            number = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
+            seed_generators(hash((self.seed, number)))
         return self.dataset[key]
 
 
@@ -311,7 +315,7 @@ class WatchedLoader:
             self.owner.load_state_dict(self._rest)
         done, self.first, self.finished, self._rest = self.first, 0, False, None
         self._states = {done: self._state()}
-        with generators_kept():
+        with isolate_rng(include_cuda=False):
             self._draw_for(-1)
             batches = iter(self.loader)
         batch = self._next(batches, done)
@@ -324,7 +328,7 @@ class WatchedLoader:
             yield current
 
     def _next(self, batches: Iterator[Any], number: int) -> Any:
-        with generators_kept():
+        with isolate_rng(include_cuda=False):
             self._draw_for(number)
             try:
                 return next(batches)
@@ -448,16 +452,6 @@ class ExactLoading:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore Python's, NumPy's and torch's CPU generators at the end of the block."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
 
 
 def seed_generators(seed: int) -> None:
