@@ -251,6 +251,15 @@ def test_trainer_flags_work_as_they_are(workplace: Path, flags: list[str]) -> No
     assert "test/accuracy" in summary(Path("checkpoints/f"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what happens without a GPU")
+def test_a_step_without_a_gpu_does_not_look_for_one(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    count = torch.cuda.device_count
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append(1) or count())
+    assert fit.main([*SMALL, "--run_name", "g"]) == 0
+    assert len(asked) < 50  # of 150 steps; torch's optimizers ask at each where the environment says so
+
+
 def test_the_default_reaches_99_3_percent_on_full_mnist(workplace: Path, mnist_root: Path) -> None:
     assert fit.main(["--data.root", str(mnist_root), "--run_name", "full"]) == 0
     facts = summary(Path("checkpoints/full"))

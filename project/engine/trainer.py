@@ -122,6 +122,9 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
         trainer = Trainer(**flags)
     except (MisconfigurationException, ValueError, RuntimeError, TypeError, ImportError) as error:
         raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
+    if not torch.cuda.is_available():
+        # Lightning sets 1, and torch's optimizers then open the driver's library at every step: 0.2 ms without a GPU
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     if launched_world()[1] == 1 and trainer.num_devices > 1:  # it is about to start the other ranks
         os.environ |= (part := threads.share(trainer.num_devices))
         if part:

@@ -180,10 +180,9 @@ class SupervisedModule(LightningModule):
         whole = 255.0 if inputs.dtype == torch.uint8 else 1.0
         wide = torch.promote_types(torch.float32, self.mean.dtype)
         one_per_channel = (-1, *[1] * (inputs.ndim - 2))
-        mean, std = (x.to(wide).mul(whole).view(one_per_channel) for x in (self.mean, self.std))
-        memory_format = self.memory_format if inputs.ndim == 4 else torch.contiguous_format
-        copy = inputs.to(wide, copy=True, memory_format=memory_format)
-        return copy.sub_(mean).mul_(std.reciprocal()).to(self.mean.dtype)
+        mean, std = ((x.to(wide) * whole).view(one_per_channel) for x in (self.mean, self.std))
+        standard = inputs.sub(mean).div_(std).to(self.mean.dtype)
+        return standard.contiguous(memory_format=self.memory_format) if inputs.ndim == 4 else standard
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         outputs, targets = self._answer(batch)
