@@ -1,16 +1,9 @@
 """CPU threads for a process: how many, and what they do while they wait.
 
-PyTorch's default is one spinning OpenMP thread per core: the fastest on an idle machine and a trap on a busy one, where
-every tiny operation waits for a thread that is not running. Here a waiting thread spins for microseconds and then
-sleeps. ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the environment win.
-
-Milliseconds per step on two idle cores, then beside a process that keeps one busy (2026-11-21, medians of 5 and of 3):
-
-- two threads that never spin (PASSIVE): MLP at batch 64 2.5, 1.9; ConvNet at batch 128 18.3, 28
-- spin 1,000 times: 1.8, 3.6; 13.8, 30
-- spin 2,000 times: 1.4, 4.9; 13.6, 35
-- spin (the default): 1.3, 190; 13.0, 600
-- one thread: 1.6, 1.6; 21.5, 21
+PyTorch's OpenMP threads spin while they wait for each other: the fastest on an idle machine, and a trap on a busy one,
+where every tiny operation waits for a thread that is not running. So they spin while the machine is idle, and sleep
+while it is not: see :class:`Waiting`. ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the
+environment win.
 """
 
 from __future__ import annotations
@@ -19,11 +12,16 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count chosen here, not by the user
-SPINS = "1000"  # the largest count with which a busy machine costs less than 2.5 times, see above
+LOOK_SECONDS = 0.1  # how long other processes may slow a spinning thread down before it is seen
+BUSY_SWITCHES = 60  # per second: a busy core takes turns some hundred times a second, an idle one a few times
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -43,7 +41,7 @@ def container_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def configure() -> int:
-    """Set this process's OpenMP thread count and wait policy; must run before torch is imported.
+    """Set this process's OpenMP thread count; must run before torch is imported.
 
     What the user has set in the environment wins. Returns the number of threads.
     """
@@ -55,9 +53,7 @@ def configure() -> int:
     threads = max(1, available_cores() // ranks)
     if "OMP_NUM_THREADS" not in os.environ or guessed or chosen_here():
         os.environ["OMP_NUM_THREADS"] = os.environ[OURS] = str(threads)
-    if sys.platform.startswith("linux") and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # of GNU's OpenMP
-    else:
+    if not sys.platform.startswith("linux"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     keep_freed_memory()
     return int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdigit() else threads
@@ -82,3 +78,89 @@ def keep_freed_memory() -> None:
         with contextlib.suppress(OSError, AttributeError):  # another C library
             for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
                 ctypes.CDLL(None).mallopt(threshold, 1 << 30)
+
+
+class Waiting:
+    """Lets OpenMP's threads spin while they wait if the cores are free, and sleep if other processes use them.
+
+    GNU's OpenMP spins 300,000 times before it sleeps, and 100 times as long as the process has more OpenMP threads than
+    the machine has cores (its manual, GOMP_SPINCOUNT). A second team of threads that has nothing to do makes it so, and
+    the end of that team undoes it; both take effect at once and change no result. The sign of other processes is how
+    often the kernel takes a core away from a thread that wants to run on. Threads that sleep lose cores for other
+    reasons, so after a while they are allowed to spin again to see; each time in vain doubles the while.
+
+    Milliseconds per step of an MLP at batch 64 on two cores, beside seven busy processes: 31 to 85 spinning, 2 to 11
+    sleeping (2026-11-22, 4 turns of 150 steps each).
+    """
+
+    def __init__(self) -> None:
+        self.sleeping_since: float | None = None
+        self.slept = 0.0  # seconds of former sleeps
+        self.patience = 1.0  # seconds of sleep before the next try
+        self.team_may_end = threading.Event()
+        self.seen = (time.monotonic(), 0)  # seconds and switches at the last look
+        self.openmp: Any = None
+
+    def start(self) -> None:
+        """Watch from a thread of its own, unless the environment says how threads wait."""
+        if sys.platform.startswith("linux") and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+            threading.Thread(target=self._watch, name="waiting", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._find_openmp():
+            time.sleep(LOOK_SECONDS)
+        self.seen = (time.monotonic(), involuntary_switches())
+        while True:
+            time.sleep(LOOK_SECONDS)
+            self.look(time.monotonic(), involuntary_switches())
+
+    def look(self, now: float, switches: int) -> None:
+        """Decide. ``switches``: how often this process has lost a core against its will so far."""
+        (before, others), self.seen = self.seen, (now, switches)
+        if self.sleeping_since is not None:
+            if now - self.sleeping_since >= self.patience:
+                self.slept += now - self.sleeping_since
+                self.sleeping_since = None
+                self.patience = min(2 * self.patience, 60.0)
+                self.spin()
+        elif (switches - others) / (now - before) > BUSY_SWITCHES:
+            self.sleeping_since = now
+            self.sleep()
+        else:
+            self.patience = 1.0
+
+    def sleep(self) -> None:
+        """Threads that wait sleep after 100 spins."""
+        self.team_may_end.clear()
+        threading.Thread(target=self._idle_team, name="idle team", daemon=True).start()
+
+    def spin(self) -> None:
+        """Threads that wait spin."""
+        self.team_may_end.set()
+
+    def seconds_slept(self) -> float:
+        """For how long other processes have kept the cores busy."""
+        return self.slept + (0.0 if self.sleeping_since is None else time.monotonic() - self.sleeping_since)
+
+    def _idle_team(self) -> None:
+        more_than_cores = ctypes.c_uint(self.openmp.omp_get_num_procs() + 1)
+        self.openmp.GOMP_parallel(ctypes.CDLL(None).sched_yield, None, more_than_cores, ctypes.c_uint(0))
+        self.team_may_end.wait()
+
+    def _find_openmp(self) -> bool:
+        """Whether torch has been imported with GNU's OpenMP."""
+        if "torch" in sys.modules:
+            with contextlib.suppress(OSError):
+                mapped = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
+                self.openmp = ctypes.CDLL(mapped.group()) if mapped else None
+        return self.openmp is not None
+
+
+def involuntary_switches() -> int:
+    """How often the kernel has taken a core away from a thread of this process that wanted to run on."""
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+waiting = Waiting()

@@ -215,7 +215,7 @@ def main() -> None:
     """Import, then serve; in a child, run its command."""
     from project import threads
 
-    threads.configure()  # the wait policy, which is read once
+    threads.configure()  # before torch is imported
     gc.disable()
     import project.fit  # noqa: F401 - and with it torch and Lightning
 

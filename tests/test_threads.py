@@ -8,13 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import threads
-from tests.commands import CPU2, SMALL, command, run, start, summary
+from tests.commands import CPU2, SMALL, checkpoint, command, run, start, summary
 
 
 class WriteThreads(Callback):
@@ -33,15 +34,93 @@ def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "available_cores", lambda: 4)
 
 
-def test_all_cores_and_patient_waiting_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+class ChangeWaiting(Callback):
+    """Threads sleep and spin in turn, a few steps each."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert threads.waiting.openmp is not None, "GNU's OpenMP was not found"
+        [threads.waiting.sleep, threads.waiting.spin][batch_idx // 4 % 2]()
+
+
+def test_all_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.configure() == 4
-    on_linux = sys.platform.startswith("linux")
-    name, value = ("GOMP_SPINCOUNT", threads.SPINS) if on_linux else ("OMP_WAIT_POLICY", "PASSIVE")
-    assert os.environ[name] == value
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert threads.configure() == 2  # chosen anew: the 4 was not the user's
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads.configure() == 3
+
+
+def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom() -> None:
+    waiting, done = threads.Waiting(), []
+    waiting.sleep, waiting.spin = lambda: done.append("sleep"), lambda: done.append("spin")  # type: ignore[method-assign]
+    waiting.seen = (0.0, 0)
+    switches, changes = 0, []
+    for quarter in range(1, 81):  # twenty seconds beside another process
+        switches += threads.BUSY_SWITCHES
+        waiting.look(quarter / 4, switches)
+        changes += [quarter / 4] if len(done) > len(changes) else []
+    assert done[:4] == ["sleep", "spin", "sleep", "spin"]
+    assert changes[:6] == [0.25, 1.25, 1.5, 3.5, 3.75, 7.75]  # seen at the next look; then 1, 2, 4 seconds of sleep
+    now = 20.0
+    assert waiting.slept > 10
+    while waiting.sleeping_since is not None:  # the other process has ended
+        now += 0.25
+        waiting.look(now, switches)
+    waiting.look(now + 0.25, switches)
+    assert done[-1] == "spin"
+    assert waiting.patience == 1
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_the_users_own_waiting_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    waiting = threads.Waiting()
+    monkeypatch.setattr(waiting, "_watch", lambda: pytest.fail("watched"))
+    monkeypatch.setenv(name, "1000" if name == "GOMP_SPINCOUNT" else "ACTIVE")
+    waiting.start()
+
+
+COUNT_SLEEPS = """
+import resource, time, torch
+from project.threads import waiting
+
+def sleeps():
+    torch.set_num_threads(2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(300):
+        torch.ones(1 << 17).add_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+sleeps()
+assert waiting._find_openmp()
+spinning = sleeps()
+waiting.sleep()
+time.sleep(0.3)
+asleep = sleeps()
+waiting.spin()
+time.sleep(0.3)
+print(spinning, asleep, sleeps())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2, reason="threads of Linux")
+def test_waiting_threads_sleep_and_spin_as_told_while_the_process_goes_on() -> None:
+    told = subprocess.run([sys.executable, "-c", COUNT_SLEEPS], capture_output=True, text=True, check=True)
+    spinning, asleep, again = map(int, told.stdout.split())
+    assert asleep > 100  # counted by the kernel, so that a busy machine changes nothing
+    assert max(spinning, again) < asleep / 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP")
+def test_a_change_of_waiting_in_mid_run_changes_no_bit(workplace: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if "OMP_" not in k} | {"OMP_NUM_THREADS": "2"}
+    changing = ["--trainer.callbacks", "tests.test_threads.ChangeWaiting"]
+    for name, more in (("plain", []), ("changing", changing)):
+        done = run("fit", *SMALL, "--run_name", name, *more, fresh=True, env=environment)
+        assert done.returncode == 0, done.stderr
+    plain, changed = (
+        checkpoint(Path("checkpoints", name, "last.ckpt"))["state_dict"] for name in ("plain", "changing")
+    )
+    assert all(torch.equal(plain[key], changed[key]) for key in plain)
 
 
 def test_torchruns_guess_of_one_thread_is_not_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:

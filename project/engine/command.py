@@ -45,6 +45,7 @@ def prepare_process(name: str) -> None:
         gc.disable()
         signals.install()
         threads.configure()
+        threads.waiting.start()
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
