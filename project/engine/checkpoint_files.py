@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 
 from project.errors import UserError
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
@@ -95,26 +95,23 @@ def read(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
         # explicitly, since an environment variable can turn torch's safe default off
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError) as error:  # the file may be whole, so the run must not start afresh
-        if isinstance(error, OSError) and error.errno is None:  # what zipfile and torch raise for a truncated file
-            raise _damaged(path, error) from None
-        reason = getattr(error, "strerror", None) or "not enough memory"
-        raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
     except Exception as error:
+        # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            reason = getattr(error, "strerror", None) or "not enough memory"
+            raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
         # torch's own message advises weights_only=False, which would run the code in a malicious file
         if "eights only" in str(error) or "eights_only" in str(error):
             raise UserError(
                 f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in "
                 "it was run. Give a checkpoint written by this project."
             ) from None
-        raise _damaged(path, error) from None
+        raise UserError(
+            f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one."
+        ) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     return checkpoint
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one.")
 
 
 def damage(path: Path) -> str | None:
@@ -132,23 +129,14 @@ def damage(path: Path) -> str | None:
     return None
 
 
-# The entries that this project adds to a checkpoint and needs for every use of it: key -> type
-RECORD: dict[str, type] = {
-    "config": dict,
-    "run_name": str,
-    "run_id": str,
-    "data": dict,
-    "metrics": dict,
-    "versions": dict,
-}
-STATE: dict[str, type] = {"place": str, "ranks": list, "samples_per_batch": int, "metric_rows": int}
-RANK: dict[str, type] = {
-    "random": dict,
-    "loaders": list,
-    "metrics": dict,
-    "logged": dict,
-    "module": dict,
-    "device": str,
+# What a checkpoint says of its run, as far as commands rely on it: types, or the same of the parts. Any may be absent.
+SECTION = (dict, type(None))
+OF_RANK = {"random": dict, "loaders": list, "metrics": dict, "logged": dict, "module": dict, "device": str}
+RECORD: dict[str, Any] = {
+    "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
+    "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int},
+    **dict.fromkeys(("run_name", "run_id"), str),
+    **dict.fromkeys(("data", "metrics", "versions"), dict),
 }
 
 
@@ -164,28 +152,18 @@ def record(path: Path) -> dict[str, Any]:
             f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
         )
     _check(run, RECORD, path)
-    for section in ("model", "data", "trainer"):
-        if not isinstance(run["config"].get(section) or {}, dict):
-            raise _changed(path, f"config.{section}")
-    if (state := run.get("state")) is not None:
-        if not isinstance(state, dict):
-            raise _changed(path, "state")
-        _check(state, STATE, path)
-        for rank in state.get("ranks", []):
-            if not isinstance(rank, dict):
-                raise _changed(path, "state.ranks")
-            _check(rank, RANK, path)
-    return dict(run)
+    return run
 
 
-def _check(found: dict[str, Any], kinds: dict[str, type], path: Path) -> None:
-    for key, kind in kinds.items():
-        if key in found and not isinstance(found[key], kind):
-            raise _changed(path, key)
-
-
-def _changed(path: Path, key: str) -> UserError:
-    return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
+def _check(found: Any, shape: Any, path: Path, name: str = "run") -> None:
+    if not isinstance(found, type(shape) if isinstance(shape, (dict, list)) else shape):
+        raise UserError(
+            f"--ckpt_path {path}: its entry {name} is not what this project writes. Give another checkpoint."
+        )
+    parts = [(key, found[key], shape[key]) for key in shape if key in found] if isinstance(shape, dict) else []
+    parts += [(place, part, shape[0]) for place, part in enumerate(found)] if isinstance(shape, list) else []
+    for key, part, wanted in parts:
+        _check(part, wanted, path, f"{name}.{key}")
 
 
 def load_weights(module: LightningModule, path: Path) -> None:
@@ -209,7 +187,7 @@ def _require_plain(value: Any, where: str) -> None:
     elif isinstance(value, (list, tuple, set)):
         for index, item in enumerate(value):
             _require_plain(item, f"{where}[{index}]")
-    elif not isinstance(value, PLAIN) or (isinstance(value, int) and type(value).__module__ not in ("builtins",)):
+    elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):  # a NumPy number is a float, too
         raise TypeError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which would not load again: "
             "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)."
