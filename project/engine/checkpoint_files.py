@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import zipfile
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def serialize(checkpoint: dict[str, Any]) -> memoryview:
-    """The bytes of a checkpoint file.
-
-    Raises:
-        TypeError: Something in it is not plain data and would not load again with ``weights_only=True``.
-    """
+    """The bytes of a file; a TypeError for what is not plain data and would not load with ``weights_only=True``."""
     _require_plain(checkpoint, "checkpoint")
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
@@ -52,8 +49,7 @@ def serialize(checkpoint: dict[str, Any]) -> memoryview:
 def write_atomically(data: bytes | memoryview, path: Path) -> None:
     """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place.
 
-    Raises:
-        UserError: The folder cannot be written or the disk is full; what was at ``path`` is untouched.
+    A UserError where the folder cannot be written or the disk is full; what was at ``path`` is untouched.
     """
     beside = path.with_name(f".{path.name}.part")
     try:
@@ -115,11 +111,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None where it is whole.
-
-    Raises:
-        Unreadable: The system cannot read it now; it may be whole.
-    """
+    """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be whole."""
     try:
         read(path)
     except Unreadable:
@@ -143,8 +135,7 @@ RECORD: dict[str, Any] = {
 def record(path: Path) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
 
-    Raises:
-        UserError: The file is unusable, was not written by this project, or was changed since.
+    A UserError where the file is unusable, was not written by this project, or was changed since.
     """
     run = read(path).get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
@@ -167,11 +158,7 @@ def _check(found: Any, shape: Any, path: Path, name: str = "run") -> None:
 
 
 def load_weights(module: LightningModule, path: Path) -> None:
-    """Give a module a checkpoint's weights.
-
-    Raises:
-        UserError: They do not fit.
-    """
+    """Give a module a checkpoint's weights; a UserError where they do not fit."""
     try:
         module.load_state_dict(read(path)["state_dict"])
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -180,15 +167,16 @@ def load_weights(module: LightningModule, path: Path) -> None:
 
 
 def _require_plain(value: Any, where: str) -> None:
-    if isinstance(value, dict):
+    kind = type(value)  # a subclass, as NumPy's numbers and text are, would not load
+    if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
             _require_plain(key, f"a key of {where}")
             _require_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple, set)):
+    elif kind in (list, tuple, set):
         for index, item in enumerate(value):
             _require_plain(item, f"{where}[{index}]")
-    elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):  # a NumPy number is a float, too
+    elif kind not in PLAIN and not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which would not load again: "
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not load again: "
             "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)."
         )
