@@ -90,11 +90,10 @@ class ExactBatches(Sampler[Any]):
         self.num_samples = len(source)
         if batch_size is not None and training and drop_last:  # a set smaller than a batch is one batch
             self.batch_size = min(batch_size, max(1, self.num_samples // world_size))
-        if not training and self.num_samples < world_size and not may_be_empty:
-            raise UserError(
-                f"--devices {world_size}: an evaluation set of {self.num_samples} samples cannot be shared by more "
-                "ranks. Use fewer devices."
-            )
+        uneven = self.num_samples % world_size if batch_size is None else self.num_samples < world_size
+        if not training and uneven and not may_be_empty:
+            parts = f"{self.num_samples} {'samples' if batch_size else 'ready batches'}"
+            raise UserError(f"--devices {world_size}: an evaluation of {parts} cannot be shared. Use fewer devices.")
 
     @property
     def global_batch_size(self) -> int:
@@ -167,6 +166,9 @@ class ExactBatches(Sampler[Any]):
         """Of an evaluation on several ranks."""
         batches, begin = len(self), len(order) * self.rank // self.world_size
         mine = len(order) * (self.rank + 1) // self.world_size - begin
+        if self.batch_size is None:
+            yield from order[begin : begin + mine]
+            return
         yield from (order[begin + mine * k // batches : begin + mine * (k + 1) // batches] for k in range(batches))
 
     def _batches_of(self, samples: int) -> int:
