@@ -183,6 +183,11 @@ def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_doe
     assert_same_run(RUNS / "two", RUNS / "killed")
 
 
+def test_a_limit_in_time_ends_the_run() -> None:
+    flags = [*LINE, *SHORT[2:], "--max_time", "00:00:00:02", "--max_steps", "100000"]
+    assert 0 < summary(train("r", *flags))["steps"] < 100_000
+
+
 # The metric that is followed
 
 

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 
 from project.engine import signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
+from project.engine.cli import Configuration, flat
 from project.engine.exact_loading import ExactLoading
 from project.engine.exact_resume import (
     Place,
@@ -29,11 +30,13 @@ from project.engine.exact_resume import (
     share_running_statistics,
     start_of,
 )
-from project.engine.lightning_internals import end_restart, release_child_processes
+from project.engine.lightning_internals import add_training_sums, end_restart, release_child_processes
 from project.engine.log_steps import is_optimizer_step
-from project.engine.run_folder import Run, clear_leftovers, point_latest_at
+from project.engine.ranks import say
+from project.engine.run_folder import Run, point_latest_at
 from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job
 from project.engine.summary import versions, write_config
+from project.engine.trainer import requeue_signal
 from project.errors import UserError
 
 Mode = Literal["min", "max"]
@@ -58,11 +61,7 @@ class Best:
 
     @classmethod
     def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
-        """The metric named on the command line, else by the module. Without a mode, its name decides.
-
-        Raises:
-            UserError: The mode is neither ``min`` nor ``max``.
-        """
+        """The metric named on the command line, else by the module. Without a mode, its name decides."""
         named = monitor or getattr(module, "monitor", None)
         chosen: Any = mode or (None if monitor else getattr(module, "mode", None))
         if chosen not in ("min", "max", None):
@@ -114,29 +113,19 @@ class RunCheckpoint(GracefulStop):
     checkpoint is taken at a step boundary: the last step, its validation and its logging are done, the next step has
     not begun. A save that becomes due during a step waits for the step's end.
 
-    Every checkpoint holds ``config``, the run's whole configuration as plain values. ``last.ckpt`` is saved at least
-    ``every`` so often (``60s``, or optimizer steps: ``500``), besides every epoch's end and every new best. A resumed
-    run goes on with its ``rows`` of metrics.csv; ``changed`` says that its configuration differs from its checkpoint's.
+    Every checkpoint holds the run's whole configuration. ``last.ckpt`` is saved at least every ``--checkpoint_every``,
+    besides every epoch's end and every new best. A resumed run goes on with its ``rows`` of metrics.csv.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        config: dict[str, Any],
-        best: Best,
-        rows: Any,
-        every: str = "60s",
-        changed: bool = False,
-        requeue_signal: int | None = None,
-    ) -> None:
-        super().__init__(ExactLoading(), requeue_signal)
-        self.folder, self.best, self.rows, self.changed = run.folder, best, rows, changed
+    def __init__(self, config: Configuration, run: Run, best: Best, rows: Any) -> None:
+        super().__init__(ExactLoading(), requeue_signal(config))
+        self.folder, self.best, self.rows, self.changed = run.folder, best, rows, bool(run.changes)
         self.best_path, self.last_path = self.folder / "best.ckpt", self.folder / "last.ckpt"
-        self.record = {"run_name": run.name, "run_id": run.run_id, "config": config, "versions": versions()}
-        self.every_seconds, self.every_steps = parse_interval(every)
+        self.record = dict[str, Any](run_name=run.name, run_id=run.run_id, config=config.resolved, versions=versions())
+        self.every_seconds, self.every_steps = parse_interval(config.options.checkpoint_every)
         # throughput does not count what happens in this context: saving
         self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.saves = True  # False with --enable_checkpointing false
+        self.saves = config.trainer["enable_checkpointing"] is not False
         self.notes: list[str] = []
         self._mine = RankState(self.loading)
         self._place: Place | None = None
@@ -161,7 +150,9 @@ class RunCheckpoint(GracefulStop):
         self._resume, self._metrics = saved.get("state"), saved.get("metrics", {})
         if self._resume:
             self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
-        before, now = (_optimizer_named_in(config) for config in (saved.get("config"), self.record.get("config")))
+        before, now = (
+            flat(config).get("model.optimizer") for config in (saved.get("config", {}), self.record["config"])
+        )
         if before != now:
             self.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
@@ -184,11 +175,11 @@ class RunCheckpoint(GracefulStop):
             write_config(self.folder, self.record["config"])
             if self._resume is None and trainer.global_step == 0:  # left by a run that saved nothing
                 self.rows.keep_rows(0)
-                clear_leftovers(self.folder)
+                for name in ("summary.json", "report.html"):
+                    (self.folder / name).unlink(missing_ok=True)
         if self._resume is not None:
             self._go_on(trainer, pl_module, self._resume)
-        for note in [*self.loading.notes, *self.notes] if trainer.is_global_zero else ():
-            print(note, flush=True)
+        say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         self.rows.keep_rows(state["metric_rows"])
@@ -241,8 +232,8 @@ class RunCheckpoint(GracefulStop):
         self._follow_training(trainer)
         if self.best.score is None:
             self._best_due = True  # no metric was followed: the last is the best
-            if trainer.is_global_zero and self.best.monitor is None and trainer.callback_metrics:
-                print("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
+            if self.best.monitor is None and trainer.callback_metrics:
+                say("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
         self._boundary(trainer, "epoch", save_last=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -258,7 +249,8 @@ class RunCheckpoint(GracefulStop):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._resume = None
-        self._mine.add_sums(trainer)
+        if self._mine.sums:
+            add_training_sums(trainer, self._mine.sums)
         if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
             return  # a partly accumulated gradient cannot be saved
         request = signals.requested()
@@ -364,18 +356,8 @@ class RunCheckpoint(GracefulStop):
         }
 
 
-def _optimizer_named_in(config: Any) -> Any:
-    """The optimizer that a resolved configuration names, None where the module chooses it itself."""
-    model = (config or {}).get("model") or {}
-    return (model.get("init_args") or {}).get("optimizer")
-
-
 def parse_interval(text: str) -> tuple[float, int | None]:
-    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
-
-    Raises:
-        UserError: It is neither, or not above 0.
-    """
+    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500). Anything else is a UserError."""
     match = re.fullmatch(r"\s*(?:(\d{1,9}\.?\d*|\.\d+)\s*s|(\d{1,9})\s*(?:steps?)?)\s*", text)
     if match and float(match[1] or match[2]) > 0:
         return (float(match[1]), None) if match[1] else (60.0, int(match[2]))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +20,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespa
 
 import project.data  # noqa: F401 - known to the parser by their short names
 from project.engine.command import explain, option_names
-from project.engine.progress import silence_unfounded_advice
 from project.errors import UserError
 from project.model import networks
 
@@ -43,6 +44,16 @@ MONITORS: tuple[str, ...] = (
     "optimizer",  # feature: optimizer
 )
 LARGEST_SEED = 2**32 - 1
+# Advice of Lightning and wandb that is wrong here, with the reason
+UNFOUNDED = (
+    "You're resuming from a checkpoint that ended before the epoch",  # our sampler starts where the run was stopped
+    "It is recommended to use `self.log",  # torchmetrics has summed over the ranks before we log
+    "The '.*_dataloader' does not have many workers",  # none is fastest for images in memory
+    "You requested to overfit",
+    "The number of training batches .* is smaller than the logging interval",  # the rest of an epoch is logged
+    "The `srun` command is available",
+    "`isinstance.treespec, LeafSpec.` is deprecated",
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +87,7 @@ OPTIONS = (
 class CommandLine:
     """The words of a command line and its ``--config`` files, read before anything is parsed.
 
-    Raises:
-        UserError: A file cannot be read, or holds no mapping.
+    A UserError where a file cannot be read, or holds no mapping.
     """
 
     def __init__(self, argv: list[str]) -> None:
@@ -94,7 +104,7 @@ class CommandLine:
         self.given: dict[str, Any] = {}  # by full name without init_args; what is typed beats the files
         for file in self.files:
             self._note(_read_config(file))
-        for word, after in zip(self.words, [*self.words[1:], None], strict=True):
+        for word, after in zip_longest(self.words, self.words[1:]):
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 self._note({name[2:]: value if equals else after})
@@ -169,6 +179,16 @@ def _read_config(name: str) -> dict[str, Any]:
     return content
 
 
+def silence_unfounded_advice() -> None:
+    """Hide Lightning's notes and the warnings above from the user; show every other warning."""
+    for name in ("lightning.pytorch", "lightning.fabric"):  # its import sets INFO; our own lines say what matters
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
+    for message in UNFOUNDED:
+        warnings.filterwarnings("ignore", message)
+
+
 def known_options(parser: LightningArgumentParser) -> list[str]:
     """Every option that ``--help`` shows, Trainer flags flat and nested."""
     shown = option_names(parser)
@@ -191,13 +211,8 @@ class OneLineParser(LightningArgumentParser):
 class ProjectCLI(LightningCLI):
     """LightningCLI without sub-commands: defaults < checkpoint (when resuming) < config files < typed flags.
 
-    Any LightningModule and any LightningDataModule may be named; a class that is named has its own defaults.
-
-    Args:
-        line: The command line.
-        prog: What ``--help`` calls the command.
-        base: A configuration that beats the defaults and is beaten by everything typed; for a resumed run its own.
-        further: More options of the command.
+    Any LightningModule and any LightningDataModule may be named; a class that is named has its own defaults. ``base``
+    is a configuration that beats the defaults and is beaten by everything typed: a resumed run's own.
     """
 
     def __init__(
@@ -258,15 +273,12 @@ class ProjectCLI(LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
             link: BaseException | None = error
-            while link is not None:
-                if isinstance(link, UserError):
-                    raise link from None
+            while link is not None and not isinstance(link, UserError):
                 link = link.__cause__ or link.__context__
-            raise UserError(explain(str(error), [])) from None
+            raise link or UserError(explain(str(error), [])) from None
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Not here: the trainer needs the run's folder, see ``fit.build``."""
-        return None  # type: ignore[return-value]
 
 
 # feature: mnist
@@ -292,7 +304,7 @@ class Configuration:
     trainer: dict[str, Any]  # the Trainer's arguments
     options: Any  # namespace of our own flags
     resolved: dict[str, Any]  # everything as plain values, as config.yaml holds it
-    _make: Callable[[], LightningModule] = field(repr=False)
+    _make: Callable[[], Any] = field(repr=False)  # a namespace with a new module
 
     @cached_property
     def seed(self) -> int:
@@ -304,9 +316,8 @@ class Configuration:
     def monitors(self) -> list[str]:
         """The monitors that ``--monitors`` names."""
         text = self.options.monitors
-        names = (
-            list(MONITORS) if text == "all" else [] if text == "none" else [part.strip() for part in text.split(",")]
-        )
+        chosen = {"all": list(MONITORS), "none": []}
+        names = chosen[text] if text in chosen else [part.strip() for part in text.split(",")]
         if unknown := [name for name in names if name not in MONITORS]:
             raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
         return names
@@ -314,7 +325,8 @@ class Configuration:
     def fresh_module(self, seed: int | None = None) -> LightningModule:
         """A new module of the same class and arguments, its random weights made by ``seed`` (default: the run's)."""
         seed_everything(self.seed if seed is None else seed, verbose=False)
-        return self._make()
+        module: LightningModule = self._make().model
+        return module
 
 
 def configure(
@@ -322,35 +334,20 @@ def configure(
 ) -> Configuration:
     """Parse a command line; make the module, the data module and the Trainer's arguments that it names.
 
-    Args:
-        argv: The words.
-        prog: Module name of the command, such as ``project.fit``.
-        base: See :class:`ProjectCLI`.
-        further: More options of the command.
-
-    Raises:
-        UserError: Something typed or configured is wrong.
+    ``prog`` is the command's module name, ``further`` its own options; for ``base`` see :class:`ProjectCLI`. What is
+    typed or configured wrong is a UserError.
     """
     cli = ProjectCLI(CommandLine(argv), prog, base, further)
-
-    def make() -> LightningModule:
-        module: LightningModule = cli.parser.instantiate(
-            Namespace(model=cli.config.model), instantiate_groups=False
-        ).model
-        return module
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
-    plain: dict[str, Any] = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
+    plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
+    make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
     return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """A line per setting that differs, such as ``model.lr: 0.01 -> 0.003``."""
     old, new = flat(before), flat(after)
-    return [
-        f"{key}: {old.get(key)} → {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)} → {new.get(key)}" for key in changed]

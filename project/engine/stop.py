@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,6 +133,23 @@ class GracefulStop(Callback):
             if trainer.state.fn == "fit" and not trainer.sanity_checking:
                 self.save_in_validation(trainer, module)
             raise signals.Stopped(self._request)
+
+
+def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
+    """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong, None if nothing."""
+    failures: list[BaseException | None] = []
+
+    def target() -> None:
+        try:
+            work()
+            failures.append(None)
+        except BaseException as error:  # wandb.teardown raises SystemExit where its process failed
+            failures.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return failures[0] if failures else TimeoutError(f"not done after {seconds:g} s")
 
 
 def requeue_job() -> None:
