@@ -27,20 +27,11 @@ from project.callbacks.throughput import ThroughputMonitor  # feature: throughpu
 from project.engine import signals
 from project.engine.checkpointing import Best, RunCheckpoint
 from project.engine.cli import Configuration
-from project.engine.progress import progress_callback, say
-from project.engine.ranks import is_rank_zero
+from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import read_configuration, start_from
 from project.engine.run_folder import Run
-from project.engine.summary import RunTimer, Summary, closing_lines, stopped_lines
-from project.engine.trainer import (
-    as_list,
-    build_trainer,
-    final_test,
-    loggers_of,
-    refusals_as_errors,
-    requeue_signal,
-    trainer_flags,
-)
+from project.engine.summary import RunTimer, Summary, closing_lines, progress_callback, stopped_lines
+from project.engine.trainer import build_trainer, final_test, loggers_of, refusals_as_errors, trainer_flags
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders
 from project.publish import Session, close, publish, publish_stopped, summarize
@@ -48,9 +39,9 @@ from project.publish import Session, close, publish, publish_stopped, summarize
 
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
-    config, job, changes = read_configuration(argv, "project.fit")
-    say(*job.notes, *([f"resuming {job.name} with {', '.join(changes)}"] if changes else []))
-    if job.finished and not any(line.startswith("trainer.max_") for line in changes):
+    config, job = read_configuration(argv, "project.fit")
+    say(*job.notes, *([f"resuming {job.name} with {', '.join(job.changes)}"] if job.changes else []))
+    if job.finished and not any(line.startswith("trainer.max_") for line in job.changes):
         say(f"run {job.name} is already finished: see {os.path.relpath(job.folder)}/summary.json.")
         return 0
     with tempfile.TemporaryDirectory() as rehearsal:  # a fast_dev_run leaves no run behind
@@ -59,7 +50,7 @@ def main(argv: list[str]) -> int:
             if is_rank_zero():
                 job.create()
             say(*start_from(config.module, config.options.init_weights))
-            session = build(config, job, changed=bool(changes))
+            session = build(config, job)
             summary = train(config, job, session)
         except Exception:
             job.discard()  # nothing was saved: the name is free again
@@ -71,28 +62,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def build(
-    config: Configuration,
-    job: Run,
-    extra: Sequence[Callback] = (),
-    without: Collection[type] = (),
-    changed: bool = False,
-) -> Session:
+def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), without: Collection[type] = ()) -> Session:
     """The Trainer of a run, with its callbacks and loggers.
 
-    Callbacks in ``extra`` come last; classes in ``without`` (callbacks, loggers) are left out. ``changed`` says that a
-    resumed run's configuration differs from its checkpoint's.
+    Callbacks in ``extra`` come last; classes in ``without`` (callbacks, loggers) are left out.
     """
     flags, options, off = trainer_flags(config), config.options, tuple(without)
-    best = Best.of(config.module, options.monitor, options.mode)
-    timer, csv, predictions = RunTimer(), MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
+    timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
+    csv, predictions = MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
     wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
     loggers = [x for x in loggers_of(flags, options, job.folder, [csv, wandb]) if not isinstance(x, off)]
     wandb = wandb if wandb in loggers else None
-    checkpoint = RunCheckpoint(
-        job, config.resolved, best, csv, options.checkpoint_every, changed, requeue_signal(config)
-    )
-    checkpoint.saves = flags["enable_checkpointing"] is not False
+    checkpoint = RunCheckpoint(config, job, best, csv)
     optimizer = OptimizerMonitor() if "optimizer" in config.monitors else None  # feature: optimizer
     memory = MemoryMonitor() if "memory" in config.monitors and MemoryMonitor not in off else None  # feature: memory
     # feature: throughput
@@ -111,18 +92,17 @@ def build(
         WandbStart(wandb, best) if wandb is not None else None,
         predictions,
         progress_callback(flags),
-        *as_list(flags["callbacks"]),
+        *flags["callbacks"],
         *extra,
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None and not isinstance(callback, off)]
-    flags["logger"] = loggers
     return Session(
-        build_trainer(flags | {"default_root_dir": job.folder}),
+        build_trainer(flags | {"logger": loggers, "default_root_dir": job.folder}),
         checkpoint,
         timer,
-        csv if csv in loggers else None,
-        wandb,
+        csv,
         predictions,
+        wandb,
         throughput=throughput,  # feature: throughput
         memory=memory,  # feature: memory
     )

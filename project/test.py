@@ -20,7 +20,7 @@ from project.engine.restore import load
 from project.engine.run_folder import ROOT, find_checkpoint
 from project.engine.stop import GracefulStop
 from project.engine.summary import device_name, samples_of
-from project.engine.trainer import as_list, build_trainer, float32_products, lacks_for_test, trainer_flags
+from project.engine.trainer import build_trainer, float32_products, lacks_for_test, trainer_flags
 from project.errors import UserError
 
 OUTPUT = Option("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv.")
@@ -40,13 +40,8 @@ def main(argv: list[str]) -> int:
     loaded = load(path, argv, "project.test", (OUTPUT,))
     if missing := lacks_for_test(loaded.module, loaded.datamodule):
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
-    flags = trainer_flags(loaded.config)
-    flags |= {
-        "logger": False,
-        "callbacks": [GracefulStop(), *as_list(flags["callbacks"])],
-        "enable_model_summary": False,
-    }
-    trainer = build_trainer(flags)
+    flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
+    trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
     with float32_products():  # like fit's own test; --precision still chooses autocast
         found = trainer.test(loaded.module, datamodule=loaded.datamodule, verbose=False)
     facts = {

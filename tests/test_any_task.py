@@ -183,6 +183,11 @@ def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_doe
     assert_same_run(RUNS / "two", RUNS / "killed")
 
 
+def test_a_limit_in_time_ends_the_run() -> None:
+    flags = [*LINE, *SHORT[2:], "--max_time", "00:00:00:02", "--max_steps", "100000"]
+    assert 0 < summary(train("r", *flags))["steps"] < 100_000
+
+
 # The metric that is followed
 
 
@@ -204,6 +209,26 @@ def test_best_follows_the_modules_own_metric_and_the_command_line_beats_it(capsy
     assert (facts["monitor"], facts["mode"], facts["best_epoch"]) == ("val_told", "max", 4)
     assert summary(train("other", *told, "--monitor", "val_loss"))["mode"] == "min"  # the name tells it
     assert "--mode must be min or max" in error_of(capsys, *told, "--mode", "least")
+
+
+def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
+    told = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT]
+    train("r", *told, "--max_epochs", "2", "--mode", "max")
+    facts = summary(resume("r", "--max_epochs", "5", "--mode", "min"))
+    assert (facts["mode"], facts["best_epoch"], facts["val_told"]) == ("min", 3, pytest.approx(min(Told.errors)))
+    assert Best.of(Told(), None, "max").mode == "max"
+    by_default = Best(mode="max", mode_is_named=True)
+    by_default.take({"val/loss": 0.5}, 0)
+    assert (by_default.monitor, by_default.mode) == ("val/loss", "max")
+
+
+def test_a_resumed_run_remembers_that_its_validation_did_not_log_the_metric(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*LINE, *SHORT, "--monitor", "val/acuracy", "--val_check_interval", "9"]  # of 13 batches
+    train_until(11, "r", *flags)
+    assert "got val/acuracy" in error_of(capsys, "--run_name", "r", "--ckpt_path", "auto")
+    assert checkpoint(RUNS / "r/last.ckpt")["global_step"] == 11  # at the first epoch's end
 
 
 @pytest.mark.parametrize(

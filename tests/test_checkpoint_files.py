@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -148,12 +150,22 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("value", [Path("x"), torch.nn.ReLU(), slice(1), range(3), max])
+UNFIT = [Path("x"), torch.nn.ReLU(), slice(1), range(3), max, np.float64(1), np.str_("x"), defaultdict(int)]
+
+
+@pytest.mark.parametrize("value", UNFIT)
 def test_what_would_not_load_again_is_not_saved(tmp_path: Path, value: object) -> None:
     contents = {"state_dict": {}, "loops": {}, "hyper_parameters": {"data": [value]}}
     with pytest.raises(TypeError, match=r"hyper_parameters.*data.*plain"):
         AtomicCheckpointIO().save_checkpoint(contents, tmp_path / "x.ckpt")
     assert not (tmp_path / "x.ckpt").exists()
+
+
+def test_what_is_saved_loads_again(tmp_path: Path) -> None:
+    plain = {"x": [OrderedDict(a=1), Counter("ab"), (1, None, True), {1.5}, b"ab", 1j, torch.float16, torch.Size([2])]}
+    contents = {"state_dict": {"w": torch.nn.Parameter(torch.ones(2))}, "loops": {}, "hyper_parameters": plain}
+    AtomicCheckpointIO().save_checkpoint(contents, tmp_path / "x.ckpt")
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"] == plain
 
 
 def test_a_checkpoint_elsewhere_starts_a_new_run(copied: Path) -> None:

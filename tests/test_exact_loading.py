@@ -156,6 +156,14 @@ def test_no_evaluation_batch_of_a_plain_dataset_is_empty(batch_size: int) -> Non
         exact(DataLoader(Numbers(1), 1), False, rank=0, world_size=2)
 
 
+def test_ready_batches_of_an_evaluation_are_shared_where_that_is_possible() -> None:
+    plain = DataLoader(Numbers(6), batch_size=None)
+    shards = [[int(batch[0]) for batch in exact(plain, False, rank=rank, world_size=2)] for rank in range(2)]
+    assert shards == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(UserError, match="6 ready batches cannot be shared"):
+        exact(plain, False, rank=0, world_size=4)
+
+
 def test_random_transforms_of_an_evaluation_do_not_depend_on_how_the_set_is_cut() -> None:
     one = torch.cat(list(exact(DataLoader(Numbers(30), batch_size=7), False)))
     parts = [exact(DataLoader(Numbers(30), batch_size=4, num_workers=2), False, rank=r, world_size=2) for r in range(2)]

@@ -25,7 +25,7 @@ from project.callbacks.gpu import (
     training_flops_per_sample,
 )
 from project.callbacks.throughput import ThroughputMonitor, bottleneck, rates, samples_in
-from project.engine.progress import silence_unfounded_advice
+from project.engine.cli import silence_unfounded_advice
 from project.errors import UserError
 from project.model.networks import MLP, ConvNet, recompute_activations
 from tests.monitored import FakeClock, Linear, Points, Rows, make_trainer, one_thread  # noqa: F401 - used by every test

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import zipfile
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule
 
 from project.errors import UserError
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
@@ -38,11 +39,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def serialize(checkpoint: dict[str, Any]) -> memoryview:
-    """The bytes of a checkpoint file.
-
-    Raises:
-        TypeError: Something in it is not plain data and would not load again with ``weights_only=True``.
-    """
+    """The bytes of a file; a TypeError for what is not plain data and would not load with ``weights_only=True``."""
     _require_plain(checkpoint, "checkpoint")
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
@@ -52,8 +49,7 @@ def serialize(checkpoint: dict[str, Any]) -> memoryview:
 def write_atomically(data: bytes | memoryview, path: Path) -> None:
     """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place.
 
-    Raises:
-        UserError: The folder cannot be written or the disk is full; what was at ``path`` is untouched.
+    A UserError where the folder cannot be written or the disk is full; what was at ``path`` is untouched.
     """
     beside = path.with_name(f".{path.name}.part")
     try:
@@ -95,34 +91,27 @@ def read(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
         # explicitly, since an environment variable can turn torch's safe default off
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError) as error:  # the file may be whole, so the run must not start afresh
-        if isinstance(error, OSError) and error.errno is None:  # what zipfile and torch raise for a truncated file
-            raise _damaged(path, error) from None
-        reason = getattr(error, "strerror", None) or "not enough memory"
-        raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
     except Exception as error:
+        # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            reason = getattr(error, "strerror", None) or "not enough memory"
+            raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
         # torch's own message advises weights_only=False, which would run the code in a malicious file
         if "eights only" in str(error) or "eights_only" in str(error):
             raise UserError(
                 f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in "
                 "it was run. Give a checkpoint written by this project."
             ) from None
-        raise _damaged(path, error) from None
+        raise UserError(
+            f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one."
+        ) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     return checkpoint
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one.")
-
-
 def damage(path: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None where it is whole.
-
-    Raises:
-        Unreadable: The system cannot read it now; it may be whole.
-    """
+    """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be whole."""
     try:
         read(path)
     except Unreadable:
@@ -132,31 +121,21 @@ def damage(path: Path) -> str | None:
     return None
 
 
-# The entries that this project adds to a checkpoint and needs for every use of it: key -> type
-RECORD: dict[str, type] = {
-    "config": dict,
-    "run_name": str,
-    "run_id": str,
-    "data": dict,
-    "metrics": dict,
-    "versions": dict,
-}
-STATE: dict[str, type] = {"place": str, "ranks": list, "samples_per_batch": int, "metric_rows": int}
-RANK: dict[str, type] = {
-    "random": dict,
-    "loaders": list,
-    "metrics": dict,
-    "logged": dict,
-    "module": dict,
-    "device": str,
+# What a checkpoint says of its run, as far as commands rely on it: types, or the same of the parts. Any may be absent.
+SECTION = (dict, type(None))
+OF_RANK = {"random": dict, "loaders": list, "metrics": dict, "logged": dict, "module": dict, "device": str}
+RECORD: dict[str, Any] = {
+    "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
+    "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int},
+    **dict.fromkeys(("run_name", "run_id"), str),
+    **dict.fromkeys(("data", "metrics", "versions"), dict),
 }
 
 
 def record(path: Path) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
 
-    Raises:
-        UserError: The file is unusable, was not written by this project, or was changed since.
+    A UserError where the file is unusable, was not written by this project, or was changed since.
     """
     run = read(path).get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
@@ -164,36 +143,22 @@ def record(path: Path) -> dict[str, Any]:
             f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
         )
     _check(run, RECORD, path)
-    for section in ("model", "data", "trainer"):
-        if not isinstance(run["config"].get(section) or {}, dict):
-            raise _changed(path, f"config.{section}")
-    if (state := run.get("state")) is not None:
-        if not isinstance(state, dict):
-            raise _changed(path, "state")
-        _check(state, STATE, path)
-        for rank in state.get("ranks", []):
-            if not isinstance(rank, dict):
-                raise _changed(path, "state.ranks")
-            _check(rank, RANK, path)
-    return dict(run)
+    return run
 
 
-def _check(found: dict[str, Any], kinds: dict[str, type], path: Path) -> None:
-    for key, kind in kinds.items():
-        if key in found and not isinstance(found[key], kind):
-            raise _changed(path, key)
-
-
-def _changed(path: Path, key: str) -> UserError:
-    return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
+def _check(found: Any, shape: Any, path: Path, name: str = "run") -> None:
+    if not isinstance(found, type(shape) if isinstance(shape, (dict, list)) else shape):
+        raise UserError(
+            f"--ckpt_path {path}: its entry {name} is not what this project writes. Give another checkpoint."
+        )
+    parts = [(key, found[key], shape[key]) for key in shape if key in found] if isinstance(shape, dict) else []
+    parts += [(place, part, shape[0]) for place, part in enumerate(found)] if isinstance(shape, list) else []
+    for key, part, wanted in parts:
+        _check(part, wanted, path, f"{name}.{key}")
 
 
 def load_weights(module: LightningModule, path: Path) -> None:
-    """Give a module a checkpoint's weights.
-
-    Raises:
-        UserError: They do not fit.
-    """
+    """Give a module a checkpoint's weights; a UserError where they do not fit."""
     try:
         module.load_state_dict(read(path)["state_dict"])
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -202,15 +167,16 @@ def load_weights(module: LightningModule, path: Path) -> None:
 
 
 def _require_plain(value: Any, where: str) -> None:
-    if isinstance(value, dict):
+    kind = type(value)  # a subclass, as NumPy's numbers and text are, would not load
+    if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
             _require_plain(key, f"a key of {where}")
             _require_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple, set)):
+    elif kind in (list, tuple, set):
         for index, item in enumerate(value):
             _require_plain(item, f"{where}[{index}]")
-    elif not isinstance(value, PLAIN) or (isinstance(value, int) and type(value).__module__ not in ("builtins",)):
+    elif kind not in PLAIN and not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which would not load again: "
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not load again: "
             "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)."
         )

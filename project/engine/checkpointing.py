@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 
 from project.engine import signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
+from project.engine.cli import Configuration, flat
 from project.engine.exact_loading import ExactLoading
 from project.engine.exact_resume import (
     Place,
@@ -30,11 +30,13 @@ from project.engine.exact_resume import (
     share_running_statistics,
     start_of,
 )
-from project.engine.lightning_internals import end_restart, release_child_processes
+from project.engine.lightning_internals import add_training_sums, end_restart, release_child_processes
 from project.engine.log_steps import is_optimizer_step
-from project.engine.run_folder import Run, clear_leftovers, point_latest_at
-from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job, share_last
+from project.engine.ranks import say
+from project.engine.run_folder import Run, point_latest_at
+from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job
 from project.engine.summary import versions, write_config
+from project.engine.trainer import requeue_signal
 from project.errors import UserError
 
 Mode = Literal["min", "max"]
@@ -46,33 +48,27 @@ FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss
 class Best:
     """The metric that a run follows, and its best value so far.
 
-    Args:
-        monitor: Its name; None until it is known, or where nothing is logged that could be followed.
-        mode: Whether the largest or the smallest value is the best.
-        asked: Who named the metric. A typed one must be logged; a module's own must be logged after a validation.
+    ``monitor`` is None until it is known, or where nothing is logged that could be followed.
     """
 
     monitor: str | None = None
-    mode: Mode = "max"
-    asked: Literal["typed", "module"] | None = None
+    mode: Mode = "max"  # whether the largest or the smallest value is the best
+    asked: Literal["typed", "module"] | None = None  # who named it: it must be logged; a module's after a validation
+    mode_is_named: bool = False  # by the command line or the module
     score: float | None = None
     epoch: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # logged by its validation
 
     @classmethod
     def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
-        """The metric named on the command line, else by the module. Without a mode, its name decides.
-
-        Raises:
-            UserError: The mode is neither ``min`` nor ``max``.
-        """
+        """The metric named on the command line, else by the module. Without a mode, its name decides."""
         named = monitor or getattr(module, "monitor", None)
         chosen: Any = mode or (None if monitor else getattr(module, "mode", None))
         if chosen not in ("min", "max", None):
             raise UserError(f"--mode must be min or max, got {chosen}.")
         guess: Mode = "min" if named and any(word in named for word in ("loss", "error", "mae", "mse")) else "max"
         asked: Any = "typed" if monitor else "module" if named else None
-        return cls(named, chosen or FOLLOWED.get(named or "", guess), asked)
+        return cls(named, chosen or FOLLOWED.get(named or "", guess), asked, mode_is_named=chosen is not None)
 
     def require(self, logged: Iterable[str]) -> None:
         """Raise a UserError that lists the logged names, if the metric that was asked for is not among them."""
@@ -85,7 +81,7 @@ class Best:
         """Note a value; returns whether it is the best so far. Of equal values the later wins, as more trained."""
         if self.monitor is None:
             self.monitor = next((name for name in FOLLOWED if name in logged), None)
-            self.mode = FOLLOWED.get(self.monitor or "", self.mode)
+            self.mode = self.mode if self.mode_is_named else FOLLOWED.get(self.monitor or "", self.mode)
         if self.monitor not in logged:
             return False
         score = float(logged[self.monitor])
@@ -101,6 +97,13 @@ class Best:
         """Forget the best value: the next one counts as the best."""
         self.score, self.epoch, self.metrics = None, None, {}
 
+    def go_on_from(self, saved: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds, unless another metric or mode is named now."""
+        same_mode = not self.mode_is_named or self.mode == saved["mode"]
+        if self.monitor in (None, saved["monitor"]) and same_mode:
+            names = ("monitor", "mode", "score", "epoch", "metrics")
+            vars(self).update({name: saved[name] for name in names})
+
 
 class RunCheckpoint(GracefulStop):
     """Saves, resumes and (see the base class) stops a run at the boundary between two optimizer steps.
@@ -110,62 +113,33 @@ class RunCheckpoint(GracefulStop):
     checkpoint is taken at a step boundary: the last step, its validation and its logging are done, the next step has
     not begun. A save that becomes due during a step waits for the step's end.
 
-    Args:
-        run: Whose folder gets ``best.ckpt`` and ``last.ckpt``.
-        config: The run's whole configuration, plain values; every checkpoint holds it.
-        best: The metric to follow.
-        rows: metrics.csv, whose rows a resumed run goes on with.
-        every: ``last.ckpt`` is saved at least this often (``60s``, or optimizer steps: ``500``), besides every epoch's
-            end and every new best.
-        changed: Whether a resumed run's configuration differs from its checkpoint's.
-        requeue_signal: See :class:`GracefulStop`.
+    Every checkpoint holds the run's whole configuration. ``last.ckpt`` is saved at least every ``--checkpoint_every``,
+    besides every epoch's end and every new best. A resumed run goes on with its ``rows`` of metrics.csv.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        config: dict[str, Any],
-        best: Best,
-        rows: Any = None,
-        every: str = "60s",
-        changed: bool = False,
-        requeue_signal: int | None = None,
-    ) -> None:
-        super().__init__(ExactLoading(), requeue_signal)
-        self.folder, self.best, self.rows, self.changed = run.folder, best, rows, changed
-        self.record: dict[str, Any] = {
-            "run_name": run.name,
-            "run_id": run.run_id,
-            "config": config,
-            "versions": versions(),
-        }
-        self.every_seconds, self.every_steps = parse_interval(every)
+    def __init__(self, config: Configuration, run: Run, best: Best, rows: Any) -> None:
+        super().__init__(ExactLoading(), requeue_signal(config))
+        self.folder, self.best, self.rows, self.changed = run.folder, best, rows, bool(run.changes)
+        self.best_path, self.last_path = self.folder / "best.ckpt", self.folder / "last.ckpt"
+        self.record = dict[str, Any](run_name=run.name, run_id=run.run_id, config=config.resolved, versions=versions())
+        self.every_seconds, self.every_steps = parse_interval(config.options.checkpoint_every)
+        # throughput does not count what happens in this context: saving
         self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Context manager under which saving is done, so that throughput does not count it."""
-        self.saves = True
-        """False with ``--enable_checkpointing false``: the run writes no checkpoint."""
+        self.saves = config.trainer["enable_checkpointing"] is not False
         self.notes: list[str] = []
         self._mine = RankState(self.loading)
         self._place: Place | None = None
         self._best_due = False
-        self._validated = self._followed_in_validation = False  # so far
+        self._followed: bool | None = None  # whether validations log the metric; None before the first
         self._resume: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}  # of the checkpoint: all that was logged last
         self._fresh_groups: list[list[dict[str, Any]]] = []
         self._last_save = time.monotonic()
 
     @property
-    def best_path(self) -> Path:
-        return self.folder / "best.ckpt"
-
-    @property
     def saved_best(self) -> Path | None:
         """``best.ckpt``; None where nothing is saved."""
         return self.best_path if self.saves else None
-
-    @property
-    def last_path(self) -> Path:
-        return self.folder / "last.ckpt"
 
     # Start and resume
 
@@ -176,17 +150,18 @@ class RunCheckpoint(GracefulStop):
         self._resume, self._metrics = saved.get("state"), saved.get("metrics", {})
         if self._resume:
             self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
-        before, now = (_optimizer_named_in(config) for config in (saved.get("config"), self.record.get("config")))
+        before, now = (
+            flat(config).get("model.optimizer") for config in (saved.get("config", {}), self.record["config"])
+        )
         if before != now:
             self.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.best.monitor in (None, state_dict["monitor"]):
-            vars(self.best).update(state_dict)
+        self.best.go_on_from(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self.best).items() if name != "asked"}
+        return dict(vars(self.best))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh_groups = groups_of(trainer.optimizers)  # the checkpoint's come next
@@ -199,16 +174,16 @@ class RunCheckpoint(GracefulStop):
             point_latest_at(self.folder)
             write_config(self.folder, self.record["config"])
             if self._resume is None and trainer.global_step == 0:  # left by a run that saved nothing
-                self._keep_rows(0)
-                clear_leftovers(self.folder)
+                self.rows.keep_rows(0)
+                for name in ("summary.json", "report.html"):
+                    (self.folder / name).unlink(missing_ok=True)
         if self._resume is not None:
             self._go_on(trainer, pl_module, self._resume)
-        for note in [*self.loading.notes, *self.notes] if trainer.is_global_zero else ():
-            print(note, flush=True)
+        say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-        self._keep_rows(state["metric_rows"])
-        self._followed_in_validation = bool(state.get("followed_in_validation"))
+        self.rows.keep_rows(state["metric_rows"])
+        self._followed = state.get("followed")
         for name, value in self._metrics.items():  # a plateau scheduler may follow an earlier epoch's validation
             if isinstance(value, float):
                 trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
@@ -220,10 +195,6 @@ class RunCheckpoint(GracefulStop):
         apply_typed_hyperparameters(trainer, self._fresh_groups, self.changed)
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
-
-    def _keep_rows(self, count: int) -> None:
-        if self.rows is not None:
-            self.rows.keep_rows(count)
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
         """Rename a ``best.ckpt`` that is damaged or belongs to another run; returns what to tell the user."""
@@ -257,19 +228,19 @@ class RunCheckpoint(GracefulStop):
         end_restart(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._request = max(self._request, self.settle())
+        self._request = max(self._request, self.agreement.settle(signals.requested()))
         self._follow_training(trainer)
         if self.best.score is None:
             self._best_due = True  # no metric was followed: the last is the best
-            if trainer.is_global_zero and self.best.monitor is None and trainer.callback_metrics:
-                print("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
+            if self.best.monitor is None and trainer.callback_metrics:
+                say("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
         self._boundary(trainer, "epoch", save_last=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resume is None:
             return
         # nothing is left to train; only the test is repeated
-        self._keep_rows(self._resume["metric_rows"])
+        self.rows.keep_rows(self._resume["metric_rows"])
         # resumed from best.ckpt after the run's end: replace the damaged last.ckpt, which nothing else would do
         if trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
             write_atomically(self.best_path.read_bytes(), self.last_path)
@@ -278,7 +249,8 @@ class RunCheckpoint(GracefulStop):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._resume = None
-        self._mine.add_sums(trainer)
+        if self._mine.sums:
+            add_training_sums(trainer, self._mine.sums)
         if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
             return  # a partly accumulated gradient cannot be saved
         request = signals.requested()
@@ -294,40 +266,26 @@ class RunCheckpoint(GracefulStop):
         share_running_statistics(trainer, pl_module)
         self._mine.note(trainer)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if not trainer.sanity_checking:
-            share_last(trainer, trainer.val_dataloaders, trainer.num_val_batches, batch_idx, dataloader_idx)
-        if self.asked_in_evaluation(trainer, trainer.val_dataloaders):
-            if not trainer.sanity_checking:
-                for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                    if isinstance(callback, WeightAveraging):  # put the trained weights back before they are saved
-                        callback.on_validation_epoch_end(trainer, pl_module)
-                self._boundary(trainer, "validation", save_last=True)
-            raise signals.Stopped(self._request)
+    def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):  # put the trained weights back before they are saved
+                callback.on_validation_epoch_end(trainer, pl_module)
+        self._boundary(trainer, "validation", save_last=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        self._validated = True
         if self.best.take(trainer.callback_metrics, trainer.current_epoch):
             self._best_due = True
-        self._followed_in_validation |= self.best.monitor in trainer.callback_metrics
+        self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
         self._mine.note(trainer)
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
         logged = trainer.callback_metrics
-        if self._followed_in_validation:
+        if self._followed:
             return  # what is logged now may come from an earlier epoch's validation
-        if self._validated or (self.best.asked == "typed" and trainer.limit_val_batches == 0):
+        if self._followed is not None or (self.best.asked == "typed" and trainer.limit_val_batches == 0):
             self.best.require(logged)
         if self.best.asked and self.best.take(logged, trainer.current_epoch - 1):
             self._best_due = True
@@ -361,12 +319,8 @@ class RunCheckpoint(GracefulStop):
             trainer.strategy.barrier()
         finally:
             self._place = None
-        if (
-            self._best_due
-            and trainer.is_global_zero
-            and failure is None
-            and (place == "epoch" or self.loading.anywhere)
-        ):
+        goes_on_here = place == "epoch" or self.loading.anywhere
+        if self._best_due and trainer.is_global_zero and failure is None and goes_on_here:
             # best first: if the run is killed in between, it repeats the steps to the best. A copy, not a link:
             # damage to one file must not damage the other.
             try:
@@ -397,29 +351,14 @@ class RunCheckpoint(GracefulStop):
             "place": self._place,
             "ranks": self.agreement.gather(self._mine.gather(trainer, pl_module)),
             "samples_per_batch": self.loading.samples_per_batch,
-            "metric_rows": self.rows.flush_rows(to_disk=True) if self.rows is not None else 0,
-            "followed_in_validation": self._followed_in_validation,
+            "metric_rows": self.rows.flush_rows(to_disk=True),
+            "followed": self._followed,
         }
 
 
-def _optimizer_named_in(config: Any) -> Any:
-    """The optimizer that a resolved configuration names, None where the module chooses it itself."""
-    model = (config or {}).get("model") or {}
-    return (model.get("init_args") or {}).get("optimizer")
-
-
 def parse_interval(text: str) -> tuple[float, int | None]:
-    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
-
-    Raises:
-        UserError: It is neither, or not above 0.
-    """
-    match = re.fullmatch(r"\s*([\d.]+)\s*(s|steps?|)\s*", text)
-    try:
-        if match and match[2] == "s" and 0 < float(match[1]) < math.inf:
-            return float(match[1]), None
-        if match and match[2] != "s" and int(match[1]) > 0:
-            return 60.0, int(match[1])
-    except ValueError:
-        pass
+    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500). Anything else is a UserError."""
+    match = re.fullmatch(r"\s*(?:(\d{1,9}\.?\d*|\.\d+)\s*s|(\d{1,9})\s*(?:steps?)?)\s*", text)
+    if match and float(match[1] or match[2]) > 0:
+        return (float(match[1]), None) if match[1] else (60.0, int(match[2]))
     raise UserError(f"--checkpoint_every must be optimizer steps (500) or seconds (60s), above 0, got {text}.")

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
 
 import project.data  # noqa: F401 - known to the parser by their short names
 from project.engine.command import explain, option_names
-from project.engine.progress import silence_unfounded_advice
 from project.errors import UserError
 from project.model import networks
 
@@ -45,6 +44,16 @@ MONITORS: tuple[str, ...] = (
     "optimizer",  # feature: optimizer
 )
 LARGEST_SEED = 2**32 - 1
+# Advice of Lightning and wandb that is wrong here, with the reason
+UNFOUNDED = (
+    "You're resuming from a checkpoint that ended before the epoch",  # our sampler starts where the run was stopped
+    "It is recommended to use `self.log",  # torchmetrics has summed over the ranks before we log
+    "The '.*_dataloader' does not have many workers",  # none is fastest for images in memory
+    "You requested to overfit",
+    "The number of training batches .* is smaller than the logging interval",  # the rest of an epoch is logged
+    "The `srun` command is available",
+    "`isinstance.treespec, LeafSpec.` is deprecated",
+)
 
 
 @dataclass(frozen=True)
@@ -76,27 +85,34 @@ OPTIONS = (
 
 
 class CommandLine:
-    """The words of a command line and its ``--config`` files, read once and before anything is parsed.
+    """The words of a command line and its ``--config`` files, read before anything is parsed.
 
-    Args:
-        argv: The words.
-
-    Raises:
-        UserError: A file cannot be read, or holds no mapping.
+    A UserError where a file cannot be read, or holds no mapping.
     """
 
     def __init__(self, argv: list[str]) -> None:
-        configs: list[str] = []
+        self.files: list[str] = []
         self.words: list[str] = []  # the others
         words = iter(argv)
         for word in words:
-            if word in ("--config", "-c"):
-                configs += [value] if (value := next(words, None)) is not None else []
-            elif word.startswith("--config="):
-                configs.append(word.split("=", 1)[1])
+            name, equals, value = word.partition("=")
+            file = value if equals else next(words, None) if name in ("--config", "-c") else None
+            if name in ("--config", "-c") and file is not None:
+                self.files.append(file)
             else:
                 self.words.append(word)
-        self.files = {name: _read_config(name) for name in configs}
+        self.given: dict[str, Any] = {}  # by full name without init_args; what is typed beats the files
+        for file in self.files:
+            self._note(_read_config(file))
+        for word, after in zip_longest(self.words, self.words[1:]):
+            name, equals, value = word.partition("=")
+            if name.startswith("--"):
+                self._note({name[2:]: value if equals else after})
+
+    def _note(self, settings: dict[str, Any]) -> None:
+        for key, value in flat(settings).items():
+            name = f"trainer.{key}" if key in FLAT else key
+            self.given[f"{name}.class_path" if name in ("model", "data", "model.network") else name] = value
 
     @property
     def in_order(self) -> list[str]:
@@ -105,62 +121,24 @@ class CommandLine:
         for before, word in zip(["", *self.words], self.words, strict=False):
             flag = re.match(r"--(\w+)(?=$|[=.+])", word)
             # feature: mnist
-            if word in ("--model.help", "--data.help") and self.words[-1] == word:  # of the class that is used
-                spelled.append(f"{word}={self.class_of(word[2:-5]) or DEFAULTS_OF[word]}")
+            if word in DEFAULTS_OF and self.words[-1] == word:  # of the class that is used
+                spelled.append(f"{word}={self.value(f'{word[2:-5]}.class_path') or DEFAULTS_OF[word]}")
                 continue
             # end feature: mnist
-            option, _, name = word.rpartition("=")
+            option, equals, name = word.rpartition("=")
             if flag and flag[1] in FLAT:
                 spelled.append(f"--trainer.{word[2:]}")
-            elif (before == "--model.network" or option == "--model.network") and name in networks.__all__:
+            elif "--model.network" in (before, option) and name in networks.__all__:
                 # torchvision has an MLP, too, and torchmetrics imports it
-                spelled.append(f"{option}{'=' if option else ''}{networks.__name__}.{name}")
+                spelled.append(f"{option}{equals}{networks.__name__}.{name}")
             else:
                 spelled.append(word)
         return spelled
 
-    def typed(self, name: str) -> str | None:
-        """What was typed for an option (one of ``trainer.`` also flat); the last counts, as it does when parsing."""
-        spellings = (f"--{name}", f"--{name.removeprefix('trainer.')}")
-        values = [after for word, after in pairwise(self.words) if word in spellings]
-        values += [word.split("=", 1)[1] for word in self.words if word.startswith(tuple(f"{s}=" for s in spellings))]
-        return values[-1] if values else None
-
     def value(self, name: str) -> str | None:
         """An option's value: typed, else of the last config file that has it; None where not given, or null."""
-        found: Any = None
-        for content in self.files.values():
-            part: Any = content
-            for key in name.split("."):
-                part = part.get(key) if isinstance(part, dict) else None
-            found = part if part is not None else found
-        typed = self.typed(name)
-        found = typed if typed is not None else found
+        found = self.given.get(name)
         return None if found is None or str(found) == "null" else str(found)
-
-    # feature: mnist
-    def class_of(self, group: str) -> str | None:
-        """The class that is named for ``model`` or ``data``; None where none is."""
-        path = self.value(f"{group}.class_path")
-        short = self.typed(group) or next(
-            (text for content in self.files.values() if isinstance(text := content.get(group), str)), None
-        )
-        return path or short
-
-    @property
-    def names_a_network(self) -> bool:
-        """Whether a network's class is typed, or stands in a config file."""
-        if self.typed("model.network") or self.typed("model.network.class_path"):
-            return True
-        for content in self.files.values():
-            model = content.get("model")
-            model = (model.get("init_args") or model) if isinstance(model, dict) else {}
-            network = model.get("network") if isinstance(model, dict) else None
-            if isinstance(network, str) or (isinstance(network, dict) and "class_path" in network):
-                return True
-        return False
-
-    # end feature: mnist
 
     @property
     def sets_a_length(self) -> bool:
@@ -171,6 +149,18 @@ class CommandLine:
     def asks_for_help(self) -> bool:
         """Whether ``-h`` or ``--help`` is typed."""
         return "--help" in self.words or "-h" in self.words
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots, without the ``init_args`` levels, as they are typed."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{name}." if name else "")
+        else:
+            found[name] = value
+    return found
 
 
 def _read_config(name: str) -> dict[str, Any]:
@@ -187,6 +177,16 @@ def _read_config(name: str) -> dict[str, Any]:
     if not isinstance(content.get("trainer") or {}, dict):
         raise UserError(f"--config {name}: trainer must hold flags and values, got {str(content['trainer'])[:40]}.")
     return content
+
+
+def silence_unfounded_advice() -> None:
+    """Hide Lightning's notes and the warnings above from the user; show every other warning."""
+    for name in ("lightning.pytorch", "lightning.fabric"):  # its import sets INFO; our own lines say what matters
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
+    for message in UNFOUNDED:
+        warnings.filterwarnings("ignore", message)
 
 
 def known_options(parser: LightningArgumentParser) -> list[str]:
@@ -211,13 +211,8 @@ class OneLineParser(LightningArgumentParser):
 class ProjectCLI(LightningCLI):
     """LightningCLI without sub-commands: defaults < checkpoint (when resuming) < config files < typed flags.
 
-    Any LightningModule and any LightningDataModule may be named; a class that is named has its own defaults.
-
-    Args:
-        line: The command line.
-        prog: What ``--help`` calls the command.
-        base: A configuration that beats the defaults and is beaten by everything typed; for a resumed run its own.
-        further: More options of the command.
+    Any LightningModule and any LightningDataModule may be named; a class that is named has its own defaults. ``base``
+    is a configuration that beats the defaults and is beaten by everything typed: a resumed run's own.
     """
 
     def __init__(
@@ -248,23 +243,21 @@ class ProjectCLI(LightningCLI):
         # feature: mnist
         if self.base is not None:
             return
-        model, data = self.line.class_of("model"), self.line.class_of("data")
+        model, data, network = (self.line.value(f"{part}.class_path") for part in ("model", "data", "model.network"))
         if model is None or model.rpartition(".")[2] == DEFAULT_MODEL.rpartition(".")[2]:
             # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
-            network = {} if self.line.names_a_network else {"init_args": {"network": DEFAULT_NETWORK}}
-            parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, **network}})
+            init_args = {} if network else {"init_args": {"network": DEFAULT_NETWORK}}
+            parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, **init_args}})
         if data is None and not (model and _brings_loaders(model)):
             parser.set_defaults({"data": {"class_path": DEFAULT_DATA}})
         # end feature: mnist
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = self.line.in_order
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        if self.base is not None:  # a config of many lines is not taken for a file's name
+            words = ["--config", yaml.safe_dump(self.base), *words]
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if self.base is not None:
-                path = Path(folder) / "checkpoint.yaml"
-                path.write_text(yaml.safe_dump(self.base))
-                words = ["--config", str(path), *words]
             try:
                 self.config = parser.parse_args(words)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
@@ -280,15 +273,12 @@ class ProjectCLI(LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
             link: BaseException | None = error
-            while link is not None:
-                if isinstance(link, UserError):
-                    raise link from None
+            while link is not None and not isinstance(link, UserError):
                 link = link.__cause__ or link.__context__
-            raise UserError(explain(str(error), [])) from None
+            raise link or UserError(explain(str(error), [])) from None
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Not here: the trainer needs the run's folder, see ``fit.build``."""
-        return None  # type: ignore[return-value]
 
 
 # feature: mnist
@@ -314,7 +304,7 @@ class Configuration:
     trainer: dict[str, Any]  # the Trainer's arguments
     options: Any  # namespace of our own flags
     resolved: dict[str, Any]  # everything as plain values, as config.yaml holds it
-    _make: Callable[[], LightningModule] = field(repr=False)
+    _make: Callable[[], Any] = field(repr=False)  # a namespace with a new module
 
     @cached_property
     def seed(self) -> int:
@@ -326,9 +316,8 @@ class Configuration:
     def monitors(self) -> list[str]:
         """The monitors that ``--monitors`` names."""
         text = self.options.monitors
-        names = (
-            list(MONITORS) if text == "all" else [] if text == "none" else [part.strip() for part in text.split(",")]
-        )
+        chosen = {"all": list(MONITORS), "none": []}
+        names = chosen[text] if text in chosen else [part.strip() for part in text.split(",")]
         if unknown := [name for name in names if name not in MONITORS]:
             raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
         return names
@@ -336,7 +325,8 @@ class Configuration:
     def fresh_module(self, seed: int | None = None) -> LightningModule:
         """A new module of the same class and arguments, its random weights made by ``seed`` (default: the run's)."""
         seed_everything(self.seed if seed is None else seed, verbose=False)
-        return self._make()
+        module: LightningModule = self._make().model
+        return module
 
 
 def configure(
@@ -344,46 +334,20 @@ def configure(
 ) -> Configuration:
     """Parse a command line; make the module, the data module and the Trainer's arguments that it names.
 
-    Args:
-        argv: The words.
-        prog: Module name of the command, such as ``project.fit``.
-        base: See :class:`ProjectCLI`.
-        further: More options of the command.
-
-    Raises:
-        UserError: Something typed or configured is wrong.
+    ``prog`` is the command's module name, ``further`` its own options; for ``base`` see :class:`ProjectCLI`. What is
+    typed or configured wrong is a UserError.
     """
     cli = ProjectCLI(CommandLine(argv), prog, base, further)
-
-    def make() -> LightningModule:
-        cli.instantiate_classes()
-        module: LightningModule = cli.model
-        return module
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
-    plain: dict[str, Any] = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
+    plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
+    make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
     return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots, without the ``init_args`` levels, as they are typed."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{name}." if name else "")
-        else:
-            found[name] = value
-    return found
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """A line per setting that differs, such as ``model.lr: 0.01 -> 0.003``."""
     old, new = flat(before), flat(after)
-    return [
-        f"{key}: {old.get(key)} → {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)} → {new.get(key)}" for key in changed]

@@ -22,13 +22,9 @@ from project.engine import signals
 from project.errors import UserError, nearest
 
 # What the user can repair, and how: no space, no quota, no permission, read-only; and impossible file names.
-ADVICE = {
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
-        "Free space or choose a folder you may write to.",
-    ),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR), "Name another file."),
-}
+FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+ADVICE = dict.fromkeys(FULL_OR_CLOSED, "Free space or choose a folder you may write to.")
+ADVICE |= dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR), "Name another file.")
 
 
 def prepare_process(name: str) -> None:
@@ -36,10 +32,8 @@ def prepare_process(name: str) -> None:
 
     Importing torch and Lightning creates 650,000 objects that live as long as the process. The garbage collector would
     visit them again and again during the imports: 4.3 s against 2.8 s for ``import torch, lightning.pytorch`` (2 cores,
-    warm caches, median of 3). It stays off until :func:`run`.
-
-    Args:
-        name: The command's ``__name__``; nothing is done where it is imported by another module.
+    warm caches, median of 3). It stays off until :func:`run`. Where another module imports the command, ``name`` is not
+    ``__main__`` and nothing is done.
     """
     if name == "__main__":
         gc.disable()
@@ -79,13 +73,10 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         # Lightning turns a Ctrl-C that reaches it into sys.exit(1)
         asked = signals.requested()
         return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
-    except OSError as error:
-        if error.errno in ADVICE:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in ADVICE:
             say_error(f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}")
             return 2
-        traceback.print_exc()
-        return 1
-    except Exception:
         traceback.print_exc()
         return 1
 
@@ -114,9 +105,7 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 class CommandParser(argparse.ArgumentParser):
     """:class:`argparse.ArgumentParser` without abbreviations, whose errors are a :class:`UserError`.
 
-    Args:
-        prog: Module name, such as ``project.test``.
-        doc: The module's docstring: its first line says what the command does, the rest are examples.
+    ``doc`` is the module's docstring: its first line says what the command does, the rest are examples.
     """
 
     def __init__(self, prog: str, doc: str | None) -> None:
@@ -134,12 +123,8 @@ class CommandParser(argparse.ArgumentParser):
 def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...] = ()) -> tuple[str | None, list[str]]:
     """The first of ``words`` on a command line that is not an option's value, or None; and the line without it.
 
-    argparse would take the value of an option that it does not know, one of ``fit``'s, for the word.
-
-    Args:
-        argv: The command line.
-        words: What is looked for, such as names of tables.
-        switches: Options that take no value.
+    argparse would take the value of an option that it does not know, one of ``fit``'s, for the word. ``switches`` are
+    options that take no value.
     """
     for place, word in enumerate(argv):
         before = argv[place - 1] if place else ""
@@ -174,11 +159,7 @@ KINDS = {
 def explain(message: str, options: list[str]) -> str:
     """A parser's error, which lists every type that was tried, as one line that names the fix.
 
-    It names the option, the value received, what is allowed, and the nearest real option where it is a typing error.
-
-    Args:
-        message: What jsonargparse or argparse says.
-        options: The parser's option strings, for suggestions.
+    It names the option, the value received, what is allowed, and where it is a typing error the nearest of ``options``.
     """
     message = " ".join(str(message).split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)

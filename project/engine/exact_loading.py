@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from project.errors import UserError
 # Samplers that draw from torch's generator only, which is seeded here.
 SEEDABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 SEED_STRIDE = 1_000_003  # between two seeds' epochs
+END = object()  # of a loader
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,8 @@ class ExactBatches(Sampler[Any]):
     of the set and makes equally many batches of it, whose sizes differ by at most one, so that a collective in a step
     never waits for a rank that has finished. Every sample comes once.
 
-    Args:
-        source: The sampler whose order is cut into batches; a batch sampler where ``batch_size`` is None.
-        batch_size: Samples per batch and rank.
-        drop_last: Leave out what does not fill a batch.
-        training: Whether order and start belong to an epoch of training.
-        may_be_empty: Whether the dataset can make a batch of no samples (more ranks than samples).
-        seed: Of the orders.
+    ``source`` is the sampler whose order is cut into batches of ``batch_size`` samples per rank, or a batch sampler
+    where that is None. ``may_be_empty``: the dataset can make a batch of no samples (more ranks than samples).
     """
 
     def __init__(
@@ -93,11 +90,10 @@ class ExactBatches(Sampler[Any]):
         self.num_samples = len(source)
         if batch_size is not None and training and drop_last:  # a set smaller than a batch is one batch
             self.batch_size = min(batch_size, max(1, self.num_samples // world_size))
-        if not training and self.num_samples < world_size and not may_be_empty:
-            raise UserError(
-                f"--devices {world_size}: an evaluation set of {self.num_samples} samples cannot be shared by more "
-                "ranks. Use fewer devices."
-            )
+        uneven = self.num_samples % world_size if batch_size is None else self.num_samples < world_size
+        if not training and uneven and not may_be_empty:
+            parts = f"{self.num_samples} {'samples' if batch_size else 'ready batches'}"
+            raise UserError(f"--devices {world_size}: an evaluation of {parts} cannot be shared. Use fewer devices.")
 
     @property
     def global_batch_size(self) -> int:
@@ -128,9 +124,9 @@ class ExactBatches(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self.over:  # workers ask before they are asked; the source's order must wait for the next epoch
             return
-        epoch, first_batch, first_sample = self.epoch, self.start_batch, self.start_sample
-        order = self._order()
-        parts = self._parts_of_training(order, first_sample) if self.training else self._parts_of_evaluation(order)
+        epoch, first_batch, order = self.epoch, self.start_batch, self._order()
+        by_batches = self.training or self.world_size == 1
+        parts = self._batches(order, self.start_sample) if by_batches else self._shares(order)
         for number, part in enumerate(parts, start=first_batch):
             yield (epoch, number, part)
         self.start_batch = self.start_sample = 0  # the next iteration starts at the first batch
@@ -154,7 +150,7 @@ class ExactBatches(Sampler[Any]):
         self.num_samples = len(order)
         return torch.tensor(order) if order and isinstance(order[0], int) else order
 
-    def _parts_of_training(self, order: Any, first: int) -> Iterator[Any]:
+    def _batches(self, order: Any, first: int) -> Iterator[Any]:
         rank, ranks, size = self.rank, self.world_size, self.batch_size
         if size is None:  # whole batches, distributed over the ranks in turn
             yield from (order[k + rank] for k in range(first, len(order) - ranks + 1, ranks))
@@ -166,13 +162,13 @@ class ExactBatches(Sampler[Any]):
             begin = len(order) - rest
             yield order[begin + rest * rank // ranks : begin + rest * (rank + 1) // ranks]
 
-    def _parts_of_evaluation(self, order: Any) -> Iterator[Any]:
-        batches, size = len(self), self.batch_size
-        if self.world_size == 1:
-            yield from (order[k] if size is None else order[k * size : (k + 1) * size] for k in range(batches))
-            return
-        begin = len(order) * self.rank // self.world_size
+    def _shares(self, order: Any) -> Iterator[Any]:
+        """Of an evaluation on several ranks."""
+        batches, begin = len(self), len(order) * self.rank // self.world_size
         mine = len(order) * (self.rank + 1) // self.world_size - begin
+        if self.batch_size is None:
+            yield from order[begin : begin + mine]
+            return
         yield from (order[begin + mine * k // batches : begin + mine * (k + 1) // batches] for k in range(batches))
 
     def _batches_of(self, samples: int) -> int:
@@ -193,12 +189,9 @@ class Fetch(Dataset[Any]):
     are seeded first: in training from (seed, rank, epoch, batch), so that any number of workers, and a resumed run, get
     the same batch; in evaluation from (seed, sample), so that nothing depends on how the set is cut into batches.
 
-    Args:
-        dataset: ``__getitem__``, or where it exists ``__getitems__(list)``, is used. One that has
-            ``gather(indices: int64 tensor)`` is in memory and is asked for whole batches.
-        collate: Makes a batch of a list of samples.
-        rank: Of this process; None in evaluation.
-        batched: Whether a request holds the samples of a batch; else one key.
+    ``__getitem__`` of the dataset, or where it exists ``__getitems__(list)``, is used. One that has
+    ``gather(indices: int64 tensor)`` is in memory and is asked for whole batches. ``rank`` is None in evaluation;
+    without ``batched`` a request holds one key instead of a batch's.
     """
 
     def __init__(
@@ -237,6 +230,7 @@ class ExactLoader(DataLoader[Any]):
     """A ``DataLoader`` of the user's with :class:`ExactBatches` for its sampler; ``dataset.dataset`` is the user's."""
 
     batches: ExactBatches
+    start_at: Callable[[Start], None]
 
     @classmethod
     def of(cls, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> ExactLoader:
@@ -261,19 +255,15 @@ class ExactLoader(DataLoader[Any]):
             num_workers=workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=QuietWorker(loader.worker_init_fn) if workers else None,
+            worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn) if workers else None,
             multiprocessing_context=loader.multiprocessing_context,
             generator=torch.Generator().manual_seed(seed),  # not the training's generator
             prefetch_factor=loader.prefetch_factor if workers else None,
             persistent_workers=loader.persistent_workers,
             in_order=loader.in_order,
         )
-        exact.batches = batches
+        exact.batches, exact.start_at = batches, batches.start_at
         return exact
-
-    def start_at(self, start: Start) -> None:
-        """See :meth:`ExactBatches.start_at`."""
-        self.batches.start_at(start)
 
     def state_after(self, batches: int, epoch_ends: bool) -> Any:
         """The sampler's own state when this epoch began, or when the next one will; None where it has none."""
@@ -288,13 +278,10 @@ class WatchedLoader:
     do not move. Lightning may have fetched one batch more than training has used. So the states after the last batches
     are kept, and a checkpoint takes the one with its batch's number.
 
-    Args:
-        loader: What is iterated.
-        owner: Has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or None.
-        seed: Of the run.
+    ``owner`` has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or None.
     """
 
-    def __init__(self, loader: Any, owner: Any, seed: int = 0) -> None:
+    def __init__(self, loader: Any, owner: Any, seed: int) -> None:
         self.loader, self.owner, self.seed = loader, owner, seed
         self.dataset = getattr(loader, "dataset", None)
         self.sampler = self  # where Lightning looks for ``set_epoch``
@@ -315,9 +302,7 @@ class WatchedLoader:
             self.owner.load_state_dict(self._rest)
         done, self.first, self.finished, self._rest = self.first, 0, False, None
         self._states = {done: self._state()}
-        with isolate_rng(include_cuda=False):
-            self._draw_for(-1)
-            batches = iter(self.loader)
+        batches = self._drawn_for(-1, lambda: iter(self.loader))
         batch = self._next(batches, done)
         while not self.finished:
             done += 1
@@ -328,16 +313,14 @@ class WatchedLoader:
             yield current
 
     def _next(self, batches: Iterator[Any], number: int) -> Any:
-        with isolate_rng(include_cuda=False):
-            self._draw_for(number)
-            try:
-                return next(batches)
-            except StopIteration:
-                self.finished = True
-        return None
+        batch = self._drawn_for(number, lambda: next(batches, END))
+        self.finished = batch is END
+        return batch
 
-    def _draw_for(self, batch: int) -> None:
-        seed_generators(hash((self.seed, self.epoch, batch)))
+    def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
+        with isolate_rng(include_cuda=False):
+            seed_generators(hash((self.seed, self.epoch, batch)))
+            return make()
 
     def _state(self) -> Any:
         return None if self.owner is None else self.owner.state_dict()
@@ -374,23 +357,17 @@ class ExactLoading:
         # the run's seed, as Lightning's seed_everything recorded it
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         self.start = Start()
-        self.anywhere = True
-        """Whether training can start inside an epoch."""
-        self.notes: list[str] = []
-        """What could not be made exact, a line each."""
+        self.anywhere = True  # whether training can start inside an epoch
+        self.notes: list[str] = []  # what could not be made exact, a line each
         self.training: list[ExactLoader | WatchedLoader] = []
         self._installed: object = None
 
     def install(self, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here (``Strategy.process_dataloader``, Lightning's hook)."""
-        strategy = trainer.strategy
+        strategy: Any = trainer.strategy
         if self._installed is not strategy:
             self._installed, further = strategy, strategy.process_dataloader
-
-            def process_dataloader(loader: object) -> object:
-                return further(self.exact(loader, trainer))
-
-            strategy.process_dataloader = process_dataloader  # type: ignore[method-assign, assignment]
+            strategy.process_dataloader = lambda loader: further(self.exact(loader, trainer))
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
@@ -434,12 +411,7 @@ class ExactLoading:
         return WatchedLoader(loader, owner, self.seed) if training else loader
 
     def states(self, batches: int, epoch_ends: bool = False) -> list[Any]:
-        """The state of this rank's training loaders, besides epoch and batch.
-
-        Args:
-            batches: Number of batches done in this epoch.
-            epoch_ends: Whether the next batch belongs to the next epoch.
-        """
+        """The state of this rank's training loaders after so many batches of the epoch, or before the next epoch."""
         states = [loader.state_after(batches, epoch_ends) for loader in self.training]
         return states if any(state is not None for state in states) else []
 
@@ -461,23 +433,18 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-class QuietWorker:
-    """Prepares a loader's worker: it ignores stop signals, which the trainer handles, and uses one core."""
-
-    def __init__(self, further: Callable[[int], Any] | None) -> None:
-        self.further = further
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"
-        if self.further is not None:
-            self.further(worker)
+def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
+    """Let a loader's worker ignore stop signals, which the trainer handles, and use one core."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if further is not None:
+        further(worker)
 
 
 def as_it_is(batch: Any) -> Any:
-    """Replaces PyTorch's search for arrays to convert in every batch, which takes 7 microseconds a step."""
+    """Replaces PyTorch's search for arrays to convert in every batch."""
     return batch
 
 

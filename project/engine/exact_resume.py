@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from project.engine.exact_loading import ExactLoading, Start
 from project.engine.lightning_internals import (
-    add_training_sums,
     averaged_models,
     log_training_sums,
     metric_states,
@@ -29,18 +28,15 @@ KERNELS = ("fused", "foreach", "capturable", "differentiable")
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of Python's, NumPy's, torch's CPU and the device's generator, as plain values and tensors."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    version, words, python_gauss = random.getstate()
+    (version, words, gauss), (name, keys, *rest) = random.getstate(), np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         # 625 words; as a tensor they take microseconds to save instead of milliseconds
-        "python": [version, torch.tensor(words, dtype=torch.int64), python_gauss],
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
+    if device.type in ("cuda", "mps"):
+        state[device.type] = torch.get_device_module(device).get_rng_state()
     return state
 
 
@@ -49,26 +45,20 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])
 
 
 class RankState:
-    """This rank's part of a checkpoint: generators, unfinished sums, the states of its loaders.
-
-    Args:
-        loading: The run's loaders.
-    """
+    """This rank's part of a checkpoint: generators, unfinished sums, the states of its loaders."""
 
     def __init__(self, loading: ExactLoading) -> None:
         self.loading = loading
         self._random: dict[str, Any] | None = None
         self._loaders: list[Any] = []
-        self._sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
+        self.sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
 
     def note(self, trainer: Trainer, place: Place = "batch") -> None:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
@@ -95,44 +85,27 @@ class RankState:
         restore_metric_states(module, state["metrics"])
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
-        self._sums = state["logged"]
+        self.sums = state["logged"]
         if state["device"] == trainer.strategy.root_device.type:
             restore_random_state(state["random"], trainer.strategy.root_device)
 
-    def add_sums(self, trainer: Trainer) -> None:
-        """Add the sums from before the resume to what has been logged since. Call it after every batch."""
-        if self._sums:
-            add_training_sums(trainer, self._sums)
-
     def epoch_ends(self, trainer: Trainer) -> None:
         """Log the sums that no later batch of this epoch has logged again."""
-        log_training_sums(trainer, self._sums)
-        self._sums = {}
+        log_training_sums(trainer, self.sums)
+        self.sums = {}
 
 
 def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> Start:
-    """Where the training loaders of a resumed run begin.
-
-    Args:
-        checkpoint: Lightning's, with its loops.
-        state: What this project added for the resume.
-        rank: This process's rank.
-    """
-    fit = checkpoint["loops"]["fit_loop"]
-    ranks = state["ranks"]
-    loaders = ranks[rank]["loaders"] if rank < len(ranks) else []
-    batches = fit["epoch_loop.batch_progress"]
+    """Where a rank's training loaders begin in a resumed run; ``state`` is what this project added for the resume."""
+    loaders = state["ranks"][rank]["loaders"] if rank < len(state["ranks"]) else []
+    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     done = batches["current"]["completed"] if state["place"] != "epoch" else 0
     over = state["place"] == "validation" and batches["is_last_batch"]
     return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders, over)
 
 
 def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any]) -> str | None:
-    """Make Lightning's count of batches agree with the loader's, at the start of a resumed training.
-
-    Returns:
-        What to tell the user where the run cannot go on exactly.
-    """
+    """Make Lightning's count of batches agree with the loader's; returns what to say where it is not exact."""
     before = len(state["ranks"]), state["samples_per_batch"]
     now = trainer.world_size, loading.samples_per_batch
     if not all(before) or not all(now) or before == now:
@@ -152,10 +125,7 @@ def clean_place(loops: dict[str, Any], place: Place) -> None:
 
     Inside a hook some of Lightning's counters are already advanced and others are not. Its restart then repeats or
     skips a validation, an epoch or a logging step. Here everything that was begun counts as done, or as not begun.
-
-    Args:
-        loops: The checkpoint's ``loops`` entry; changed in place.
-        place: Where the checkpoint is taken.
+    ``loops`` is the checkpoint's entry, changed in place.
     """
     fit = loops["fit_loop"]
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
@@ -206,11 +176,8 @@ def groups_of(optimizers: list[Optimizer]) -> list[list[dict[str, Any]]]:
 def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any]]], changed: bool) -> None:
     """Let typed hyperparameters win over the rate and weight decay in the checkpoint's optimizer state.
 
-    Args:
-        trainer: Restored from the checkpoint.
-        fresh: :func:`groups_of` before the restore.
-        changed: Whether the configuration differs from the checkpoint's. If not, only the kernels are chosen anew: a
-            checkpoint of 16-mixed, which is not fused, may go on in another precision, which is.
+    ``fresh`` are :func:`groups_of` before the restore. Where the configuration is not ``changed``, only the kernels are
+    chosen anew: a checkpoint of 16-mixed, which is not fused, may go on in another precision, which is.
     """
     schedulers = {id(config.scheduler.optimizer): config.scheduler for config in trainer.lr_scheduler_configs}
     for optimizer, groups in zip(trainer.optimizers, fresh, strict=False):
@@ -227,10 +194,8 @@ def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any
         if changed and scheduler is not None and hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
             if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
-                for group, base, factor in zip(
-                    optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-                ):
-                    group["lr"] = base * factor(scheduler.last_epoch)
+                for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+                    group["lr"] = group.get("initial_lr", group["lr"]) * factor(scheduler.last_epoch)
 
 
 def _put_step_counts(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.profilers import Profiler
@@ -49,11 +50,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def check() -> None:
-    """Look up every private name that this file uses.
-
-    Raises:
-        UserError: One is missing in the installed version.
-    """
+    """Look up every private name that this file uses; a UserError where one is missing."""
     try:
         for module, names in NAMES.items():
             found = importlib.import_module(module)
@@ -110,11 +107,11 @@ def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
 
 def metric_states(module: LightningModule) -> dict[str, Any]:
     """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU."""
-    states = {}
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric):
-            states[name] = {"values": _on_cpu(metric.metric_state), "updates": metric.update_count}
-    return states
+    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    return {
+        name: {"values": move_data_to_device(metric.metric_state, torch.device("cpu")), "updates": metric.update_count}
+        for name, metric in metrics.items()
+    }
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
@@ -125,7 +122,7 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and name in states:
             for key, value in states[name]["values"].items():
-                setattr(metric, key, _on_device(value, metric.device))
+                setattr(metric, key, move_data_to_device(value, metric.device))
             metric._update_count = states[name]["updates"]
 
 
@@ -158,15 +155,12 @@ def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         if key in sums and not logged.has_reset:
             saved = sums.pop(key)
-            if not logged.is_tensor:
-                continue
-            value = saved["value"].to(logged.value.device)
-            if logged.meta.is_max_reduction or logged.meta.is_min_reduction:
-                logged.value = logged.meta.reduce_fx(logged.value, value)
-            else:
-                logged.value = logged.value + value
+            if logged.is_tensor:
+                keeps_extreme = logged.meta.is_max_reduction or logged.meta.is_min_reduction
+                join = logged.meta.reduce_fx if keeps_extreme else torch.add
+                logged.value = join(logged.value, saved["value"].to(logged.value.device))
             if "samples" in saved:
-                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"].to(value.device)
+                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"].to(logged.value.device)
 
 
 def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
@@ -214,14 +208,11 @@ def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
     ranks: list[dict[str, tuple[float, int]]] = [{} for _ in range(trainer.world_size)]
     torch.distributed.all_gather_object(ranks, mine)
     for key, logged in entries.items():
-        values = [rank[key] for rank in ranks if key in rank]
-        if logged.meta.is_max_reduction or logged.meta.is_min_reduction:
-            total = (max if logged.meta.is_max_reduction else min)(value for value, _ in values)
-        else:
-            total = sum(value for value, _ in values)
-        logged.value = torch.tensor(total, dtype=torch.float64).to(logged.value)
+        values, counts = zip(*(rank[key] for rank in ranks if key in rank), strict=True)
+        join: Any = max if logged.meta.is_max_reduction else min if logged.meta.is_min_reduction else sum
+        logged.value = torch.tensor(join(values), dtype=torch.float64).to(logged.value)
         if logged.meta.is_mean_reduction:
-            logged.cumulated_batch_size = torch.tensor(sum(count for _, count in values), device=logged.value.device)
+            logged.cumulated_batch_size = torch.tensor(sum(counts), device=logged.value.device)
 
 
 # feature: profiler
@@ -234,19 +225,6 @@ def profiled_module(profiler: Profiler) -> LightningModule:
     return module
 
 
-# end feature: profiler
-
-
-# feature: throughput
-def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:
-    """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
-    inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
-
-
-# end feature: throughput
-
-
-# feature: profiler
 def surround_compiled_call(
     network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
 ) -> Callable[[], None] | None:
@@ -270,6 +248,15 @@ def surround_compiled_call(
 
 
 # end feature: profiler
+
+
+# feature: throughput
+def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:
+    """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
+    inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
+
+
+# end feature: throughput
 
 
 # feature: memory
@@ -312,13 +299,3 @@ def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any
 
 
 # end feature: tune, benchmark, memory
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    return [_on_cpu(item) for item in value] if isinstance(value, list) else value.detach().cpu().clone()
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    return [_on_device(item, device) for item in value] if isinstance(value, list) else value.to(device)

@@ -37,13 +37,16 @@ def is_rank_zero() -> bool:
     return not is_child() and launched_world()[0] == 0
 
 
+def say(*lines: str) -> None:
+    """Print lines, on rank 0."""
+    for line in lines if is_rank_zero() else ():
+        print(line, flush=True)
+
+
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
-    """``decide()`` of rank 0, known to every rank. Its value must be plain (JSON).
+    """``decide()`` of rank 0, known to every rank, also a UserError that it raises. Its value must be plain (JSON).
 
     Ranks started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
-
-    Raises:
-        UserError: What ``decide`` raised on rank 0, on every rank.
     """
     if is_child():
         return json.loads(os.environ[DECISION_VARIABLE])

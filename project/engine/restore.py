@@ -26,21 +26,17 @@ PATHS = ("class_path", "optimizer", "schedule", "loss")
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 
 
-def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, list[str]]:
-    """Parse ``argv`` and find its run. A resumed run uses the checkpoint's configuration; what is typed wins.
-
-    Returns:
-        The configuration, the run, and a line for each setting that differs from the resumed run's.
-    """
+def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
+    """Parse ``argv`` and find its run. A resumed run uses the checkpoint's configuration; what is typed wins."""
     line = CommandLine(argv)
     run_name, ckpt_path = line.value("run_name"), line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     config = None
     if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or line.asks_for_help:
         config = configure(argv, prog)  # a new run: a wrong flag is reported before the folder is made
-    run = Run.from_plain(decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
+    run = Run(**decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
     if run.checkpoint is None:
-        return config or configure(argv, prog), run, []
+        return config or configure(argv, prog), run
     if line.value("init_weights") is not None:
         raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
     known = record(run.checkpoint)
@@ -50,14 +46,11 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run, 
         base.setdefault("trainer", {})["max_epochs"] = -1
     config = configure(argv, prog, base)
     load_weights(config.module, run.checkpoint)  # Lightning loads them again; here a misfit becomes one line
-    stay_with(config.datamodule, known.get("data_source"))
-    return config, run, differences(known["config"], config.resolved)
-
-
-def stay_with(datamodule: Any, source: str | None) -> None:
-    """Let a data module with several sources use the one of the earlier run."""
-    if hasattr(datamodule, "stay_with"):
-        datamodule.stay_with(source)
+    data: Any = config.datamodule
+    if hasattr(data, "stay_with"):  # it has several sources: the earlier run's is used
+        data.stay_with(known.get("data_source"))
+    run.changes = differences(known["config"], config.resolved)
+    return config, run
 
 
 @dataclass
@@ -76,11 +69,8 @@ def load(
 ) -> Loaded:
     """The module and data module of a checkpoint, from the checkpoint alone.
 
-    Args:
-        path: The file.
-        argv: Command-line arguments that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
-        prog: Module name of the command.
-        further: More options of the command.
+    ``argv`` are arguments that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``; ``prog`` and
+    ``further`` are the command's module name and its own options.
 
     Raises:
         UserError: The file is unusable, was not written by this project, its weights do not fit its network, or its
@@ -117,11 +107,7 @@ def _for_use(config: dict[str, Any]) -> dict[str, Any]:
 def start_from(module: LightningModule, name: str | None) -> list[str]:
     """Give a new run's module the weights of another run's checkpoint (``--init_weights``), by names and shapes.
 
-    Returns:
-        Lines that say what was taken and what was not.
-
-    Raises:
-        UserError: There is no such checkpoint, or nothing of it fits.
+    Returns lines that say what was taken and what was not; a UserError where nothing fits.
     """
     if name is None:
         return []
@@ -142,10 +128,7 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
 def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
     """Raise a UserError, before anything is imported, if a checkpoint's configuration names an untrusted class.
 
-    Args:
-        config: The configuration that the checkpoint holds.
-        allowed: ``--allow_imports``: further packages, with commas between them.
-        path: The checkpoint.
+    ``allowed`` is ``--allow_imports``: further packages, with commas between them.
     """
     trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
     for key, text in _texts(config):

@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,36 +38,32 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what the user should know, a line each
     run_id: str = ""  # belongs to the folder; tells its checkpoints from another run's
 
+    changes: list[str] = field(default_factory=list)  # settings that differ from the resumed checkpoint's
+    _lock: Any = None
+    _created: bool = False  # this process made the folder
+
     def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()  # W&B writes later, when the working folder may be another
+        self.folder = Path(self.folder).absolute()  # W&B writes later, when the working folder may be another
+        self.checkpoint = self.checkpoint and Path(self.checkpoint)
         if not self.run_id:
             with contextlib.suppress(OSError):
                 self.run_id = (self.folder / RUN_ID).read_text().strip()
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
-
-    _lock: Any = None
-    _created: bool = False  # this process made the folder
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values, for JSON and the other ranks."""
-        paths = {"folder": str(self.folder), "checkpoint": self.checkpoint and str(self.checkpoint)}
-        return paths | {name: getattr(self, name) for name in ("finished", "fork", "notes", "run_id")}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Run:
-        """The opposite of :meth:`to_plain`."""
-        paths = {"folder": Path(plain["folder"]), "checkpoint": plain["checkpoint"] and Path(plain["checkpoint"])}
-        return cls(**plain | paths)
+        """The arguments that make this run again, as plain values for the other ranks."""
+        plain = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return plain | {"folder": str(self.folder), "checkpoint": self.checkpoint and str(self.checkpoint)}
 
     def elsewhere(self, folder: str) -> Run:
         """The same run in another folder. The folder made for its name is removed."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
-        return Run(Path(folder) / self.name, self.checkpoint, fork=self.fork)
+        return replace(self, folder=Path(folder) / self.name, run_id="")
 
     def discard(self) -> None:
         """Delete a new run's folder if the run failed before it saved a checkpoint."""
@@ -86,11 +82,7 @@ class Run:
             self._lock.close()
 
     def create(self) -> None:
-        """Make the folder of a new run, and lock it so that no other process writes there.
-
-        Raises:
-            UserError: The name is taken, the folder cannot be made, or another process holds the run.
-        """
+        """Make the folder of a new run, and lock it; a UserError where that fails, or another process writes there."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             is_new = not any(self.folder.iterdir())
@@ -118,12 +110,6 @@ def _close(handle: weakref.ref[Any]) -> None:
         file.close()
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove the summary and report of a run that saved no checkpoint: its steps will be trained again."""
-    for name in ("summary.json", "report.html"):
-        (folder / name).unlink(missing_ok=True)
-
-
 def point_latest_at(folder: Path) -> None:
     """Make ``checkpoints/latest`` a link to this run, in one step."""
     link = folder.parent / f".{LATEST}.{os.getpid()}"
@@ -133,15 +119,9 @@ def point_latest_at(folder: Path) -> None:
 
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
-    """The run that ``--run_name`` and ``--ckpt_path`` mean. Writes nothing except a new run's folder.
+    """The run that ``--run_name`` (default: the time) and ``--ckpt_path`` (default: a new run) mean.
 
-    Args:
-        root: Folder of all runs.
-        run_name: As typed; a new run is named by the time where it is None.
-        ckpt_path: None (a new run), ``last``, ``best``, ``auto``, or a file.
-
-    Raises:
-        UserError: The name is bad or taken, or the checkpoint is not there or unusable.
+    Writes nothing except a new run's folder. A UserError where the name is bad or taken, or the checkpoint unusable.
     """
     if run_name is not None:
         _check_name(run_name)
@@ -152,10 +132,7 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     checkpoint = find_checkpoint(ckpt_path, root, run_name)
     folder = root / run_name if run_name else checkpoint.resolve().parent
     # a checkpoint of another run, or of no run: a new run starts from it
-    if run_name and checkpoint.resolve().parent != folder.resolve():
-        run = _new(root, run_name)
-        return Run(run.folder, checkpoint, fork=True)
-    if not (folder / "config.yaml").exists():
+    if checkpoint.resolve().parent != folder.resolve() or not (folder / "config.yaml").exists():
         return Run(_new(root, run_name).folder, checkpoint, fork=True)
     return Run(folder, checkpoint, finished=_is_finished(checkpoint))
 
@@ -163,8 +140,7 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
 def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None) -> Path:
     """The file that ``--ckpt_path`` means: a path, or ``best`` (default) or ``last`` of a run (default: the newest).
 
-    Raises:
-        UserError: There is no such run or file.
+    A UserError where there is no such run or file.
     """
     kind = ckpt_path or "best"
     if kind not in ("best", "last"):

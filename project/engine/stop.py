@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,9 +83,7 @@ class GracefulStop(Callback):
     saves nothing and exits with 0 (Lightning issues 20806, 21406, 20542). This callback also installs exact loaders in
     every command that trains or evaluates, and adds up over ranks what a module logs in an evaluation.
 
-    Args:
-        loading: The run's loaders.
-        requeue_signal: SLURM's signal before the time limit, after which the job is queued again; None outside SLURM.
+    ``requeue_signal`` is SLURM's before the time limit, after which the job is queued again; None outside SLURM.
     """
 
     def __init__(self, loading: ExactLoading | None = None, requeue_signal: int | None = None) -> None:
@@ -104,38 +104,52 @@ class GracefulStop(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.training_begins()
 
-    def on_test_batch_end(
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._evaluated(trainer, pl_module, trainer.val_dataloaders, trainer.num_val_batches, *args[2:])
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._evaluated(trainer, pl_module, trainer.test_dataloaders, trainer.num_test_batches, *args[2:])
+
+    def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called before a training's validation is left."""
+
+    def _evaluated(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        module: LightningModule,
+        loaders: Any,
+        batches: list[int | float],
         batch_idx: int,
-        dataloader_idx: int = 0,
+        loader_idx: int = 0,
     ) -> None:
-        share_last(trainer, trainer.test_dataloaders, trainer.num_test_batches, batch_idx, dataloader_idx)
-        if self.asked_in_evaluation(trainer, trainer.test_dataloaders):
+        several = isinstance(loaders, (list, tuple))
+        ranks_agree = isinstance(loaders[loader_idx] if several else loaders, ExactLoader)  # on the number of batches
+        is_last = batch_idx + 1 == batches[loader_idx] and not trainer.sanity_checking
+        if trainer.world_size > 1 and ranks_agree and is_last:  # Lightning computes the values before the epoch's end
+            share_evaluation_sums(trainer, loader_idx if several and len(loaders) > 1 else None)
+        if trainer.world_size == 1 or ranks_agree:
+            self._request = max(self._request, self.agreement.latest(signals.requested()))
+        if self._request > SAVE_DUE:
+            if trainer.state.fn == "fit" and not trainer.sanity_checking:
+                self.save_in_validation(trainer, module)
             raise signals.Stopped(self._request)
 
-    def asked_in_evaluation(self, trainer: Trainer, loaders: Any) -> bool:
-        """Whether the ranks agreed to stop. They count the same batches only with our evaluation loaders."""
-        if trainer.world_size == 1 or isinstance(loaders, ExactLoader):
-            self._request = max(self._request, self.agreement.latest(signals.requested()))
-        return self._request > SAVE_DUE
 
-    def settle(self) -> int:
-        """The request that the ranks agree on now. Every rank must call it."""
-        return self.agreement.settle(signals.requested())
+def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
+    """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong, None if nothing."""
+    failures: list[BaseException | None] = []
 
+    def target() -> None:
+        try:
+            work()
+            failures.append(None)
+        except BaseException as error:  # wandb.teardown raises SystemExit where its process failed
+            failures.append(error)
 
-def share_last(trainer: Trainer, loaders: Any, batches: list[int | float], batch_idx: int, loader_idx: int) -> None:
-    """At the last batch of an evaluation loader, add up over the ranks what was logged.
-
-    At the epoch's end it is too late: Lightning has computed the values by then.
-    """
-    loader = loaders[loader_idx] if isinstance(loaders, (list, tuple)) else loaders
-    if trainer.world_size > 1 and isinstance(loader, ExactLoader) and batch_idx + 1 == batches[loader_idx]:
-        share_evaluation_sums(trainer, loader_idx if isinstance(loaders, (list, tuple)) and len(loaders) > 1 else None)
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return failures[0] if failures else TimeoutError(f"not done after {seconds:g} s")
 
 
 def requeue_job() -> None:

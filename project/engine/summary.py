@@ -1,4 +1,4 @@
-"""The facts of a run: one line at the start, ``summary.json`` and a few lines at the end."""
+"""What a run says of itself: lines at its start, at every epoch (or a bar) and at its end, and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import csv
 import dataclasses
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -23,10 +24,14 @@ import psutil
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
 from project.engine.checkpoint_files import write_atomically
+from project.engine.ranks import say
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
+MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
+MOST_SHOWN = 6
 # One metric over a run: (optimizer step, value), by step
 Series = list[tuple[int, float]]
 
@@ -70,8 +75,7 @@ class Summary:
     def from_plain(cls, plain: dict[str, Any]) -> Summary:
         """The opposite of :meth:`to_plain`."""
         names = {entry.name for entry in dataclasses.fields(cls)}
-        metrics = {name: value for name, value in plain.items() if name not in names}
-        facts = {name: value for name, value in plain.items() if name in names}
+        facts, metrics = ({k: v for k, v in plain.items() if (k in names) is known} for known in (True, False))
         return cls(**facts, best_score=metrics.get(plain.get("monitor", "")), metrics=metrics)
 
     def write(self, path: Path) -> None:
@@ -134,47 +138,42 @@ class RunRecord:
 def read_series(path: Path) -> dict[str, Series]:
     """The columns of a ``metrics.csv``, ``epoch`` too. Values that are not finite are left out."""
     series: dict[str, Series] = {}
-    if not path.exists():
-        return series
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8") if path.exists() else io.StringIO() as file:
         for row in csv.DictReader(file):
-            step = int(float(row["step"]))
             for name, text in row.items():
                 if name != "step" and text and math.isfinite(value := float(text)):
-                    series.setdefault(name, []).append((step, value))
+                    series.setdefault(name, []).append((int(float(row["step"])), value))
     return series
 
 
 class RunTimer(Callback):
-    """Seconds from process start to the first step, and seconds of training over all parts of a resumed run."""
+    """Seconds from process start to the first step, and seconds of training over all parts of a resumed run.
 
-    def __init__(self) -> None:
-        self.start_seconds: float | None = None
-        self.fit_seconds = 0.0
-        self._begun: float | None = None
-        self._before = 0.0
+    No subclass of Lightning's Timer: with one of those among its callbacks the Trainer ignores ``--max_time``.
+    """
+
+    start_seconds: float | None = None
+    _begun: float | None = None
+    _before = 0.0  # seconds of the parts that have ended
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begun = time.perf_counter()
-        if trainer.is_global_zero:
-            print(start_line(trainer, pl_module), flush=True)
+        say(start_line(trainer, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.start_seconds is None:
             self.start_seconds = time.time() - psutil.Process().create_time()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.fit_seconds = self.seconds_so_far()
-        self._begun = None
+        self._before, self._begun = self.fit_seconds, None
 
-    def seconds_so_far(self) -> float:
-        """Seconds of training, this process's and those before it."""
-        if self._begun is None:
-            return self.fit_seconds or self._before
-        return self._before + time.perf_counter() - self._begun
+    @property
+    def fit_seconds(self) -> float:
+        """Seconds of training so far."""
+        return self._before + (0.0 if self._begun is None else time.perf_counter() - self._begun)
 
     def state_dict(self) -> dict[str, float]:
-        return {"seconds": self.seconds_so_far()}
+        return {"seconds": self.fit_seconds}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         self._before = state_dict["seconds"]
@@ -195,16 +194,17 @@ def samples_of(loader: Any) -> int | None:
 
 def start_line(trainer: Trainer, module: LightningModule) -> str:
     """Device, precision, data, parameters and samples in one line."""
-    ranks = f" × {trainer.world_size}" if trainer.world_size > 1 else ""
-    parts = [f"{device_name(trainer)}{ranks}", f"precision {trainer.precision}"]
-    if (source := getattr(trainer.datamodule, "data_source", None)) is not None:  # type: ignore[attr-defined]
-        parts.append(f"data {source}")
-    parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters")
-    if (samples := samples_of(trainer.train_dataloader)) is not None:
-        parts.append(f"{samples:,} training samples")
-    if trainer.global_step:
-        parts.append(f"going on from step {trainer.global_step:,}")
-    return " | ".join(parts)
+    source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
+    samples = samples_of(trainer.train_dataloader)
+    parts = [
+        device_name(trainer) + (f" × {trainer.world_size}" if trainer.world_size > 1 else ""),
+        f"precision {trainer.precision}",
+        f"data {source}" if source is not None else "",
+        f"{sum(p.numel() for p in module.parameters()):,} parameters",
+        f"{samples:,} training samples" if samples is not None else "",
+        f"going on from step {trainer.global_step:,}" if trainer.global_step else "",
+    ]
+    return " | ".join(filter(None, parts))
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -215,16 +215,16 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 def git_state() -> tuple[str | None, bool | None]:
     """The commit of the code that runs, and whether files differ from it or are unknown to git; Nones outside git."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5
-        ).stdout
-        # of the folder above the package, where a user's own modules and configs lie; runs and data are ignored by git
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5).stdout
+        # status: of the whole clone, where a user's own modules and configs lie; runs and data are ignored by git
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None
-    return commit.strip(), bool(changed.strip())
 
 
 def versions() -> dict[str, str]:
@@ -272,3 +272,56 @@ def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: s
     if offline is not None:
         lines.append(f"  wandb sync {offline}   # publish this run's dashboard")
     return "\n".join(lines)
+
+
+class EpochLines(Callback):
+    """Prints one plain line per epoch on rank 0, for log files.
+
+    Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged its
+    metrics of the epoch.
+    """
+
+    _began: float | None = None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print_epoch(trainer)
+        self._began = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print_epoch(trainer)
+
+    def _print_epoch(self, trainer: Trainer) -> None:
+        if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
+            return
+        of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+        parts = [f"epoch {trainer.current_epoch}{of}"]
+        metrics = trainer.callback_metrics
+        shown = [name for name in metrics if not name.startswith(MONITORED) and not name.endswith(("_step", "_epoch"))]
+        # training before validation, losses before the rest
+        shown.sort(key=lambda name: (name.startswith("val"), "loss" not in name, name))
+        parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
+        if self._began is not None:
+            parts.append(f"{time.perf_counter() - self._began:.1f} s")
+        say("  ".join(parts))
+
+
+class QuietBar(TQDMProgressBar):
+    """Lightning's bar without per-step values (each would wait for the device) and without the logger's version."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
+
+
+def progress_callback(flags: dict[str, Any]) -> Callback | None:
+    """The bar on a terminal, else lines. None with ``--enable_progress_bar false`` or a bar of the user's own.
+
+    Sets ``enable_progress_bar`` in the flags.
+    """
+    own = any(isinstance(callback, ProgressBar) for callback in flags["callbacks"])
+    enabled = flags["enable_progress_bar"] is not False and not own
+    bar = enabled and sys.stdout.isatty()
+    flags["enable_progress_bar"] = own or bar
+    # a refresh every 50 steps costs nothing that can be measured; every step costs a third of a small model's run
+    return QuietBar(refresh_rate=50) if bar else EpochLines() if enabled else None

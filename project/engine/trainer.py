@@ -32,11 +32,7 @@ MOST = 2**31 - 1  # for a count; a larger one is a typing error and would overfl
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:
-    """The Trainer's arguments as typed, made to agree with torchrun or SLURM and with this machine.
-
-    Raises:
-        UserError: Flags contradict the launcher or the machine.
-    """
+    """The Trainer's arguments as typed, made to agree with torchrun or SLURM and this machine, or refused."""
     check()
     flags: dict[str, Any] = dict(config.trainer)
     _, world_size, local_size = launched_world()
@@ -50,10 +46,9 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
                 "that the launcher started. Leave both away to take what it started."
             )
     refuse_what_cannot_run(flags, world_size)
-    plugins = as_list(flags["plugins"])
-    ours = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []  # our callback does it
-    given = [plugin for plugin in plugins if not isinstance(plugin, SLURMEnvironment)]
-    flags["plugins"] = [*given, *ours, AtomicCheckpointIO()]
+    plugins = [plugin for plugin in as_list(flags["plugins"]) if not isinstance(plugin, SLURMEnvironment)]
+    plugins += [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []  # our callback does it
+    flags["plugins"], flags["callbacks"] = [*plugins, AtomicCheckpointIO()], as_list(flags["callbacks"])
     flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the run's first line says the same
     precision = config.options.matmul_precision
     if precision is not None:
@@ -75,7 +70,7 @@ def requeue_signal(config: Configuration) -> int | None:
 
 def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     """Raise a UserError for flags that Lightning accepts but that lead to a crash, a hang or swapping."""
-    devices = str(flags["devices"])
+    devices, strategy = str(flags["devices"]), flags["strategy"]
     most = 4 * threads.available_cores()
     on_cpu = flags["accelerator"] == "cpu" or (flags["accelerator"] == "auto" and not torch.accelerator.is_available())
     if on_cpu and devices.isdigit() and int(devices) > most:
@@ -87,7 +82,6 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
             f"--num_nodes {flags['num_nodes']} needs a launcher that starts the other machines: torchrun or SLURM, see "
             "the README."
         )
-    strategy = flags["strategy"]
     if isinstance(strategy, str) and re.search("spawn|fork|notebook", strategy):
         raise UserError(
             f"--strategy {strategy} starts its ranks inside functions, where what a run has reached is lost. Use ddp."
@@ -116,8 +110,7 @@ def refuse_counts(flags: dict[str, Any]) -> None:
 
 def build_trainer(flags: dict[str, Any]) -> Trainer:
     """``Trainer(**flags)``, its refusals as a :class:`UserError`; its ranks on this machine share the cores."""
-    callbacks = as_list(flags["callbacks"])
-    flags = flags | {"enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks)}
+    flags = flags | {"enable_checkpointing": any(isinstance(each, Checkpoint) for each in as_list(flags["callbacks"]))}
     try:
         trainer = Trainer(**flags)
     except (MisconfigurationException, ValueError, RuntimeError, TypeError, ImportError) as error:
@@ -166,13 +159,7 @@ def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
 
 
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
-    """Metrics of best.ckpt on the test set: the one time a run looks at it.
-
-    Args:
-        trainer: Has trained.
-        config: The module and its data.
-        best_path: The checkpoint; None tests the weights as they are.
-    """
+    """Metrics of best.ckpt on the test set, or where there is none of the weights as they are, at a run's end."""
     if best_path is not None and not best_path.exists():
         raise UserError(
             "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."

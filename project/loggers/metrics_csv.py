@@ -28,9 +28,7 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = path
         self._row: dict[str, float] = {}  # the row being gathered
-        self._row_start: int | None = (
-            None  # where in the file its earlier state begins, in bytes; None: not in the file
-        )
+        self._row_start: int | None = None  # where its earlier state begins in the file, in bytes; None: not in it
         self._row_changed = False
         self._adopt(self._read())
 
@@ -47,10 +45,8 @@ class MetricsCSV(Logger):
         if self._row and self._row["step"] != step:
             self.flush_rows()
             self._row, self._row_start = {}, None
-        self._row |= {key: float(value) for key, value in metrics.items()}
-        self._row["step"] = step
-        if "epoch" in self._row:
-            self._row["epoch"] = int(self._row["epoch"])
+        self._row |= {key: int(value) if key == "epoch" else float(value) for key, value in metrics.items()}
+        self._row |= {"step": step}
         self._row_changed = True
 
     def save(self) -> None:  # finalize calls it, too
@@ -87,11 +83,9 @@ class MetricsCSV(Logger):
         self._adopt(rows)
         if self.path.exists():
             self._rewrite(rows)
-        if rows:  # what is still logged at its step joins the last row
-            self._row = {key: float(value) for key, value in rows[-1].items() if value}
-        else:
-            self._row_start = None
-        self._row_changed = False
+        # what is still logged at its step joins the last row
+        self._row = {key: float(value) for row in rows[-1:] for key, value in row.items() if value}
+        self._row_start, self._row_changed = self._row_start if rows else None, False
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():

@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 import shlex
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project.engine.stop import failure_within
 from project.engine.summary import RunRecord
 from project.errors import UserError
 from project.loggers import STEP
@@ -91,7 +93,7 @@ class WandbRunLogger(WandbLogger):
     @property
     def experiment(self) -> Any:
         """The W&B run. Lightning asks for it before training; what it gets waits for the run at its first use."""
-        return self._run.result() if self._run.done() else _Awaited(self.wait)
+        return self._run.result() if self._run.done() else _Awaited(self)
 
     def begin(
         self, facts: Mapping[str, Any] | None = None, monitor: str | None = "val/accuracy", mode: str = "max"
@@ -138,7 +140,7 @@ class WandbRunLogger(WandbLogger):
         patience: float | None = STOP_PATIENCE
         if exit_code == 0:  # files need no server, so there is no limit
             patience = None if self.offline else float(os.environ.get("WANDB_FINISH_TIMEOUT", END_PATIENCE))
-        if not done_within(patience, lambda: self._finish(exit_code)):
+        if failure_within(patience, lambda: self._finish(exit_code)):
             self._give_up()
         if self._staging:  # it names this run's folder; later runs of this process have others
             os.environ.pop("WANDB_DATA_DIR", None)
@@ -162,7 +164,7 @@ class WandbRunLogger(WandbLogger):
             rank_zero_warn(f"W&B did not take everything in time. To complete it: wandb sync {place}")
         else:
             rank_zero_warn("W&B did not answer in time and has nothing of this run. metrics.csv has every value.")
-        done_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
+        failure_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
 
     def _start(self, config: dict[str, Any], monitor: str | None, mode: str) -> None:
         try:
@@ -197,29 +199,14 @@ class WandbRunLogger(WandbLogger):
         return wandb.init(**options, mode="offline")
 
 
+@dataclass
 class _Awaited:
     """Stands for the W&B run until it is up, and waits for it when it is used."""
 
-    def __init__(self, wait: Callable[[], Any]) -> None:
-        self._wait = wait
+    logger: WandbRunLogger
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._wait(), name)
-
-
-def done_within(seconds: float | None, work: Callable[[], Any]) -> bool:
-    """Do ``work`` in a thread, which is left behind after ``seconds``; returns whether it was done without an error."""
-    done = threading.Event()
-
-    def target() -> None:
-        with suppress(BaseException):  # wandb.teardown raises SystemExit where its process failed
-            work()
-            done.set()
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return done.is_set()
+        return getattr(self.logger.wait(), name)
 
 
 def offline_folders(folder: Path) -> str | None:
@@ -266,8 +253,7 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
     if (folder / "report.html").exists():
         pictures["report"] = wandb.Html(str(folder / "report.html"), inject=False)
     if record.confusion is not None:
-        names, counts = record.names, record.confusion
-        accuracies = record.class_accuracy
+        names, accuracies = record.names, record.class_accuracy
         pictures["test/class_accuracy"] = bars("Accuracy per class", "class", "accuracy", accuracies, "samples")
         rows = [
             [wandb.Image(m.image.squeeze()), names[m.label], names[m.prediction], m.probability]
@@ -275,13 +261,10 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
         ]
         pictures["test/mistakes"] = wandb.Table(columns=["image", "label", "prediction", "probability"], data=rows)
         if len(names) <= MOST_CLASSES:
-            columns = ["Actual", "Predicted", "nPredictions"]
-            cells = [[y, p, int(counts[i, j])] for i, y in enumerate(names) for j, p in enumerate(names)]
-            pictures["test/confusion_matrix"] = wandb.plot_table(
-                vega_spec_name="wandb/confusion_matrix/v1",
-                data_table=wandb.Table(columns=[*columns], data=cells),
-                fields={name: name for name in columns},
-                string_fields={"title": "Confusion matrix"},
+            pairs = np.indices(record.confusion.shape).reshape(2, -1).repeat(record.confusion.ravel(), axis=1)
+            labels, predictions = pairs.tolist()
+            pictures["test/confusion_matrix"] = wandb.plot.confusion_matrix(
+                y_true=labels, preds=predictions, class_names=names, title="Confusion matrix"
             )
     if record.breakdown:
         pictures["memory/breakdown"] = bars("Memory by use", "use", "GiB", record.breakdown.items())
