@@ -210,8 +210,8 @@ def leak_report(place: str, mib: list[float]) -> str | None:
     if len(added) < EPOCHS or min(added) < max(LEAST_MIB[place], max(added) / 3):
         return None
     return (
-        f"{place} memory looks like it leaks: {sum(added) / EPOCHS:.1f} MiB more after each of the last {EPOCHS} epochs "
-        f"({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB). Something keeps tensors alive from step to step: keep "
+        f"{place} memory looks like it leaks: {sum(added) / EPOCHS:.1f} MiB more after each of the last {EPOCHS} "
+        f"epochs ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB). Something keeps tensors alive from step to step: keep "
         "loss.item() or loss.detach(), never the loss or outputs with their graph."
     )
 
