@@ -14,8 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# NVML averages over 1/6 to 1 s, so shorter intervals give nothing new.
-INTERVAL_SECONDS = 0.5
 # First word of a Trainer's precision → data type of the matrix products, where peak rates are known for it
 MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
@@ -24,9 +22,10 @@ class GpuUtilization:
     """Samples the share of time in which the GPU ran a kernel, in a thread of its own, so that training never waits.
 
     ``read`` returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU.
+    NVML averages over 1/6 to 1 s, so an interval shorter than half a second gives nothing new.
     """
 
-    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
         self.paused = False  # whether what the GPU does now is not to be counted
         self._samples: list[float] = []
         self._mean: float | None = None

@@ -20,10 +20,8 @@ from project.engine.lightning_internals import tell_profiled_module
 from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values, synchronize
 from project.errors import UserError
 
-# The first optimizer steps compile, choose algorithms and fill caches.
-WARM_UP_STEPS = 2
-# A loader that takes a fifth of the time is worth a flag.
-LOADER_BOUND_PCT = 20.0
+WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
+LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a flag
 # Ends of the names that Lightning gives to what it does
 FETCHING = ".train_dataloader_next"
 READ = BEFORE_VALIDATION, SAVING = ".on_validation_model_zero_grad", "save_checkpoint"
@@ -103,7 +101,7 @@ class ThroughputMonitor(Callback):
         return {name: statistics.median(w[name] for w in self.windows if name in w) for name in names}
 
     def advice(self) -> str:
-        """What was measured, and what to try, in one or two sentences. Empty if nothing was measured."""
+        """What was measured and what to try, in one or two sentences; empty if nothing was measured."""
         return bottleneck(self.summary(), self._trainer) if self.windows and self._trainer else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
