@@ -72,11 +72,11 @@ class ThroughputMonitor(Callback):
 
     def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
         """The Trainer's profiler; the user's own, or the one of Lightning's that is named, stands behind it."""
-        if isinstance(chosen, str):
-            if chosen.lower() not in PROFILERS:
-                raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
-            chosen = PROFILERS[chosen.lower()]()
-        return LoaderTimer(self, chosen)
+        if not isinstance(chosen, str):
+            return LoaderTimer(self, chosen)
+        if chosen.lower() not in PROFILERS:
+            raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
+        return LoaderTimer(self, PROFILERS[chosen.lower()]())
 
     @contextmanager
     def pause(self) -> Iterator[None]:

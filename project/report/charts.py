@@ -162,7 +162,7 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> str:
             ax.text(column, row, str(count or ""), ha="center", va="center", fontsize=size, color=colour)
         ax.set(xlabel="predicted class", ylabel="true class", xticks=[], yticks=[])
         if classes <= MOST_NAMED_CLASSES:
-            turned = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 2 else {}
+            turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 2 else {}
             ax.set_xticks(range(classes), labels, **turned)
             ax.set_yticks(range(classes), labels)
         ax.grid(visible=False)
