@@ -19,8 +19,7 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback
 
-from project.callbacks.memory import MemoryMonitor  # feature: memory
-from project.callbacks.memory_use import MemorySnapshot  # feature: memory
+from project.callbacks.memory import MemoryMonitor, MemorySnapshot  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.test_predictions import TestPredictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput

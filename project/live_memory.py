@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
 from project.engine.lightning_internals import each_result
 from project.hardware import GIB
 
-# What cuBLAS, cuDNN and MPS say when memory is used up, besides what Lightning's is_oom_error knows of CUDA and the CPU
-OUT_OF_MEMORY = ("MPS backend out of memory", "_STATUS_ALLOC_FAILED", "nable to find an engine")
+# What devices, the CPU, cuBLAS and cuDNN (three ways) say when memory is used up
+OUT_OF_MEMORY = (
+    *("out of memory", "can't allocate memory", "_STATUS_ALLOC_FAILED"),
+    *("CUDNN_STATUS_NOT_SUPPORTED", "nable to find an engine"),
+)
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
     """Whether an exception says that a device's or the host's memory is used up."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if not (isinstance(exception, RuntimeError) and len(exception.args) == 1 and isinstance(exception.args[0], str)):
-        return False
-    return is_oom_error(exception) or any(words in exception.args[0] for words in OUT_OF_MEMORY)
+    return isinstance(exception, RuntimeError) and any(words in str(exception) for words in OUT_OF_MEMORY)
 
 
 class LiveMemory:
@@ -37,9 +37,8 @@ class LiveMemory:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.live_bytes = self.peak_bytes = 0
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._counting = each_result(self.count)
 
     def __enter__(self) -> LiveMemory:
@@ -57,20 +56,17 @@ class LiveMemory:
         """
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                self._count_storage(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                # PyTorch keeps one Python object per storage for as long as the storage lives
+                if storage not in self._counted:
+                    self._counted.add(storage)
+                    weakref.finalize(storage, self._add, -storage.nbytes())
+                    self._add(storage.nbytes())
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
             raise torch.OutOfMemoryError(
                 f"{self.live_bytes / GIB:.3f} GiB of tensors, the limit is {self.limit_bytes / GIB:.3f} GiB"
             )
 
-    def _count_storage(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)  # PyTorch keeps one Python object per storage for as long as the storage lives
-        if key in self._storages:
-            return
-        size = storage.nbytes()
-        self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+    def _add(self, size: int) -> None:
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _forget(self, key: int) -> None:
-        self.live_bytes -= self._storages.pop(key)[1]

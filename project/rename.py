@@ -41,7 +41,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "dashboard": ("project/dashboard.py",),
     "runs": ("project/runs.py",),
     "throughput": ("project/callbacks/throughput.py", "project/callbacks/gpu.py"),
-    "memory": ("project/callbacks/memory.py", "project/callbacks/memory_use.py"),
+    "memory": ("project/callbacks/memory.py",),
     "optimizer": ("project/callbacks/optimizer.py",),
     "profiler": ("project/callbacks/profiler.py", "configs/profile.yaml"),
     "mnist": (

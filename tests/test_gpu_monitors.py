@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from project.callbacks.memory import MemoryMonitor  # feature: memory
-from project.callbacks.memory_use import ACTIVATIONS, GIB, MemorySnapshot  # feature: memory
+from project.callbacks.memory import ACTIVATIONS, GIB, MemoryMonitor, MemorySnapshot  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.profiler import StepProfiler  # feature: profiler
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput

@@ -18,12 +18,13 @@ import torch
 from lightning.pytorch import Trainer
 
 from project import fit
+from project import report as page
 from project.callbacks import test_predictions
 from project.callbacks.test_predictions import TestPredictions
 from project.data import MNISTDataModule
 from project.engine.restore import load
 from project.engine.summary import Mistake, RunRecord, Summary
-from project.report import page, write_report
+from project.report import write_report
 from project.report.charts import MOST_POINTS, thinned
 from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders

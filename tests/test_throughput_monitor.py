@@ -184,6 +184,9 @@ def test_a_run_resumed_in_mid_epoch_warms_up_again_and_keeps_the_log_steps(tmp_p
     assert [(step, row["step_ms"]) for step, row in rows] == [
         (step, pytest.approx(1000 * (FETCH + STEP))) for step in (7, 9, 10)
     ]
+    # with one step left, that one is reported
+    ((step, row),) = Known(tmp_path, max_steps=6).fit(ckpt_path=tmp_path / "mid.ckpt", weights_only=True)
+    assert (step, row["step_ms"]) == (5, pytest.approx(1000 * (FETCH + STEP)))
 
 
 def test_the_sanity_check_is_outside(tmp_path):

@@ -15,7 +15,7 @@ from torchvision.models import resnet18
 
 from project.benchmark import Row, Settings
 from project.benchmark.timing import alternate, median_and_spread, progress, run_epochs
-from project.callbacks.memory_use import memory_breakdown  # feature: memory
+from project.callbacks.memory import memory_breakdown  # feature: memory
 from project.engine.cli import Configuration, configure
 from project.errors import UserError
 from project.hardware import GIB  # feature: memory

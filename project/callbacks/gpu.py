@@ -14,8 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# NVML averages over 1/6 to 1 s, so shorter intervals give nothing new.
-INTERVAL_SECONDS = 0.5
 # First word of a Trainer's precision → data type of the matrix products, where peak rates are known for it
 MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
@@ -24,16 +22,16 @@ class GpuUtilization:
     """Samples the share of time in which the GPU ran a kernel, in a thread of its own, so that training never waits.
 
     ``read`` returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU.
+    NVML averages over 1/6 to 1 s, so an interval shorter than half a second gives nothing new.
     """
 
-    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
         self.paused = False  # whether what the GPU does now is not to be counted
         self._samples: list[float] = []
         self._mean: float | None = None
-        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
         if read is not None:
-            self._ended = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
             self._thread.start()
 
     @classmethod
@@ -43,8 +41,8 @@ class GpuUtilization:
 
     def stop(self) -> None:
         """End the thread; returns when it has."""
-        if self._thread is not None:
-            self._ended.set()
+        self._ended.set()
+        if self._thread.is_alive():
             self._thread.join(timeout=5)
 
     def mean(self) -> float | None:
@@ -128,21 +126,17 @@ def may_use_tf32(module: nn.Module) -> bool:
     return products or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
-# Dense TFLOP/s from NVIDIA's data sheets: float32 on CUDA cores, TF32 and 16 bits on tensor cores (with float32
-# accumulation, as cuBLAS and cuDNN do). Where a sheet prints figures "with sparsity" only, half of them.
-# 0: the chip has no such mode. Names as the devices call themselves: "h100" is the SXM form.
-DATA_CENTER = """
+# Dense TFLOP/s: float32, TF32, 16 bits with float32 accumulation (as cuBLAS and cuDNN do). From NVIDIA's data sheets,
+# half of the figures that are printed "with sparsity" only, and from the appendices of the white papers on GA102, Ada
+# and RTX Blackwell. 0: the chip has no such mode. Names as the devices call themselves: "h100" is the SXM form.
+PEAK_TFLOPS = """
     b200 75 1125 2250, h200 67 494.5 989.5, h200 nvl 60 417.5 835.5, gh200 67 494.5 989.5, h100 66.9 494.7 989.4,
     h100 pcie 51.2 378 756, h100 nvl 60 417.5 835.5, a100 19.5 156 312, a30 10.3 82 165, a40 37.4 74.8 149.7,
     a10 31.2 62.5 125, a10g 31.5 35 70, l4 30.3 60 121, l40 90.5 90.5 181, l40s 91.6 183 362, t4 8.1 0 65,
-    v100 sxm2 15.7 0 125, v100 pcie 14 0 112
-"""
-# float32 TFLOP/s of GeForce RTX: GA102, Ada and RTX Blackwell white papers, appendices. On all of these TF32 runs as
-# fast as float32, and 16 bits with float32 accumulation twice as fast.
-GEFORCE_RTX = """
-    5090 104.8, 5080 56.3, 5070 ti 43.9, 5070 30.9, 5060 ti 23.7, 5060 19.2, 4090 82.6, 4080 super 52.2, 4080 48.7,
-    4070 ti super 44.1, 4070 ti 40.1, 4070 super 35.5, 4070 29.1, 4060 ti 22.1, 4060 15.1, 3090 ti 40.0, 3090 35.6,
-    3080 ti 34.1, 3080 29.8, 3070 ti 21.7, 3070 20.3, 3060 ti 16.2, 3060 12.7
+    v100 sxm2 15.7 0 125, v100 pcie 14 0 112, rtx 5090 104.8 104.8 209.6, rtx 5080 56.3 56.3 112.6,
+    rtx 5070 ti 43.9 43.9 87.8, rtx 4090 82.6 82.6 165.2, rtx 4080 super 52.2 52.2 104.4, rtx 4080 48.7 48.7 97.4,
+    rtx 4070 29.1 29.1 58.2, rtx 4060 15.1 15.1 30.2, rtx 3090 ti 40 40 80, rtx 3090 35.6 35.6 71.2,
+    rtx 3080 29.8 29.8 59.6, rtx 3070 20.3 20.3 40.6, rtx 3060 12.7 12.7 25.4
 """
 
 
@@ -156,16 +150,9 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
     words = re.split(r"[\s\-]+", device_name.lower())
     chip = " ".join(word for word in words if not re.fullmatch(r"nvidia|tesla|geforce|\d+gb|hbm3e?", word))
     chip = re.sub(r"^(a100|a30) (sxm4|pcie)$", r"\1", chip)  # equally fast in either form
-    rates = {name.strip(): [float(rate) for rate in row] for name, *row in _rows(DATA_CENTER, 3)}
-    rates |= {
-        f"rtx {name.strip()}": [float(rate), float(rate), 2 * float(rate)] for name, rate in _rows(GEFORCE_RTX, 1)
-    }
-    full, with_tf32, half = rates.get(chip, (0.0, 0.0, 0.0))
+    rows = (row.strip().rsplit(None, 3) for row in PEAK_TFLOPS.split(","))
+    full, with_tf32, half = map(float, {name: rates for name, *rates in rows}.get(chip, [0, 0, 0]))
     if dtype is torch.bfloat16 and chip.startswith(("t4", "v100")):  # tensor cores before Ampere do not multiply it
         half = 0.0
     rate = {torch.float32: (tf32 and with_tf32) or full, torch.float16: half, torch.bfloat16: half}.get(dtype)
     return 1e12 * rate if rate else None
-
-
-def _rows(table: str, numbers: int) -> list[list[str]]:
-    return [row.rsplit(None, numbers) for row in table.split(",")]

@@ -1,10 +1,10 @@
-"""How much memory a run uses, for what, and whether it leaks."""
+"""How much memory a run uses, for what, whether it leaks, and what could be saved of it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -14,23 +14,21 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
-from project.callbacks.memory_use import (
-    HEADLINE,
-    add_activations,
-    explain,
-    memory_breakdown,
-    possible_savings,
-)
+from project.engine.lightning_internals import record_memory_history, write_memory_snapshot
 from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values
+from project.errors import UserError
 from project.hardware import GIB
 from project.live_memory import is_out_of_memory
 
 MIB = 1024**2
 # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
 SETTLING_STEPS = 3
-# Epochs in a row that must grow to count as a leak. The baseline is the end of the first one, with caches filled.
-EPOCHS = 4
+# Epochs in a row that must grow to count as a leak, and by how much (MiB): allocators and loggers grow, too.
+EPOCHS, LEAST_MIB = 4, {"host": 2.0, "device": 0.5}
+ACTIVATIONS = "activations and the rest"
+HEADLINE = "Out of memory"
 
 
 class MemoryMonitor(Callback):
@@ -55,16 +53,15 @@ class MemoryMonitor(Callback):
 
     def __init__(self, read: Callable[..., dict[str, int]] | None = None, host: HostMemory | None = None) -> None:
         self._read, self._host = read or device_memory, host or HostMemory()
-        self._device = torch.device("cpu")
+        self._device, self._precision = torch.device("cpu"), "32-true"
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
         self._parts: dict[str, float] = {}
-        self._parts_due = 0
+        self._parts_due = SETTLING_STEPS
         self._logged_at, self._logged_peaks = -1, dict[str, float]()
         self._run: dict[str, float] = {}  # highest values
-        self._growth: list[tuple[MemoryGrowth, Callable[[], int]]] = []
+        self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
         self._leaks: dict[str, str] = {}  # place → its newest report
-        self._precision = "32-true"
 
     def summary(self) -> dict[str, float]:
         """The run's highest values: ``memory/peak_rss_gib``, and with CUDA the other ``memory/peak_*``."""
@@ -86,12 +83,10 @@ class MemoryMonitor(Callback):
         return list(self._leaks.values())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._device = trainer.strategy.root_device
-        self._growth = [(MemoryGrowth("host", least_mib=2), self._host.process_rss)]
-        if self._read_peaks():
-            self._growth.append((MemoryGrowth("device", least_mib=0.5), lambda: self._read(self._device)["allocated"]))
+        self._device, self._precision = trainer.strategy.root_device, str(trainer.precision)
         self._window_peaks, self._step_peak, self._logged_at = {}, None, -1
-        self._parts_due, self._precision = SETTLING_STEPS, str(trainer.precision)
+        self._parts_due, self._at_epoch_ends = SETTLING_STEPS, {}
+        self._read(self._device, reset_peaks=True)  # what came before is not the training's
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -111,11 +106,16 @@ class MemoryMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log(trainer, pl_module, epoch_end=True)
-        for growth, used in self._growth:
-            if report := growth.note(used()):
-                if growth.place not in self._leaks:
+        used = {"host": self._host.process_rss(), "device": self._read(self._device).get("allocated")}
+        for place, size in used.items():
+            if size is None:
+                continue
+            mib = self._at_epoch_ends.setdefault(place, [])
+            mib.append(size / MIB)
+            if report := leak_report(place, mib):
+                if place not in self._leaks:
                     rank_zero_warn(report)
-                self._leaks[growth.place] = report
+                self._leaks[place] = report
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not is_out_of_memory(exception) or HEADLINE in str(exception):
@@ -126,7 +126,7 @@ class MemoryMonitor(Callback):
         exception.args = (f"{exception}\n\n{explain(trainer, peak_gib, now.get('total'))}",)
 
     def _read_peaks(self, of_training: bool = False) -> dict[str, int]:
-        """Read the allocator, keep its peaks for the window, and reset them: the one place that does."""
+        """Read the allocator, keep its peaks for the window, and reset them."""
         now = self._read(self._device, reset_peaks=True)
         for name in now.keys() & {"peak_allocated", "peak_reserved"}:
             self._window_peaks[name] = max(self._window_peaks.get(name, 0), now[name])
@@ -163,12 +163,13 @@ def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, 
         return {**now, "total": torch.mps.recommended_max_memory()}
     if device.type != "cuda":
         return {}
-    stats, kinds = torch.cuda.memory_stats(device), ("allocated", "reserved")
-    now = {kind: stats.get(f"{kind}_bytes.all.current", 0) for kind in kinds}
-    now |= {f"peak_{kind}": stats.get(f"{kind}_bytes.all.peak", 0) for kind in kinds}
+    stats, now = torch.cuda.memory_stats(device), {"total": torch.cuda.get_device_properties(device).total_memory}
+    for kind in ("allocated", "reserved"):
+        now[kind] = stats.get(f"{kind}_bytes.all.current", 0)
+        now[f"peak_{kind}"] = stats.get(f"{kind}_bytes.all.peak", 0)
     if reset_peaks:
         torch.cuda.reset_peak_memory_stats(device)
-    return {**now, "total": torch.cuda.get_device_properties(device).total_memory}
+    return now
 
 
 class HostMemory:
@@ -188,7 +189,7 @@ class HostMemory:
         return total
 
     def peak_rss(self) -> int:
-        """The most this process has had since it was started, 0 if the system does not report it.
+        """The most this process has had, 0 if the system does not report it.
 
         Not ``getrusage``: its ``ru_maxrss`` begins with the size of the process that started this one.
         """
@@ -198,26 +199,141 @@ class HostMemory:
         return 0
 
 
-class MemoryGrowth:
-    """Watches one kind of memory at epoch ends. Allocators and loggers grow, too: less than ``least_mib`` per epoch."""
+def leak_report(place: str, mib: list[float]) -> str | None:
+    """What to tell, with numbers, where memory at epoch ends (``mib``, in MiB) looks like a leak.
 
-    def __init__(self, place: str, least_mib: float) -> None:
-        self.place, self.least_mib = place, least_mib
-        self.mib: list[float] = []
+    That is: each of the last four epochs added ``LEAST_MIB``, and a third of what the one that added most did (a cache
+    that fills up adds less and less). The first epoch fills caches: its end is the baseline.
+    """
+    recent = mib[-EPOCHS - 1 :]
+    added = [after - before for before, after in pairwise(recent)]
+    if len(added) < EPOCHS or min(added) < max(LEAST_MIB[place], max(added) / 3):
+        return None
+    return (
+        f"{place} memory looks like it leaks: {sum(added) / EPOCHS:.1f} MiB more after each of the last {EPOCHS} "
+        f"epochs ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB). Something keeps tensors alive from step to step: keep "
+        "loss.item() or loss.detach(), never the loss or outputs with their graph."
+    )
 
-    def note(self, used_bytes: int) -> str | None:
-        """Add an epoch's end. Returns the report, with numbers, while the growth looks like a leak.
 
-        That is: each of the last four epochs added ``least_mib``, and a third of what the one that added most did (a
-        cache that fills up adds less and less).
-        """
-        self.mib.append(used_bytes / MIB)
-        recent = self.mib[-EPOCHS - 1 :]
-        added = [after - before for before, after in pairwise(recent)]
-        if len(added) < EPOCHS or min(added) < max(self.least_mib, max(added) / 3):
-            return None
-        return (
-            f"{self.place} memory looks like it leaks: {sum(added) / EPOCHS:.1f} MiB more after each of the last "
-            f"{EPOCHS} epochs ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB). Something keeps tensors alive from step to "
-            "step: keep loss.item() or loss.detach(), never the loss or outputs with their graph."
-        )
+def memory_breakdown(trainer: Trainer) -> dict[str, float]:
+    """GiB of this rank's ``weights`` (with buffers), ``gradients`` and ``optimizer state``: exact, from the tensors.
+
+    Taken right after an optimizer step: Lightning clears gradients in the next one, and some optimizers make their
+    state in the first.
+    """
+
+    def size_gib(tensors: Iterable[object]) -> float:
+        own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]  # a rank's own shard
+        return sum(tensor.numel() * tensor.element_size() for tensor in own if isinstance(tensor, Tensor)) / GIB
+
+    module = trainer.lightning_module
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    return {
+        "weights": size_gib([*module.parameters(), *module.buffers()]),
+        "gradients": size_gib(parameter.grad for parameter in module.parameters()),
+        "optimizer state": size_gib(value for state in states for value in state.values()),
+    }
+
+
+def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str, float]:
+    """The parts with ``activations and the rest``: the training peak less those, where it is known."""
+    if peak_bytes is None or not parts:
+        return dict(parts)
+    return {**parts, ACTIVATIONS: max(0.0, peak_bytes / GIB - sum(parts.values()))}
+
+
+def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, float]:
+    """Share of the peak (0-100) that each measure would save at most under a Trainer's ``precision``.
+
+    Empty where activations are unknown.
+    """
+    activations, total = breakdown.get(ACTIVATIONS), sum(breakdown.values())
+    if activations is None or not total:
+        return {}
+    saved = {
+        "half the batch size, --accumulate_grad_batches doubled": activations / 2,
+        "activation checkpointing": activations,  # what it leaves depends on the network
+    }
+    if precision.startswith("32"):
+        saved["--precision bf16-mixed"] = activations / 2  # 16-bit activations; weights stay float32
+        saved["--precision bf16-true"] = total / 2
+    elif precision.endswith("mixed"):
+        saved["--precision bf16-true"] = (total - activations) / 2
+    return {measure: 100 * gib / total for measure, gib in saved.items()}
+
+
+def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
+    """The advice after an out-of-memory error: batch size, peak, memory by use, and three things to try in order.
+
+    ``peak_gib`` is 0 where the device does not tell how much was allocated, ``total_bytes`` None where it is unknown.
+    """
+    evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
+    flag = "eval_batch_size" if evaluating else "batch_size"
+    size = getattr(getattr(trainer, "datamodule", None), flag, None)
+    facts = f"{HEADLINE} in {'evaluation' if evaluating else 'training'}"
+    facts += f"; --data.{flag} is {size}" if size else ""
+    facts += f"; the peak was {peak_gib:.2f} GiB" if peak_gib else ""
+    facts += f" of {total_bytes / GIB:.2f} GiB" if peak_gib and total_bytes else ""
+    parts = add_activations(memory_breakdown(trainer), int(peak_gib * GIB) or None)
+    used = [  # largest first
+        f"{name} {gib:.2f} GiB" if gib >= 1 else f"{name} {1024 * gib:.1f} MiB"
+        for name, gib in sorted(parts.items(), key=lambda part: -part[1])
+    ]
+    lines = [f"{facts}.", f"Memory by use: {', '.join(used)}.", "Try, in this order:"]
+    lines += [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
+    return "\n".join([*lines, "The last checkpoint is whole: go on from it with --ckpt_path last and one of these."])
+
+
+def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
+    """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
+    precision, evaluating = str(trainer.precision), flag == "eval_batch_size"
+    smaller = f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
+    accumulate = f"--accumulate_grad_batches {2 * trainer.accumulate_grad_batches}"
+    tries = [f"{smaller} {accumulate}   (the same optimizer steps in smaller portions)"]
+    if evaluating:
+        tries = [f"{smaller}   (metrics do not change)"]
+    if precision.startswith("32") and trainer.strategy.root_device.type != "cpu":
+        tries.insert(evaluating, "--precision bf16-mixed   (16-bit activations; 16-mixed before Ampere)")
+    elif precision.endswith("mixed"):
+        tries.append("--precision bf16-true   (16-bit weights, gradients and optimizer state)")
+    if "activation_checkpointing" in trainer.lightning_module.hparams and not evaluating:
+        tries.append("--model.activation_checkpointing true   (activations computed again instead of kept)")
+    return [*tries, "a smaller network", "SGD as the optimizer   (no or less optimizer state)"][:3]
+
+
+class MemorySnapshot(Callback):
+    """Records every allocation and free with its stack, and writes them when training ends or fails.
+
+    The last 100,000 events are kept (a few hundred steps, some ten megabytes), so that after an out-of-memory error the
+    file at ``path`` shows what led to it. Every further rank adds its number to the file's name.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self._recording = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        device = trainer.strategy.root_device.type
+        if stage == "fit" and device != "cuda":
+            raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
+        if stage == "fit" and not self.path.parent.is_dir():
+            raise UserError(f"--memory_snapshot {self.path}: there is no folder {self.path.parent}. Make it first.")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        record_memory_history(100_000)
+        self._recording = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._recording:
+            return
+        self._recording, rank = False, trainer.global_rank
+        path = self.path if rank == 0 else self.path.with_stem(f"{self.path.stem}.rank{rank}")
+        write_memory_snapshot(path)
+        record_memory_history(None)
+        if rank == 0:
+            viewer = "https://pytorch.org/memory_viz"
+            print(f"memory snapshot: {path} (open it at {viewer}; the file stays in your browser)", flush=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from project.engine.lightning_internals import profiled_module, surround_compile
 from project.errors import UserError
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
-# Last word of Lightning's action name → the region that begins or ends with the action
-PARTS = {"train_dataloader_next": "data", "batch_to_device": "data", "backward": "backward"}
-BEGINS = PARTS | {"configure_gradient_clipping": "optimizer"}
-ENDS = PARTS | {"training_step": "loss", "run_training_batch": "optimizer"}
+# Last word of Lightning's action name → the region that begins with the action; and those that end a region
+BEGINS = {"train_dataloader_next": "data", "batch_to_device": "data", "backward": "backward"}
+BEGINS |= {"configure_gradient_clipping": "optimizer"}
+ENDS = ("train_dataloader_next", "batch_to_device", "training_step", "backward", "run_training_batch")
 
 
 class StepProfiler(Profiler):
@@ -70,23 +71,26 @@ class StepProfiler(Profiler):
         self._finished = False
         self._recorded = 0  # steps
         self._in_training_step = False
-        self._open: dict[str, record_function] = {}
-        self._undo: list[Callable[[], Any]] = []
+        self._region: record_function | None = None
+        self._hooks = ExitStack()
 
     def start(self, action_name: str) -> None:
         if action_name == "run_training_epoch" and self._profile is None and not self._finished:
             self._begin()
-        if self._profile is not None:
-            hook = action_name.rpartition(".")[2]
-            self._in_training_step |= hook == "training_step"
-            self._switch(enter=BEGINS.get(hook))
+        if self._profile is None:
+            return
+        hook = action_name.rpartition(".")[2]
+        self._in_training_step |= hook == "training_step"
+        if hook in BEGINS:
+            self._switch(BEGINS[hook])
 
     def stop(self, action_name: str) -> None:
         if self._profile is None:
             return
         hook = action_name.rpartition(".")[2]
         self._in_training_step &= hook != "training_step"
-        self._switch(leave=ENDS.get(hook))
+        if hook in ENDS:
+            self._switch(None)
         if hook == "run_training_batch":
             self._recorded += self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
             self._profile.step()
@@ -101,19 +105,19 @@ class StepProfiler(Profiler):
                 rank_zero_warn(f"nothing was profiled: {needed}.")
         super().teardown(stage)
 
-    def _switch(self, leave: str | None = None, enter: str | None = None) -> None:
-        if leave in self._open:
-            self._open.pop(leave).__exit__(None, None, None)
-        if enter is not None:
-            self._open[enter] = record_function(enter).__enter__()
+    def _switch(self, region: str | None) -> None:
+        """End the region that is open, and begin another one."""
+        if self._region is not None:
+            self._region.__exit__(None, None, None)
+        self._region = None if region is None else record_function(region).__enter__()
 
     def _enter_forward(self, *_: Any) -> None:
         if self._in_training_step:
-            self._switch(leave="loss", enter="forward")
+            self._switch("forward")
 
     def _leave_forward(self, *_: Any) -> None:
-        if "forward" in self._open:
-            self._switch(leave="forward", enter="loss")
+        if self._in_training_step:
+            self._switch("loss")
 
     def _begin(self) -> None:
         self._module = profiled_module(self)
@@ -121,24 +125,22 @@ class StepProfiler(Profiler):
             if not any(True for _ in network.parameters()):
                 continue
             if (undo := surround_compiled_call(network, self._enter_forward, self._leave_forward)) is not None:
-                self._undo.append(undo)  # hooks would be compiled as well
+                self._hooks.callback(undo)  # hooks would be compiled as well
             else:
-                self._undo.append(network.register_forward_pre_hook(self._enter_forward).remove)
-                self._undo.append(network.register_forward_hook(self._leave_forward).remove)
+                self._hooks.callback(network.register_forward_pre_hook(self._enter_forward).remove)
+                self._hooks.callback(network.register_forward_hook(self._leave_forward).remove)
         for optimizer in self._module.trainer.optimizers:
             # inside PyTorch's own range around step(), which must not end before ours
-            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._switch(leave="optimizer")).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
         self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
         self._profile.start()
 
     def _end(self) -> None:
         assert self._profile is not None
-        for region in list(self._open):
-            self._switch(leave=region)
+        self._switch(None)
         running, self._profile, self._finished = self._profile, None, True
         running.stop()
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.close()
 
     def _write(self, finished: profile) -> None:
         self._finished = True

@@ -20,10 +20,11 @@ from project.engine.lightning_internals import tell_profiled_module
 from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values, synchronize
 from project.errors import UserError
 
-# The first optimizer steps compile, choose algorithms and fill caches.
-WARM_UP_STEPS = 2
-# A loader that takes a fifth of the time is worth a flag.
-LOADER_BOUND_PCT = 20.0
+WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
+LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a flag
+# Ends of the names that Lightning gives to what it does
+FETCHING = ".train_dataloader_next"
+READ = BEFORE_VALIDATION, SAVING = ".on_validation_model_zero_grad", "save_checkpoint"
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
@@ -100,16 +101,15 @@ class ThroughputMonitor(Callback):
         return {name: statistics.median(w[name] for w in self.windows if name in w) for name in names}
 
     def advice(self) -> str:
-        """What was measured, and what to try, in one or two sentences. Empty if nothing was measured."""
+        """What was measured and what to try, in one or two sentences; empty if nothing was measured."""
         return bottleneck(self.summary(), self._trainer) if self.windows and self._trainer else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
         self._trainer, self._device = trainer, trainer.strategy.root_device
         self._warm_up, self._last_of_warm_up = WARM_UP_STEPS, None
         self._utilization = GpuUtilization.of(self._device)
         self._measuring = True
-        self._restart()
+        self._restart()  # a run resumed in mid-epoch has no start of an epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restart()
@@ -188,39 +188,36 @@ class LoaderTimer(Profiler):
     A profiler is the public way to see the wait for a batch, saving, and the moment before a validation.
     """
 
-    _nothing = nullcontext("")
-
     def __init__(self, monitor: ThroughputMonitor, inner: Profiler | None = None) -> None:
         super().__init__()
         self.monitor, self.inner = monitor, inner or PassThroughProfiler()
-        self._fetching = 0.0
+        self._alone, self._nothing = isinstance(self.inner, PassThroughProfiler), nullcontext("")
+        self._fetching, self._saving = 0.0, ExitStack()
+
+    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
+        # some sixty times a step: what nobody reads shares one empty section
+        if self._alone and not action_name.endswith(READ):
+            return self._nothing
+        return super().profile(action_name)
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
-        if action_name.endswith(".train_dataloader_next"):
+        if action_name.endswith(FETCHING):
             self.monitor.validation.close()
             self._fetching = self.monitor.clock()
+        elif action_name.endswith(BEFORE_VALIDATION):
+            self.monitor.validation.enter_context(self.monitor.pause())
+        elif action_name == SAVING:
+            self._saving.enter_context(self.monitor.pause())
 
     def stop(self, action_name: str) -> None:
-        if action_name.endswith(".train_dataloader_next"):
+        if action_name.endswith(FETCHING):
             self.monitor.window.waited += self.monitor.clock() - self._fetching
+        elif action_name == SAVING:
+            self._saving.close()
         self.inner.stop(action_name)
 
-    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
-        if action_name.endswith(".on_validation_model_zero_grad"):
-            self.monitor.validation.enter_context(self.monitor.pause())
-        # some forty times a step: a profiler that does nothing is not asked
-        silent = isinstance(self.inner, PassThroughProfiler)
-        section = self._nothing if silent else self.inner.profile(action_name)
-        return self._outside(section) if action_name == "save_checkpoint" else section
-
-    @contextmanager
-    def _outside(self, section: AbstractContextManager[str]) -> Iterator[str]:
-        with self.monitor.pause(), section as name:
-            yield name
-
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        super().setup(stage, local_rank, log_dir)
         tell_profiled_module(self, self.inner)
         self.inner.setup(stage, local_rank, log_dir)
 
@@ -268,8 +265,11 @@ def samples_in(batch: Any) -> int:
     """Length of the first tensor in a batch (at any depth of tuples, lists and mappings), 0 where there is none."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((count for count in map(samples_in, parts) if count), 0)
+    parts = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, Mapping) else ()
+    for part in parts:  # at every step: a generator would take twice as long
+        if count := samples_in(part):
+            return count
+    return 0
 
 
 def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:

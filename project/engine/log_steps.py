@@ -10,12 +10,7 @@ from torch import Tensor
 
 
 def is_optimizer_step(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether the optimizer steps at this batch: not in the middle of ``--accumulate_grad_batches``.
-
-    Args:
-        trainer: Of the run.
-        batch_idx: As the hook of the batch gets it.
-    """
+    """Whether the optimizer steps at this batch of the epoch: not in the midst of ``--accumulate_grad_batches``."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 

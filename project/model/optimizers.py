@@ -60,19 +60,15 @@ def make_optimizer(
         raise UserError("--model.optimizer SparseAdam takes sparse gradients only, which layers do not give. Use Adam.")
     accepted = inspect.signature(cls).parameters
     arguments = {"lr": lr, **({"fused": True} if fused and "fused" in accepted else {}), **arguments}
-    decayed: dict[str, Any] = {"params": []}
-    spared: dict[str, Any] = {"params": []}
-    if "weight_decay" in accepted:
-        spared["weight_decay"] = 0.0
-    else:
+    no_decay = {"weight_decay": 0.0} if "weight_decay" in accepted else {}
+    if not no_decay:
         arguments.pop("weight_decay", None)
     parameters = list(module.parameters())
     if undecayed is None or len(undecayed) != len(parameters):
         undecayed = [parameter.ndim < 2 for parameter in parameters]
-    for parameter, is_spared in zip(parameters, undecayed, strict=True):
-        if parameter.requires_grad:
-            (spared if is_spared else decayed)["params"].append(parameter)
-    groups = [group for group in (decayed, spared) if group["params"]]
+    trained = [(p, spared) for p, spared in zip(parameters, undecayed, strict=True) if p.requires_grad]
+    decayed, rest = ([p for p, spared in trained if spared is wanted] for wanted in (False, True))
+    groups = [group for group in ({"params": decayed}, {"params": rest, **no_decay}) if group["params"]]
     return make("--model.optimizer", cls, [groups], arguments)
 
 

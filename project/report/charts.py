@@ -6,25 +6,22 @@ import html
 import io
 import math
 import re
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from torchmetrics.utilities.plot import plot_confusion_matrix
 
-from project.engine.summary import RunRecord, Series
+from project.engine.summary import Series
 
 WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its width
 MOST_EPOCHS = 8  # that are marked in a chart
 MOST_POINTS = 300  # per line; more cannot be told apart at this width
-MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_CLASS_ROWS, MOST_LETTERS = 40, 16, 25, 14
+MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_LETTERS = 40, 16, 14
 # Stand-ins for the page's colours, which replace them: see THEME.
 INK, FAINT, LINES = "#010203", "#040506", ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
 THEME = {INK: "var(--ink)", FAINT: "var(--grid)", **{line: f"var(--line{i})" for i, line in enumerate(LINES, 1)}}
@@ -131,63 +128,44 @@ def shortened(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
 
 
-def bars(name: str, unit: str, parts: dict[str, float]) -> str:
-    """Named amounts, one under the other, each with its value."""
+def amounts(name: str, unit: str, rows: Sequence[tuple[str, float]], from_zero: bool = True) -> str:
+    """Named amounts, one under the other, each with its value: bars from zero, or dots on an axis that fits them."""
 
     def paint(ax: Axes) -> None:
-        drawn = ax.barh(list(parts), list(parts.values()), color=LINES[0], height=0.6)
-        ax.bar_label(drawn, fmt="{:.3g}", padding=3)
-        ax.invert_yaxis()
-        ax.margins(x=0.15)
-        ax.grid(axis="y", visible=False)
-        ax.set_xlabel(unit)
-
-    return draw(name, paint, height=0.8 + 0.32 * len(parts))
-
-
-def class_accuracy(record: RunRecord) -> str:
-    """Accuracy of each class; of the worst ones where there are many."""
-    rows = record.class_accuracy[:MOST_CLASS_ROWS]
-
-    def paint(ax: Axes) -> None:
-        places, accuracies = range(len(rows)), [row[1] for row in rows]
-        # dots, not bars: the axis does not begin at 0, and a bar's length would mislead
-        ax.plot(accuracies, places, "o", color=LINES[0], markersize=5)
-        for point in zip(accuracies, places, strict=True):
-            ax.annotate(f"{point[0]:.3f}", point, (6, 0), textcoords="offset points", va="center", fontsize=7)
-        ax.set_yticks(places, [shortened(row[0]) for row in rows])
+        places, values = range(len(rows)), [value for _, value in rows]
+        if from_zero:
+            ax.barh(places, values, color=LINES[0], height=0.6)
+        else:
+            ax.plot(values, places, "o", color=LINES[0], markersize=5)
+        for place, value in zip(places, values, strict=True):
+            ax.annotate(f"{value:.3g}", (value, place), (6, 0), textcoords="offset points", va="center")
+        ax.set_yticks(places, [label for label, _ in rows])
         ax.invert_yaxis()
         ax.margins(x=0.2, y=0.06)
-        ax.set(xlabel="accuracy on the test set (fraction)", ylabel="class")
+        ax.grid(axis="y", visible=not from_zero)
+        ax.set_xlabel(unit)
 
-    return draw("Accuracy per class", paint, height=max(HEIGHT, 0.6 + 0.27 * len(rows)))
+    return draw(name, paint, height=0.8 + 0.3 * len(rows))
 
 
-def confusion_matrix(record: RunRecord) -> str:
-    """Labels against predictions, drawn by torchmetrics; the colour grows with the root of the count."""
-    assert record.confusion is not None
-    counts, names, classes = record.confusion, record.names, len(record.names)
+def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> str:
+    """Labels (rows) against predictions; the colour grows with the cube root of the count."""
+    classes, labels = len(names), [shortened(name) for name in names]
 
     def paint(ax: Axes) -> None:
-        shades: Any = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
-        labels: Any = [shortened(name) for name in names]
-        numbers = classes <= MOST_COUNTED_CLASSES
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's and numpy's of each other
-            plot_confusion_matrix(torch.from_numpy(counts), ax=ax, add_text=numbers, labels=labels, cmap=shades)
-        (image,) = ax.images
-        image.set_norm(PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max())))  # else only the diagonal is seen
-        image.set_interpolation("none")
-        for text, count in zip(ax.texts, counts.flat, strict=True) if numbers else ():
-            text.set(text=str(count) if count else "", fontsize=min(8, 84 / classes))
-            text.set_color("white" if 4 * count > counts.max() else INK)  # shade above 0.63
+        shades = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
+        root = PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max()))  # else only the diagonal is seen
+        ax.imshow(counts, cmap=shades, norm=root, interpolation="none")
+        size = min(8, 84 / classes)
+        for (row, column), count in np.ndenumerate(counts) if classes <= MOST_COUNTED_CLASSES else ():
+            colour = "white" if 4 * count > counts.max() else INK  # shade above 0.63
+            ax.text(column, row, str(count or ""), ha="center", va="center", fontsize=size, color=colour)
+        ax.set(xlabel="predicted class", ylabel="true class", xticks=[], yticks=[])
+        if classes <= MOST_NAMED_CLASSES:
+            turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 2 else {}
+            ax.set_xticks(range(classes), labels, **turned)
+            ax.set_yticks(range(classes), labels)
         ax.grid(visible=False)
-        ax.set_xlabel("predicted class", fontsize=8)
-        ax.set_ylabel("true class", fontsize=8)
-        if classes > MOST_NAMED_CLASSES:
-            ax.set(xticks=[], yticks=[])
         ax.tick_params(length=0, labelsize=min(8, 240 / classes))
-        if max(map(len, names)) <= 2:
-            ax.tick_params(rotation=0)
 
     return draw("Confusion matrix", paint, height=0.93 * WIDTH)
