@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UserError(f"export needs {missing[0]}, which training does not. Run pip install '.[export]' first.")
+        needs = f"{', '.join(missing)}, which training does not"
+        raise UserError(f"export needs {needs}. Run pip install '.[export]' first.")
     checkpoint = find_checkpoint(args.ckpt_path)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
     try:
