@@ -12,8 +12,10 @@ import dataclasses
 import json
 from typing import Any
 
+from project.engine.command import CommandParser, run
 from project.errors import UserError
 from project.loggers import PANELS, STEP
+from project.loggers.wandb_account import has_wandb_key
 
 # Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.
 LINES: dict[str, dict[str, list[str]]] = {
@@ -39,9 +41,6 @@ MEDIA: dict[str, dict[str, str]] = {"Mistakes": {"Run report": "report"}}
 
 def main(argv: list[str]) -> int:
     """Save or print the workspace that ``argv`` names."""
-    from project.engine.command import CommandParser
-    from project.loggers.wandb_account import has_wandb_key
-
     parser = CommandParser("project.dashboard", __doc__)
     parser.add_argument("--entity", help="W&B user or team")
     parser.add_argument("--project", help="W&B project of the runs")
@@ -50,25 +49,25 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.print:
         workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
-        # as plain values
-        print(json.dumps(dataclasses.asdict(workspace, dict_factory=without_empty), indent=2, default=str))
+        print(json.dumps(dataclasses.asdict(workspace, dict_factory=what_is_set), indent=2, default=str))
         return 0
     for option in ("entity", "project", "name"):
         if not (getattr(options, option) or "").strip():
             raise UserError(f"--{option} must be given, to save a workspace. To look at it: --print.")
     if not has_wandb_key():
-        needs = "saving a workspace needs a W&B login, and no API key is configured."
-        raise UserError(f"{needs} Run wandb login, or see what would be saved with --print.")
+        no_key = "saving a workspace needs a W&B login, and no API key is configured. Run wandb login"
+        raise UserError(f"{no_key}, or look at it with --print.")
     workspace = build_workspace(options.entity, options.project, options.name)
     try:
         print(workspace.save().url)
     except Exception as error:
-        told = f"W&B did not save the workspace ({' '.join(str(error).split())[:300]}). Check both names, the login and"
-        raise UserError(f"--entity {options.entity} --project {options.project}: {told} the network.") from None
+        said = f"W&B did not save the workspace ({' '.join(str(error).split())[:300]})."
+        where = f"--entity {options.entity} --project {options.project}"
+        raise UserError(f"{where}: {said} Check both names, the login and the network.") from None
     return 0
 
 
-def without_empty(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def what_is_set(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """What of a workspace is set, without W&B's own bookkeeping."""
     return {key: value for key, value in pairs if value is not None and key[0] != "_"}
 
@@ -97,6 +96,4 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
 
 
 if __name__ == "__main__":
-    from project.engine.command import run
-
     run(main)

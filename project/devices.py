@@ -11,12 +11,16 @@ import os
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from project import hardware
+from project.engine.command import CommandParser, run
 from project.errors import UserError
+from project.loggers.wandb_account import wandb_mode
+from project.tables import check_output, format_table, write_rows
 
 # A GPU that computes this much for others, or has less than this part of its memory free, is taken.
 BUSY_PCT, LEAST_FREE = 30, 0.5
@@ -26,9 +30,6 @@ MEASURE_SECONDS, LEAST_GAIN = 1.5, 1.05
 
 def main(argv: list[str]) -> int:
     """Report as ``argv`` says. The first lines appear before torch, which takes seconds, is imported."""
-    from project.engine.command import CommandParser
-    from project.tables import check_output, format_table, write_rows
-
     parser = CommandParser("project.devices", __doc__)
     parser.add_argument("--measure", action="store_true", help="time training steps in the precisions this machine has")
     parser.add_argument("--output", metavar="FILE.json", help="also write everything as JSON")
@@ -37,12 +38,10 @@ def main(argv: list[str]) -> int:
     # end feature: mnist
     args = parser.parse_args(argv)
     output = check_output(args.output, (".json",)) if args.output else None
-
-    from project import hardware
-    from project.loggers.wandb_account import wandb_mode
-
     cpu, memory, wandb = hardware.cpu(), hardware.memory(), wandb_mode(os.environ)
-    print(f"CPU     {cpu_line(cpu)}", flush=True)
+    arithmetic = " and ".join(name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there)
+    cores = f"{cpu['cores']} of {cpu['cores_of_machine']} cores"  # fewer by affinity or by a container's limit
+    print(f"CPU     {cpu['name']}, {cores}, {arithmetic or 'no bfloat16 arithmetic'}", flush=True)
     print(f"memory  {memory['total_gib']:.1f} GiB, {memory['available_gib']:.1f} GiB available", flush=True)
     print(f"W&B     {wandb.text}", flush=True)
     facts: dict[str, Any] = {"cpu": cpu, "memory": memory, "wandb": asdict(wandb)}
@@ -51,31 +50,18 @@ def main(argv: list[str]) -> int:
     facts["accelerators"] = gpus = hardware.accelerators()
     print(f"\n{format_table(gpus)}" if gpus else f"GPU     {hardware.unusable_gpus() or 'none'}")
     if args.measure:
-        chosen, _ = choose_gpus(gpus)
-        facts["step_ms"] = measure(chosen, precisions(cpu, chosen))
+        facts["step_ms"] = measure(chosen := choose_gpus(gpus)[0], precisions(cpu, chosen))
     flags = recommend(cpu, gpus, facts.get("step_ms"))
     # feature: mnist
     if facts["mnist"]["found"] and args.root != "data":
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
     # end feature: mnist
-    words = [f"{flag.flag} {flag.value}" for flag in flags]
-    command = " ".join(["python -m project.fit", *words])
+    command = " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)])
     facts["recommended"] = {"command": command, "reasons": {flag.flag: flag.reason for flag in flags}}
-    print(f"\n{command}\n")
-    for word, flag in zip(words, flags, strict=True):
-        print(f"  {word:{max(map(len, words))}}  {flag.reason}")
+    print(f"\n{command}\n\n{format_table([asdict(flag) for flag in flags])}")
     if output:
         write_rows(output, facts)
     return 0
-
-
-def cpu_line(cpu: Mapping[str, Any]) -> str:
-    """The CPU for a person."""
-    cores = f"{cpu['cores']} core{'s' if cpu['cores'] > 1 else ''}"
-    if cpu["cores"] != cpu["cores_of_machine"]:
-        cores += f" of {cpu['cores_of_machine']} (affinity or container limit)"
-    has = [name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there]
-    return f"{cpu['name']}, {cores}, {' and '.join(has) or 'no bfloat16 arithmetic'}"
 
 
 # feature: mnist
@@ -113,8 +99,7 @@ def recommend(
     """
     chosen, why = choose_gpus(accelerators)
     if not chosen:
-        cores = "the only core" if cpu["cores"] == 1 else f"all {cpu['cores']} cores"
-        why = f"one process runs {cores} as threads; more processes would only share them"
+        why = f"one process uses all cores ({cpu['cores']}) as threads; more processes would only share them"
         flags = [Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use")]
         flags.append(Flag("--devices", "1", why))
     else:
@@ -174,37 +159,32 @@ def measure(
     trained here is a UserError.
     """
     import torch
-    from lightning.fabric import Fabric
 
+    from project.engine.log_steps import synchronize
     from project.model import ConvNet
 
-    kind = "cpu" if not chosen else "mps" if chosen[0]["type"] == "mps" else "gpu"
-
-    def stepper(precision: Any) -> Callable[[], None]:
-        fabric = Fabric(accelerator=kind, devices=[chosen[0]["index"]] if chosen else 1, precision=precision)
-        network = ConvNet().to(memory_format=torch.channels_last)
-        model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters()))
-        images = torch.rand(128, 1, 28, 28, device=fabric.device).contiguous(memory_format=torch.channels_last)
-        labels = torch.arange(128, device=fabric.device) % 10
-
-        def step() -> None:
-            optimizer.zero_grad()
-            fabric.backward(torch.nn.functional.cross_entropy(model(images), labels))
-            optimizer.step()
-
-        return step
-
+    device, times = torch.device("cpu"), {name: list[float]() for name in names}
+    if chosen:
+        device = torch.device("mps" if chosen[0]["type"] == "mps" else "cuda", chosen[0]["index"])
+    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    scalers = {name: torch.amp.GradScaler(device.type, enabled=name == "16-mixed") for name in names}
     try:
-        steps = {name: stepper(name) for name in names}
-        times: dict[str, list[float]] = {name: [] for name in names}
+        network = ConvNet().to(device).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(network.parameters())
+        images = torch.rand(128, 1, 28, 28, device=device).contiguous(memory_format=torch.channels_last)
+        labels = torch.arange(128, device=device) % 10
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(times[names[0]]) < 4:
-            for name, step in steps.items():
+            for name in names:
                 started = time.perf_counter()
                 for _ in range(5):
-                    step()
-                if chosen:  # a GPU's step returns before it is done
-                    torch.accelerator.synchronize(chosen[0]["index"])
+                    optimizer.zero_grad()
+                    with torch.autocast(device.type, dtypes.get(name), enabled=name in dtypes):
+                        loss = torch.nn.functional.cross_entropy(network(images), labels)
+                    scalers[name].scale(loss).backward()
+                    scalers[name].step(optimizer)
+                    scalers[name].update()
+                synchronize(device)  # a GPU's step returns before it is done
                 times[name].append((time.perf_counter() - started) / 5 * 1000)
     except RuntimeError as error:
         raise UserError(f"--measure: a training step failed: {' '.join(str(error).split())[:300]}") from error
@@ -212,6 +192,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    from project.engine.command import run
-
     run(main)

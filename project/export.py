@@ -29,7 +29,6 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project import __version__
 from project.engine.restore import Loaded, load
@@ -57,9 +56,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data.source", metavar="auto|mnist|sample", help="which test set (default: as in training)")
     args = parser.parse_args(argv)
     output = check_output(args.output) if args.output else None
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if needs := ", ".join(missing):
-        raise UserError(f"export needs {needs}, which training does not. Run pip install '.[export]' first.")
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        needs = f"{', '.join(missing)}, which training does not"
+        raise UserError(f"export needs {needs}. Run pip install '.[export]' first.")
     checkpoint = find_checkpoint(args.ckpt_path)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
     try:
@@ -74,8 +73,7 @@ def main(argv: list[str]) -> int:
     print(f"{checkpoint}: comparing the exports on {len(samples.inputs[0]):,} samples ({samples.source})", flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
         write_files(Path(scratch), loaded, exported, samples, facts)
-        rows = compare(Path(scratch), loaded, samples)
-        print(format_table(rows))
+        print(format_table(rows := compare(Path(scratch), loaded, samples)))
         if output:
             write_rows(output, rows)
         if not all(row["agrees"] for row in rows):
@@ -113,17 +111,15 @@ def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
     if type(module).forward is LightningModule.forward:
         raise UserError(f"export traces the module's forward, and {name} has none. Write one.")
     shape, example = tuple(getattr(data, "image_shape", ())), module.example_input_array
-    if isinstance(example, Mapping):
-        raise UserError(f"{name}.example_input_array must be a tensor or a tuple of tensors for export, got a dict.")
-    example = (example,) if isinstance(example, Tensor) else example
-    inputs, labels, source = test_set(loaded, len(example or (0,)), as_in_training)
+    example = (example,) if isinstance(example, Tensor) else example if isinstance(example, tuple) else ()
+    inputs, labels, source = test_set(loaded, len(example) or 1, as_in_training)
     if not inputs and example:
         inputs, source = tuple(torch.cat([x, x]) for x in example), f"example_input_array; {source}"
     elif not inputs and shape:
         pixels = torch.randint(256, (1000, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         inputs, source = (pixels,), f"random images; {source}"
     elif not inputs:
-        give = "Give the module an example_input_array, a tensor with a batch dimension, or the data module a test set."
+        give = "Give the module an example_input_array, tensors with a batch dimension, or the data module a test set."
         raise UserError(f"export has nothing to trace {name} with: {source}. {give}")
     names = ["images"] if shape else list(inspect.signature(module.forward).parameters)[: len(inputs)]
     try:
@@ -140,10 +136,9 @@ def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Te
     """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
     data: Any = loaded.datamodule
     try:
-        # feature: mnist
         if as_in_training and loaded.run.get("data_source") == "sample":
-            data.stay_with("sample")  # `auto` would look for the full set first
-        # end feature: mnist
+            if hasattr(data, "stay_with"):
+                data.stay_with("sample")  # `auto` would look for the full set first
         data.prepare_data()
         data.setup("test")
         batches: list[Any] = []
@@ -169,18 +164,15 @@ def named(output: Any) -> Outputs:
     parts = dict(output) if isinstance(output, Mapping) else {"output": output}
     if isinstance(output, tuple | list):
         parts = {f"output_{index}": part for index, part in enumerate(output)}
-    for part in parts.values():
-        if not hasattr(part, "is_floating_point"):
-            raise UserError(f"it must return a tensor, a tuple or a dict of tensors, got a {type(part).__name__}")
+    if wrong := [type(part).__name__ for part in parts.values() if not isinstance(part, Tensor)]:
+        raise UserError(f"it must return a tensor, a tuple or a dict of tensors, got a {wrong[0]}")
     return {name: part.float() if part.is_floating_point() else part for name, part in parts.items()}
 
 
-def answer(model: Callable[..., Any], inputs: tuple[Tensor, ...], size: int = 1000, says: str = "") -> Outputs:
-    """What a model returns for inputs in batches of ``size``, by name; ``says`` stands at a progress bar."""
-    batches = list(zip(*(x.split(size) for x in inputs), strict=True))
+def answer(model: Callable[..., Any], inputs: tuple[Tensor, ...], size: int = 1000) -> Outputs:
+    """What a model returns for inputs in batches of ``size``, by name."""
     with torch.inference_mode():
-        bar = tqdm(batches, desc=says, leave=False, disable=None if says else True)  # None: no bar in a log file
-        answers = [named(model(*batch)) for batch in bar]
+        answers = [named(model(*batch)) for batch in zip(*(x.split(size) for x in inputs), strict=True)]
     return {name: torch.cat([found[name] for found in answers]) for name in answers[0]}
 
 
@@ -267,7 +259,7 @@ def write_files(
     onnx.checker.check_model(model, full_check=True)
     (folder / NAMES[0]).write_bytes(model.SerializeToString())
     # clones: safetensors refuses tensors that share memory, as tied weights do
-    weights = {name: value.detach().clone().contiguous() for name, value in network_of(loaded).state_dict().items()}
+    weights = {name: value.clone().contiguous() for name, value in network_of(loaded).state_dict().items()}
     (folder / NAMES[2]).write_bytes(save(weights, facts))  # save_file would make it readable by its owner alone
 
 
@@ -289,7 +281,7 @@ def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, An
     models: dict[str, Any] = {"onnx": run_onnx, "torch.export": torch.export.load(folder / NAMES[1]).module()}
     for (kind, model), size in itertools.product(models.items(), BATCH_SIZES):
         started = time.perf_counter()
-        found = answer(model, samples.exported, size, f"{kind}, batches of {size}")
+        found = answer(model, samples.exported, size)
         seconds, differs = time.perf_counter() - started, difference(loaded, samples, expected, found)
         rows.append({"file": kind, "batch_size": size, **differs, "seconds": seconds})
     network_of(loaded).load_state_dict(load_file(folder / NAMES[2]))

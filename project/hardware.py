@@ -88,11 +88,8 @@ def accelerators() -> list[dict[str, Any]]:
 
 
 def cuda_facts(properties: Any, rocm: bool = False) -> dict[str, Any]:
-    """What follows from ``torch.cuda.get_device_properties``; of an AMD GPU only name and memory are told.
-
-    Tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA C++ programming guide, "Compute
-    Capabilities").
-    """
+    """What follows from ``torch.cuda.get_device_properties``; of an AMD GPU only name and memory are told."""
+    # Tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA C++ programming guide).
     name, capability = properties.name, (properties.major, properties.minor)
     facts = {"type": "rocm" if rocm else "cuda", "name": name, "memory_total_gib": properties.total_memory / GIB}
     if not rocm:

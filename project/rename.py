@@ -20,7 +20,7 @@ import keyword
 import re
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from project.engine.command import CommandParser, run
@@ -31,7 +31,7 @@ CLONE = Path(__file__).parents[1]
 
 # Patterns of git. The first says whether the clone has the feature; tests that import a part of it need no entry.
 FEATURES: dict[str, tuple[str, ...]] = {
-    "report": ("project/report", ".github/report.png"),
+    "report": ("project/report", "project/runs.html.j2", ".github/report.png"),
     "predict": ("project/predict.py",),
     "export": ("project/export.py",),
     "tune": ("project/tune",),
@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "benchmark": ("project/benchmark", ".ci/gpu"),
     "devices": ("project/devices.py",),
     "dashboard": ("project/dashboard.py",),
-    "runs": ("project/runs.py",),
+    "runs": ("project/runs.py", "project/runs.html.j2"),
     "throughput": ("project/callbacks/throughput.py", "project/callbacks/gpu.py"),
     "memory": ("project/callbacks/memory.py",),
     "optimizer": ("project/callbacks/optimizer.py",),
@@ -71,15 +71,19 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     check_name(args.name)
     leave_out = chosen_features(args.without)
-    check_clone()
+    if changed := git("status", "--porcelain"):
+        some = changed.splitlines()[0][3:]
+        raise UserError(f"the clone has uncommitted changes ({some}, ...). Commit or stash them before a rename.")
     data_is_made = "mnist" not in features_here() - leave_out
     if args.name == PACKAGE and not leave_out:
         print(f"the package is already called {PACKAGE}: nothing to do.")
         return 0
-    told = remove(leave_out) if leave_out else []
-    told += rename(args.name) if args.name != PACKAGE else []
-    print("\n".join([*told, *tidy()]))
-    print(f"""
+    if leave_out:
+        remove(leave_out)
+    if args.name != PACKAGE:
+        rename(args.name)
+    tidy()
+    print(f"""{git("status", "--short")}
 Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
   git add --all && git commit -m 'Rename to {args.name}'
   pip install -e .   # where {PACKAGE} was installed
@@ -90,17 +94,17 @@ Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
 def check_name(name: str) -> None:
     """Raise a UserError where ``name`` cannot be a package of this clone."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise UserError(
-            f"NAME must be a lower-case Python identifier and no keyword (letters, digits, _), got '{name}'."
-        )
-    if name == PACKAGE:
-        return
+        must = "must be a lower-case Python identifier and no keyword (letters, digits, _)"
+        raise UserError(f"NAME {must}, got '{name}'.")
+    hides = None
     if name in sys.stdlib_module_names:
-        raise UserError(f"NAME must not hide a module of Python's standard library, got {name}.")
-    if (CLONE / name).exists() or name in ("data", "checkpoints"):
-        raise UserError(f"NAME must be free: {CLONE / name} is taken. Choose another.")
-    if importlib.util.find_spec(name) is not None or name in importlib.metadata.packages_distributions():
-        raise UserError(f"NAME must not hide an installed package, got {name}. Choose another.")
+        hides = "a module of Python's standard library"
+    elif name != PACKAGE and ((CLONE / name).exists() or name in ("data", "checkpoints")):
+        hides = f"{CLONE / name}, which is taken"
+    elif name != PACKAGE and (importlib.util.find_spec(name) or name in importlib.metadata.packages_distributions()):
+        hides = "an installed package"
+    if hides:
+        raise UserError(f"NAME must not hide {hides}, got {name}. Choose another.")
 
 
 def features_here() -> set[str]:
@@ -109,25 +113,12 @@ def features_here() -> set[str]:
 
 
 def chosen_features(text: str) -> set[str]:
-    """The features that ``--without`` names and this clone has.
-
-    Raises:
-        UserError: There is no such feature.
-    """
+    """The features that ``--without`` names and this clone has; a UserError where there is no such feature."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in {*names} - {*FEATURES, "all"}:
         known = ", ".join(FEATURES)
         raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
     return features_here() & set(FEATURES if "all" in names else names)
-
-
-def check_clone() -> None:
-    """Raise a UserError where this is no git repository, or one with changes that a rename would be mixed up with."""
-    if changed := git("status", "--porcelain"):
-        raise UserError(
-            f"the clone has uncommitted changes ({changed.splitlines()[0][3:]}, ...), which a rename could not be told "
-            "from. Commit or stash them first."
-        )
 
 
 def texts() -> dict[Path, str]:
@@ -141,27 +132,24 @@ def texts() -> dict[Path, str]:
     return found
 
 
-def write(changed: dict[Path, str], before: dict[Path, str], done: str) -> list[str]:
-    """Write the texts that are not what they were before; returns a line for each."""
-    differing = {path: text for path, text in changed.items() if text != before[path]}
-    for path, text in differing.items():
-        (CLONE / path).write_bytes(text.encode())
-    return [f"{done} {path}" for path in differing]
+def rewrite(change: Callable[[Path, str], str]) -> None:
+    """Put what ``change`` makes of a file's path and text in the place of every text."""
+    for path, text in texts().items():
+        if (changed := change(path, text)) != text:
+            (CLONE / path).write_bytes(changed.encode())
 
 
-def remove(leave_out: Collection[str]) -> list[str]:
-    """Remove features: their files, marked lines, then tests that import or need what is gone. Tells what."""
+def remove(leave_out: Collection[str]) -> None:
+    """Remove features: their files, marked lines, then tests that import or need what is gone."""
     gone = {*FEATURES} - (features_here() - {*leave_out})
     patterns = [pattern for name in gone for pattern in FEATURES[name]]
     patterns += [path for path, owners in SHARED.items() if owners <= gone]
-    removed = git("rm", "-r", "--ignore-unmatch", "--", *patterns).splitlines()
-    before = texts()
-    told = write({path: without_marked(path, text, gone) for path, text in before.items()}, before, "shortened")
+    git("rm", "-r", "--ignore-unmatch", "--", *patterns)
+    rewrite(lambda path, text: without_marked(path, text, gone))
     tests = {path: text for path, text in texts().items() if path.match("tests/*.py")}
     while stale := [path for path in tests if is_stale(path, tests, "mnist" in gone)]:
-        removed += git("rm", "--force", "--", *map(str, stale)).splitlines()
+        git("rm", "--force", "--", *map(str, stale))
         tests = {path: text for path, text in tests.items() if path not in stale}
-    return [*(f"removed {line[4:-1]}" for line in removed), *told]
 
 
 def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
@@ -196,14 +184,12 @@ def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
     return helps and not any(re.search(rf"\b{path.stem}\b", text) for other, text in tests.items() if other != path)
 
 
-def rename(name: str) -> list[str]:
-    """Rewrite the files, move the package's folder. Returns lines that tell what changed."""
-    before = texts()
-    found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(before.values()))
-    after = {path: renamed(path, text, PACKAGE, name, found[1] if found else None) for path, text in before.items()}
-    told = write(after, before, "rewrote")
+def rename(name: str) -> None:
+    """Rewrite the files, move the package's folder."""
+    found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
+    rewrite(lambda path, text: renamed(path, text, PACKAGE, name, found[1] if found else None))
     git("mv", PACKAGE, name)
-    return [*told, f"moved {PACKAGE}/ to {name}/"]
+    print(f"moved {PACKAGE}/ to {name}/")
 
 
 def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None = None) -> str:
@@ -232,30 +218,24 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
     return text
 
 
-def tidy() -> list[str]:
+def tidy() -> None:
     """Drop imports that nothing uses any more, sort and format with ruff: a new name has another place and length."""
     if importlib.util.find_spec("ruff") is None:
-        return ["ruff is not installed: run `ruff check --fix` and `ruff format` before you push."]
+        print("ruff is not installed: run `ruff check --fix` and `ruff format` before you push.")
+        return
     for arguments in (["check", "--select", "I,F401", "--fix", "--quiet"], ["format", "--quiet"]):
         subprocess.run([sys.executable, "-m", "ruff", *arguments], cwd=CLONE, check=False)
-    return []
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints.
-
-    Raises:
-        UserError: There is no git, or the clone is no git repository.
-    """
+    """What a git command prints; a UserError where there is no git, or the clone is no git repository."""
     try:
         return subprocess.run(["git", *arguments], cwd=CLONE, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError:
         raise UserError("git is needed to rename safely and was not found. Install it.") from None
     except subprocess.CalledProcessError as error:
-        raise UserError(
-            f"git {arguments[0]} failed in {CLONE}: {error.stderr.strip()}. Rename inside a git clone (git init, "
-            "git add --all and git commit make one)."
-        ) from None
+        needs = "Rename inside a git clone (git init, git add --all and git commit make one)."
+        raise UserError(f"git {arguments[0]} failed in {CLONE}: {error.stderr.strip()}. {needs}") from None
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")  # one of th
 # feature: report
 # Of configurations, legible on white and on black; then dashed
 COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c2379a", "#8a6de9", "#b8860b", "#d93025", "#12a4af")
-NOT_DRAWN = ("step", "epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
+NOT_DRAWN = ("epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
 # end feature: report
 
 
@@ -213,13 +213,17 @@ def render(runs: list[Run]) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
+    from project.engine.summary import Series, read_series
     from project.report.charts import draw
 
     names, styles = differing(runs), dict[str, tuple[str, str]]()
     for index, group in enumerate(by_configuration(runs)):
         style = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
         styles |= {run.folder.name: style for run in group}
-    curves = {run.folder.name: read_curves(run.folder / "metrics.csv") for run in runs}
+    curves: dict[str, dict[str, Series]] = {run.folder.name: {} for run in runs}
+    for run in runs:
+        with contextlib.suppress(OSError, ValueError, KeyError, csv.Error):  # of a damaged file
+            curves[run.folder.name] = read_series(run.folder / "metrics.csv")
 
     def paint(metric: str, ax: Axes) -> None:
         for name, (colour, dashes) in styles.items():
@@ -228,7 +232,8 @@ def render(runs: list[Run]) -> str:
                 ax.plot(*zip(*series, strict=True), color=colour, linestyle=dashes, marker=marker, linewidth=1.1)
         ax.set_xlabel("optimizer step")
 
-    metrics = sorted({metric for of_run in curves.values() for metric in of_run})
+    logged = {metric for of_run in curves.values() for metric in of_run}
+    metrics = sorted(metric for metric in logged if not metric.startswith(NOT_DRAWN))
     charts = [(metric, Markup(draw(f"chart {n}", partial(paint, metric)))) for n, metric in enumerate(metrics)]
     tests = [{"name": run.folder.name, **{k: v for k, v in run.results.items() if k[:5] == "test/"}} for run in runs]
     settings = [{"": name, **{run.folder.name: run.settings.get(name) for run in runs}} for name in names]
@@ -236,42 +241,10 @@ def render(runs: list[Run]) -> str:
     tables |= {"Settings that differ": settings, "Test results": tests}
     legend = [(run.folder.name, styles[run.folder.name][0]) for run in runs]
     facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
-    return Environment(autoescape=True).from_string(PAGE).render(facts, columns=columns_of, cell=format_cell)
+    page = Path(__file__).with_name("runs.html.j2").read_text(encoding="utf-8")
+    return Environment(autoescape=True).from_string(page).render(facts, columns=columns_of, cell=format_cell)
 
 
-def read_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """What a ``metrics.csv`` says of training and validation: metric → (step, value); empty without a file."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    with contextlib.suppress(OSError, UnicodeDecodeError, csv.Error), open(path, newline="", encoding="utf-8") as file:
-        for name, text, step in ((*cell, row.get("step", "")) for row in csv.DictReader(file) for cell in row.items()):
-            with contextlib.suppress(ValueError, TypeError):  # an empty cell, half a line of a run that goes on
-                point = float(step), float(text)
-                if not name.startswith(NOT_DRAWN) and all(map(math.isfinite, point)):
-                    curves.setdefault(name, []).append(point)
-    return curves
-
-
-PAGE = """<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Runs</title>
-<style>
-:root { color-scheme: light dark; --ink: light-dark(#1a1c1f, #e4e6e9); --grid: light-dark(#dcdfe3, #3a3f45) }
-body { font: 14px system-ui, sans-serif; color: var(--ink); background: light-dark(#fff, #16181b); margin: 1.5rem }
-.wide { overflow-x: auto } table { border-collapse: collapse } .charts { display: flex; flex-wrap: wrap; gap: 1rem }
-td, th { padding: .2rem .7rem; text-align: left; border-bottom: 1px solid var(--grid); white-space: nowrap }
-figure { margin: 0; width: 26rem; max-width: 100% } svg { width: 100%; height: auto; font-family: inherit }
-li { display: inline-block; margin-right: 1rem } i { display: inline-block; width: 1rem; height: .3rem; margin: .2rem }
-</style>
-<h1>Runs</h1><p>{{ date }}. Lines of one colour differ in nothing but their seed.</p>
-<ul>{% for name, colour in legend %}<li><i style="background: {{ colour }}"></i>{{ name }}</li>{% endfor %}</ul>
-<div class="charts">
-{% for metric, svg in charts %}<figure><figcaption>{{ metric }}</figcaption>{{ svg }}</figure>
-{% endfor %}</div>
-{% for title, rows in tables.items() if columns(rows) %}<h2>{{ title }}</h2><div class="wide"><table>
-<tr>{% for name in columns(rows) %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in rows %}<tr>{% for name in columns(rows) %}<td>{{ cell(row.get(name)) }}</td>{% endfor %}</tr>
-{% endfor %}</table></div>
-{% endfor %}</html>
-"""
 # end feature: report
 
 

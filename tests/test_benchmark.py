@@ -15,12 +15,11 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import TABLES, Settings, devices, overhead
+from project.benchmark import TABLES, Settings, tables
 from project.benchmark.__main__ import main, measure_table, read_options
-from project.benchmark.accuracy import example_network
-from project.benchmark.devices import ResNet18
-from project.benchmark.overhead import InMemory, PerSampleImages, time_epoch
-from project.benchmark.timing import EpochClock, RealRun, afresh, alternate, median_and_spread, run_epochs
+from project.benchmark.by_hand import InMemory, PerSampleImages, example_network
+from project.benchmark.tables import ResNet18, time_epoch
+from project.benchmark.timing import RunClock, afresh, alternate, median_and_spread, run_epochs
 from project.engine import signals
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import configure
@@ -51,8 +50,8 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = {name: overhead.FEATURES[name] for name in ("memory monitor", "W&B", "checkpoints")}
-    monkeypatch.setattr(overhead, "FEATURES", some)
+    some = {name: tables.FEATURES[name] for name in ("memory monitor", "W&B", "checkpoints")}
+    monkeypatch.setattr(tables, "FEATURES", some)
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
     assert list(rows)[:3] == ["hand-written floor", "plain PyTorch loop", "all features"]
     without = {f"without {name}" for name in (*some, "progress bar")}
@@ -107,16 +106,16 @@ def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", ["auto", "gpu", "cpu"])
 def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_on(config: Any, epochs: int, extra: Any) -> RealRun:
+    def run_on(config: Any, epochs: int, extra: Any) -> RunClock:
         measured.add(config.trainer["accelerator"])
-        return RealRun([], 0, None, "a GPU", None, None, {})
+        return RunClock()
 
     measured: set[str] = set()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    monkeypatch.setattr(devices, "usable", lambda device, precisions: ["32-true"])
-    monkeypatch.setattr(devices, "run_epochs", run_on)
+    monkeypatch.setattr(tables, "usable", lambda device, precisions: ["32-true"])
+    monkeypatch.setattr(tables, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
-    devices.measure_memory(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
+    tables.measure_memory(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
@@ -202,7 +201,7 @@ def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyP
 
     events: list[str] = []
     noted(RunCheckpoint, "on_train_end", "saved")
-    noted(EpochClock, "_end_epoch", "ended")
+    noted(RunClock, "_end_epoch", "ended")
     run = run_epochs(configure(SMALL, "project.benchmark"), 1, watched=(RunCheckpoint,))
     assert events == ["ended", "saved", "ended"]  # the first is that of no epoch, when the first one begins
     assert len(run.epochs) == 1
@@ -216,10 +215,10 @@ def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.Mon
 
     waits: list[tuple[str, bool]] = []
     loader = [(torch.zeros(2, 1, 4, 4), torch.zeros(2))]
-    monkeypatch.setattr("project.benchmark.overhead.synchronize", lambda device: None)
+    monkeypatch.setattr("project.benchmark.tables.synchronize", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "to", copy)
     for device in ("cuda", "mps"):
-        time_epoch(lambda: loader, lambda images: images, torch.device(device), 1)  # type: ignore[arg-type, return-value]
+        time_epoch(loader, lambda images: images, torch.device(device), 1)
     assert waits == [("cuda", True)] * 2 + [("mps", False)] * 2
 
 
@@ -260,7 +259,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         return []
 
     measured: list[tuple[str, int, int]] = []
-    monkeypatch.setattr("project.benchmark.overhead.measure_overhead", measure)
+    monkeypatch.setattr("project.benchmark.tables.measure_overhead", measure)
     Path("mine.yaml").write_text("data: {batch_size: 32}\n")
     for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
         measure_table("overhead", flags, {})

@@ -23,8 +23,10 @@ from tests.promises import ROOT
 
 optuna = pytest.importorskip("optuna")
 
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
+
 from project.sweep import trials as room  # noqa: E402
-from project.sweep.trials import Parameter, RunningTrial, Space, environment_of, read_space  # noqa: E402
+from project.sweep.trials import RunningTrial, Space, environment_of, read_space  # noqa: E402
 
 SPACE = """
 metric: {name: val/accuracy, goal: maximize}
@@ -91,21 +93,22 @@ def open_study(tmp_path: Path) -> optuna.Study:
 
 
 def test_a_trial_that_a_killed_sweep_left_goes_on_with_its_own_values(tmp_path: Path) -> None:
-    space = Space([Parameter("lr", "uniform", [0.0, 1.0])])
+    space = Space({"lr": FloatDistribution(0.0, 1.0)})
     study, left = room.open_study(tmp_path, space, trials=8, seed=0)
     assert not left
-    finished, cut_off = study.ask(), study.ask()
-    values = {trial.number: space.parameters[0].suggest(trial) for trial in (finished, cut_off)}
+    finished, cut_off = study.ask(space.parameters), study.ask(space.parameters)
+    half_drawn = study.ask()
     cut_off.report(0.5, 0)
     study.tell(finished, 0.25)
 
     study, (trial,) = room.open_study(tmp_path, space, trials=8, seed=1)
     assert trial.number == cut_off.number
-    assert space.parameters[0].suggest(trial) == values[trial.number]
+    assert trial.params == cut_off.params
+    assert half_drawn.number not in (trial.number, finished.number)
     trial.report(0.75, 1)
     study.tell(trial.number, 0.75)
     assert study.trials[trial.number].intermediate_values == {0: 0.5, 1: 0.75}
-    assert [t.state.name for t in study.trials] == ["COMPLETE", "COMPLETE"]
+    assert [t.state.name for t in study.trials] == ["COMPLETE", "COMPLETE", "FAIL"]
 
 
 class FakeProcess:
@@ -127,14 +130,14 @@ class FakeProcess:
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningTrial:
     """The fourth trial of a sweep; the three before it reached an error of 0.1 in each of their two epochs."""
     monkeypatch.setattr(room.subprocess, "Popen", FakeProcess)
-    space = Space([Parameter("model.lr", "uniform", [0.0, 1.0])], "val/error", maximize=False)
+    space = Space({"model.lr": FloatDistribution(0.0, 1.0)}, "val/error", maximize=False)
     study, _ = room.open_study(tmp_path, space, trials=8, seed=0)
     for _ in range(3):
         good = study.ask()
         for epoch in (0, 1):
             good.report(0.1, epoch)
         study.tell(good, 0.1)
-    running = RunningTrial(study.ask(), space, tmp_path, ["--max_epochs", "2"], {})
+    running = RunningTrial(study.ask(space.parameters), space, tmp_path, ["--max_epochs", "2"], {})
     running.folder.mkdir()
     (running.folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"max_epochs": 2, "max_steps": -1}}))
     return running
@@ -247,12 +250,10 @@ def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypa
 
 
 def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
-    space = Space([Parameter("lr", "log_uniform_values", [0.1, 1.0]), Parameter("size", "categorical", [1, 2])])
+    space = Space({"lr": FloatDistribution(0.1, 1.0, log=True), "size": CategoricalDistribution([1, 2])})
     study, _ = room.open_study(tmp_path, space, trials=8, seed=0)
     for number in range(6):
-        asked = study.ask()
-        for parameter in space.parameters:
-            parameter.suggest(asked)
+        asked = study.ask(space.parameters)
         for epoch in range(3 if number % 2 else 1):
             asked.report(0.5 + 0.1 * number - 0.3 / (epoch + 1), epoch)
         study.tell(asked, **({"values": 0.5} if number % 2 else {"state": optuna.trial.TrialState.PRUNED}))
@@ -320,16 +321,16 @@ def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("entry", "parameter"),
     [
-        ({"values": [1, 2]}, Parameter("x", "categorical", [1, 2])),
-        ({"value": "a"}, Parameter("x", "constant", ["a"])),
-        ({"min": 1, "max": 5}, Parameter("x", "int_uniform", [1, 5])),
-        ({"min": 0.5, "max": 5}, Parameter("x", "uniform", [0.5, 5])),
-        ({"distribution": "log_uniform_values", "min": 0.1, "max": 5}, Parameter("x", "log_uniform_values", [0.1, 5])),
+        ({"values": [1, 2]}, CategoricalDistribution([1, 2])),
+        ({"value": "a"}, CategoricalDistribution(["a"])),
+        ({"min": 1, "max": 5}, IntDistribution(1, 5)),
+        ({"min": 0.5, "max": 5}, FloatDistribution(0.5, 5)),
+        ({"distribution": "log_uniform_values", "min": 0.1, "max": 5}, FloatDistribution(0.1, 5, log=True)),
     ],
 )
-def test_wandbs_distributions_are_understood(entry: dict, parameter: Parameter, tmp_path: Path) -> None:
+def test_wandbs_distributions_are_understood(entry: dict, parameter: Any, tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(yaml.safe_dump({"parameters": {"x": entry}}))
-    assert read_space(tmp_path / "s.yaml").parameters == [parameter]
+    assert read_space(tmp_path / "s.yaml").parameters == {"x": parameter}
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,10 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(mon
 
     content = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     space = read_space(ROOT / "configs" / "sweep.yaml")
-    values = {p.name: {"value": p.values[0]} for p in space.parameters}
+    values = {
+        name: {"value": found.choices[0] if isinstance(found, CategoricalDistribution) else found.low}
+        for name, found in space.parameters.items()
+    }
     words = create_sweep_command(list(content["command"]))
     flags = create_sweep_command_args({"args": values})["args"]
     assert words == ["${env}", "${interpreter}", "-m", "project.fit", "${args}"]

@@ -10,7 +10,6 @@ Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +85,7 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
 
 def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_pass: bool = False) -> list[Row]:
     """The rows of one table. Flags of ``fit`` and fields of :class:`Settings` that were typed win over its presets."""
+    from project.benchmark import tables
     from project.engine.cli import configure
 
     settings = Settings(**{**(IN_WHOLE_PASS if whole_pass and name != "loaders" else {}), **typed})
@@ -97,9 +97,9 @@ def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_
         kind = type(config.datamodule).__name__
         raise UserError(f"--data: the table {name} needs a data module with a batch_size, {kind} has none.")
     n = min(settings.n, 2) if settings.quick else settings.n
-    file = {"memory": "devices", "loaders": "overhead"}.get(name, name)  # with the table that it shares most with
-    measure = getattr(importlib.import_module(f"project.benchmark.{file}"), f"measure_{name}")
-    rows: list[Row] = measure(config, replace(settings, n=n, fit_flags=flags, batch_size=size))
+    rows: list[Row] = getattr(tables, f"measure_{name}")(
+        config, replace(settings, n=n, fit_flags=flags, batch_size=size)
+    )
     return rows
 
 
@@ -132,9 +132,7 @@ def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
         errors = [row.get("std", row[quantity] * row.get("spread_pct", 0) / 200) or 0 for row in drawn]
         axes.barh(range(len(drawn)), values, xerr=errors, tick_label=names, color="#4477aa", ecolor="#999999")
         axes.invert_yaxis()
-        axes.tick_params(axis="y", labelsize=8)
         axes.set_title(f"{name}: {quantity} by {', '.join(naming)}", loc="left", fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
         axes.set_xscale("log" if max(values) > 50 * max(min(values), 1e-9) else "linear")
     figure.suptitle(title, fontsize=7)
     figure.savefig(path, dpi=120)

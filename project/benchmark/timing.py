@@ -67,6 +67,17 @@ def median_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return row
 
 
+def wanted_devices(config: Configuration) -> list[str]:
+    """The CPU and the kind of accelerator that is here, as far as ``--accelerator`` names them; the best comes last."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = ["cpu", *([accelerator.type] if accelerator is not None and accelerator.type in ("cuda", "mps") else [])]
+    asked = config.trainer["accelerator"]
+    wanted = [name for name in found if asked in ("auto", name) or (asked == "gpu" and name != "cpu")]
+    if not wanted:
+        raise UserError(f"--accelerator must be auto or what this machine has ({', '.join(found)}), got {asked}.")
+    return wanted
+
+
 # Real runs: built as ``fit`` builds them, timed by the epoch, in a folder that is thrown away.
 
 
@@ -79,25 +90,17 @@ class Epoch:
     train_cpu_s: float  # CPU seconds of all threads in the training steps; a busy neighbour changes them far less
 
 
-@dataclass(frozen=True)
-class RealRun:
-    """What was measured of a run."""
-
-    epochs: list[Epoch]
-    batches: int  # per epoch
-    train_samples: int | None  # in the training set; None where its loader does not tell
-    device: str  # its name
-    val_accuracy: float | None  # the last, 0-1; None where none was logged
-    peak_allocated_gib: float | None  # None where the device's allocator does not tell
-    inside_s: dict[str, float]  # class of a watched callback → seconds inside its hooks
-
-
-class EpochClock(Callback):
+class RunClock(Callback):
     """Times whole epochs and validations. Comes last among the callbacks, so that what the others do counts."""
 
     def __init__(self) -> None:
         self.epochs: list[Epoch] = []
-        self.validations: list[tuple[float, float]] = []  # (seconds since training began, val/accuracy)
+        self.validations: list[tuple[float, float]] = []  # (seconds since training began, val/accuracy in 0-1)
+        self.inside_s: dict[str, float] = {}  # class of a watched callback → seconds inside its hooks
+        self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
+        self.batches = 0  # per epoch
+        self.train_samples: int | None = None  # in the training set; None where its loader does not tell
+        self.device = ""  # its name
         self._train_began = self._began = self._cpu_began = 0.0
         self._steps = (0.0, 0.0)  # seconds and CPU seconds of this epoch's training steps
 
@@ -118,6 +121,8 @@ class EpochClock(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # after every on_train_end, where the last epoch's checkpoint is saved
+        self.batches, self.device = int(trainer.num_training_batches), device_name(trainer)
+        self.train_samples = samples_of(trainer.train_dataloader)
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._began:
@@ -143,11 +148,10 @@ def run_epochs(
     bare: bool = False,  # only the module, the data and the user's callbacks: Lightning's loop alone
     extra: Sequence[Callback] = (),  # further callbacks
     watched: tuple[type, ...] = (),  # classes of callbacks whose hooks are timed
-) -> RealRun:
+) -> RunClock:
     """Train a new module on the configured data for some epochs, the first to warm up. Nothing of it stays on disk."""
     config = afresh(config, trainer={"max_epochs": epochs, "max_steps": -1, "max_time": None, **(trainer or {})})
-    clock, session = EpochClock(), None
-    inside: dict[str, float] = {}
+    clock, session = RunClock(), None
     torch.cuda.empty_cache()  # of the run before
     with scratch_run() as run:
         if bare:
@@ -158,12 +162,11 @@ def run_epochs(
         else:
             session = fit.build(config, run, extra=[*extra, clock], without=without)
             lightning = session.trainer
-        callbacks: list[Callback] = lightning.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
+        for callback in lightning.callbacks:  # type: ignore[attr-defined]
             kind = type(callback)
-            for name in dir(kind) if isinstance(callback, watched) else ():
-                if name.startswith("on_") and getattr(kind, name) is not getattr(Callback, name, None):
-                    setattr(callback, name, adds_time(inside, kind.__name__)(getattr(callback, name)))
+            for name in dir(Callback) if isinstance(callback, watched) else ():
+                if name.startswith("on_") and getattr(kind, name) is not getattr(Callback, name):
+                    setattr(callback, name, adds_time(clock.inside_s, kind.__name__)(getattr(callback, name)))
         try:
             lightning.fit(config.module, datamodule=config.datamodule)
         finally:
@@ -172,18 +175,9 @@ def run_epochs(
             signals.resume_immediate()  # between two runs there is no step to wait for
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
-    peak: float | None = None
     if session is not None and session.memory is not None:  # feature: memory
-        peak = session.memory.summary().get("memory/peak_allocated_gib")  # feature: memory
-    return RealRun(
-        clock.epochs,
-        batches=int(lightning.num_training_batches),
-        train_samples=samples_of(lightning.train_dataloader),
-        device=device_name(lightning),
-        val_accuracy=clock.validations[-1][1] if clock.validations else None,
-        peak_allocated_gib=peak,
-        inside_s=inside,
-    )
+        clock.peak_allocated_gib = session.memory.summary().get("memory/peak_allocated_gib")  # feature: memory
+    return clock
 
 
 def afresh(config: Configuration, seed: int | None = None, trainer: Mapping[str, Any] | None = None) -> Configuration:
@@ -216,7 +210,7 @@ def conditions() -> Row:
     machine = {"cpu": cpu["name"], "cpu_cores": cpu["cores"], "memory_gib": round(hardware.memory()["total_gib"], 1)}
     if gpus:
         machine |= {"gpus": [gpu["name"] for gpu in gpus], "cuda": torch.version.cuda, "driver": gpus[0].get("driver")}
-    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None  # of others: nothing has begun here
+    load = round(os.getloadavg()[0], 2)  # of others: nothing has begun here
     facts = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command_line().replace(".__main__", "", 1),
@@ -228,7 +222,7 @@ def conditions() -> Row:
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "omp_spin_count": os.environ.get("GOMP_SPINCOUNT", "default"),
         "load_average": load,
-        "quiet": None if load is None else load < 0.5,  # whether nothing else was running
+        "quiet": load < 0.5,  # whether nothing else was running
     }
     return {name: fact for name, fact in facts.items() if fact is not None}
 
@@ -237,7 +231,7 @@ def line_of(facts: Row) -> str:
     """The conditions for a person, above the tables."""
     machine, found = facts["hardware"], facts["versions"]
     parts = [f"{machine['cpu']}, {machine['cpu_cores']} cores", *machine.get("gpus", [])]
-    parts += [f"{name} {found[name]}" for name in ("torch", "lightning") if name in found]
+    parts += [f"{name} {found[name]}" for name in ("torch", "lightning")]
     line = " | ".join([*parts, f"commit {facts.get('git_commit', 'unknown')[:7]}", facts["date"]])
-    busy = f"\nthe machine was busy (load average {facts.get('load_average')}): compare ratios, not seconds"
-    return line + busy if facts.get("quiet") is False else line
+    busy = f"\nthe machine was busy (load average {facts['load_average']}): compare ratios, not seconds"
+    return line if facts["quiet"] else line + busy

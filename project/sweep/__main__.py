@@ -141,8 +141,9 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from optuna.distributions import CategoricalDistribution
 
-    varied = [parameter for parameter in space.parameters if parameter.distribution != "constant"]
+    varied = {name: drawn_from for name, drawn_from in space.parameters.items() if not drawn_from.single()}
     figure = Figure(figsize=(3.4 + 2.4 * len(varied), 3.6), layout="constrained")
     first, *others = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
     first.set(xlabel="epoch", ylabel=space.metric)
@@ -156,20 +157,15 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
         style: dict[str, Any] = {"color": COLOURS[kind], "zorder": 2 + list(COLOURS).index(kind)}
         epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
         first.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
-        for axis, parameter in zip(others, varied, strict=True):
-            if parameter.name in trial.params:
-                value, is_choice = trial.params[parameter.name], parameter.distribution == "categorical"
-                axis.scatter(parameter.values.index(value) if is_choice else value, score, s=28, **style)
-    for axis, parameter in zip(others, varied, strict=True):
-        axis.set_xlabel(parameter.name)
-        if parameter.distribution == "categorical":  # choices stand at equal distances
-            axis.set_xticks(range(len(parameter.values)), map(str, parameter.values))
-            axis.set_xlim(-0.5, len(parameter.values) - 0.5)
-        elif parameter.distribution == "log_uniform_values":
-            axis.set_xscale("log")
+        for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
+            axis.scatter(drawn_from.to_internal_repr(trial.params[name]), score, s=28, **style)
+    for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
+        axis.set_xlabel(name)
+        if isinstance(drawn_from, CategoricalDistribution):  # choices stand at equal distances
+            axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
+        axis.set_xscale("log" if getattr(drawn_from, "log", False) else "linear")
     for axis in (first, *others):
         axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=kind) for kind, colour in COLOURS.items()]
     figure.legend(handles=handles[::-1], loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title, fontsize=10)

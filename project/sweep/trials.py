@@ -20,6 +20,7 @@ from typing import Any
 import optuna
 import torch
 import yaml
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
@@ -33,31 +34,14 @@ ORPHAN_SECONDS = 60
 STARTUP_SHARE = 0.4  # of the trials: random search, before the sampler learns from them
 BAD_INPUT = 2  # exit code
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # exit codes
-DISTRIBUTIONS = ("categorical", "constant", "int_uniform", "uniform", "log_uniform_values")
-
-
-@dataclass
-class Parameter:
-    """One parameter of a sweep: an option of ``fit`` without its dashes, and where its values come from."""
-
-    name: str  # model.lr
-    distribution: str  # one of DISTRIBUTIONS
-    values: list[Any]  # the choices, or [lowest, highest]
-
-    def suggest(self, trial: Trial) -> Any:
-        """A value from Optuna."""
-        if self.distribution in ("categorical", "constant"):
-            return trial.suggest_categorical(self.name, self.values)
-        if self.distribution == "int_uniform":
-            return trial.suggest_int(self.name, *self.values)
-        return trial.suggest_float(self.name, *self.values, log=self.distribution == "log_uniform_values")
+RANGES = ("int_uniform", "uniform", "log_uniform_values")  # W&B's names of distributions from min to max
 
 
 @dataclass
 class Space:
     """What a sweep file in W&B's format says, as far as a local sweep needs it."""
 
-    parameters: list[Parameter]
+    parameters: dict[str, BaseDistribution]  # option of ``fit`` without its dashes, such as model.lr → its values
     metric: str = "val/accuracy"  # anything that fit logs
     maximize: bool = True
     min_epochs: int = 1  # no trial is stopped before
@@ -85,32 +69,34 @@ def read_space(path: Path) -> Space:
     least = stop.get("min_iter", 1) if isinstance(stop, dict) else stop
     if type(least) is not int or least < 1:
         raise UserError(f"--space: early_terminate.min_iter must be a whole number of at least 1, got {least}.")
-    found = [_parameter(str(key), entry) for key, entry in parameters.items()]
+    found = {str(name): distribution(name, entry) for name, entry in parameters.items()}
     return Space(found, str(metric.get("name", "val/accuracy")), goal == "maximize", least)
 
 
-def _parameter(name: str, entry: Any) -> Parameter:
+def distribution(name: Any, entry: Any) -> BaseDistribution:
+    """Where the values of a parameter come from; a UserError for an entry of a sweep file that is none of W&B's."""
     entry = entry if isinstance(entry, dict) else {"value": entry}
-    if "value" in entry:
-        return Parameter(name, "constant", [entry["value"]])
-    if "values" in entry:
-        if not isinstance(entry["values"], list) or not entry["values"]:
-            raise UserError(f"--space: {name}.values must be a list of at least one value, got {entry['values']}.")
-        return Parameter(name, "categorical", entry["values"])
+    if "value" in entry or "values" in entry:
+        values = [entry["value"]] if "value" in entry else entry["values"]
+        if not isinstance(values, list) or not values:
+            raise UserError(f"--space: {name}.values must be a list of at least one value, got {values}.")
+        return CategoricalDistribution(values)
     low, high = entry.get("min"), entry.get("max")
     whole = type(low) is type(high) is int
     kind = entry.get("distribution", "int_uniform" if whole else "uniform")
-    if kind not in DISTRIBUTIONS:
-        hint = nearest(str(kind), DISTRIBUTIONS)
-        raise UserError(f"--space: {name}.distribution must be one of {', '.join(DISTRIBUTIONS)}, got {kind}.{hint}")
+    if kind not in RANGES:
+        known = ", ".join(RANGES)
+        raise UserError(f"--space: {name}.distribution must be one of {known}, got {kind}.{nearest(str(kind), RANGES)}")
     numbers = whole or all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))
     if not numbers or low >= high or (kind == "int_uniform" and not whole):
         hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
         must = "whole numbers" if kind == "int_uniform" else "numbers"
         raise UserError(f"--space: {name} needs values, or {must} min below max, got min {low}, max {high}.{hint}")
+    if kind == "int_uniform":
+        return IntDistribution(low, high)
     if kind == "log_uniform_values" and low <= 0:
         raise UserError(f"--space: {name}.min must be above 0 on a logarithmic scale, got {low}.")
-    return Parameter(name, kind, [low, high])
+    return FloatDistribution(low, high, log=kind == "log_uniform_values")
 
 
 def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optuna.Study, list[Trial]]:
@@ -127,7 +113,11 @@ def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optu
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1),
     )
     id_of = partial(storage.get_trial_id_from_study_id_trial_number, storage.get_study_id_from_name("sweep"))
-    return study, [Trial(study, id_of(trial.number)) for trial in study.get_trials(states=(TrialState.RUNNING,))]
+    left = [Trial(study, id_of(trial.number)) for trial in study.get_trials(states=(TrialState.RUNNING,))]
+    for trial in left:
+        if trial.params.keys() != space.parameters.keys():  # killed while they were drawn
+            study.tell(trial.number, state=TrialState.FAIL)
+    return study, [trial for trial in left if trial.params.keys() == space.parameters.keys()]
 
 
 class RunningTrial:
@@ -140,8 +130,7 @@ class RunningTrial:
         self.folder, self.log_path = folder / self.name, folder / f"{self.name}.log"
         self.reported = set(trial.study.trials[trial.number].intermediate_values)  # epochs
         self.pruned = False
-        self.values = {parameter.name: parameter.suggest(trial) for parameter in space.parameters}
-        flags = [f"--{name}={value}" for name, value in self.values.items()]  # what W&B's ${args} looks like
+        flags = [f"--{name}={value}" for name, value in trial.params.items()]  # what W&B's ${args} looks like
         goal = ["--monitor", space.metric, "--mode", "max" if space.maximize else "min"]
         run = ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
         words = [sys.executable, "-m", f"{__name__.split('.')[0]}.fit", *fit_arguments, *flags, *goal, *run]
@@ -195,7 +184,7 @@ def run_trials(
                     wait_until_free(folder / trial_name(left[0].number))
                 elif len(study.trials) >= trials:
                     break
-                trial = left.pop(0) if left else study.ask()
+                trial = left.pop(0) if left else study.ask(space.parameters)
                 running[slot] = RunningTrial(trial, space, folder, fit_arguments, environment_of(slot, jobs, folder))
             time.sleep(POLL_SECONDS)
             for slot, watched in list(running.items()):
@@ -240,7 +229,7 @@ def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
     if exit_code == 0 and not ended.scores(rows):
         names = sorted({name for row in rows for name in row} - {"epoch", "step"})
         raise UserError(f"--space: metric {ended.space.metric} is not logged. {ended.name} logged {', '.join(names)}.")
-    shown = "  ".join(f"{name} {format_cell(value)}" for name, value in ended.values.items())
+    shown = "  ".join(f"{name} {format_cell(value)}" for name, value in ended.trial.params.items())
     print(f"{ended.name}  {ended.space.metric} {format_cell(score)}  {shown}  {end}", flush=True)
 
 

@@ -1,0 +1,369 @@
+"""The tables: devices and memory, overhead and loaders, accuracy. Each is a function of a configuration → rows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain, product
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.models import resnet18
+
+from project import fit
+from project.benchmark import Row, Settings
+from project.benchmark.by_hand import PLAIN, InMemory, PerSampleImages, PlainLoop, loops_by_hand
+from project.benchmark.timing import (
+    Epoch,
+    RunClock,
+    afresh,
+    alternate,
+    median_and_spread,
+    progress,
+    run_epochs,
+    scratch_run,
+    wanted_devices,
+)
+from project.callbacks.memory import (
+    MemoryMonitor,  # feature: memory
+    memory_breakdown,  # feature: memory
+)
+from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
+from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
+from project.engine.checkpointing import RunCheckpoint
+from project.engine.cli import Configuration, configure
+from project.engine.exact_loading import ExactLoader
+from project.engine.log_steps import synchronize
+from project.engine.summary import Summary
+from project.errors import UserError
+from project.hardware import GIB  # feature: memory
+from project.live_memory import LiveMemory  # feature: memory
+from project.loggers.metrics_csv import MetricsCSV
+from project.loggers.wandb import WandbRunLogger
+
+# On a CPU a whole epoch of ResNet-18 would take minutes.
+RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--model.network.image_size", "32"]
+RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
+BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
+PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
+FEATURES: dict[str, type] = {
+    "throughput monitor": ThroughputMonitor,  # feature: throughput
+    "memory monitor": MemoryMonitor,  # feature: memory
+    "optimizer monitor": OptimizerMonitor,  # feature: optimizer
+    "checkpoints": RunCheckpoint,
+    "W&B": WandbRunLogger,
+    "metrics.csv": MetricsCSV,
+}
+BATCHES = 200  # of a loader, per measurement; at most one epoch
+MOST_EPOCHS = 14  # what pytorch/examples trains for MNIST
+Case = tuple[
+    str, str, str, int
+]  # network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
+
+
+def network_name(config: Configuration) -> str:
+    """The class of the module's network, or of the module where that is its own network."""
+    return type(getattr(config.module, "network", config.module)).__name__
+
+
+def usable(device: str, precisions: Sequence[str]) -> list[str]:
+    """The precisions a device really has: on the CPU 16-mixed becomes bf16-mixed, and TF32 is CUDA's."""
+    missing = ["16-mixed"] if device == "cpu" else []
+    if device != "cuda" or torch.cuda.get_device_capability() < (8, 0):
+        missing.append("tf32")
+    return [precision for precision in precisions if precision not in missing] or ["32-true"]
+
+
+def configure_for(fit_flags: Sequence[str], device: str, precision: str, batch_size: int, *flags: str) -> Configuration:
+    """A configuration with a device, a precision and a batch size, named as in a :data:`Case`."""
+    tf32 = precision == "tf32"
+    more = ["--accelerator", "gpu" if device == "cuda" else device, "--devices", "1"]
+    more += ["--precision", "32-true" if tf32 else precision, "--matmul_precision", "high" if tf32 else "highest"]
+    return configure([*fit_flags, *more, "--data.batch_size", str(batch_size), *flags], "project.benchmark")
+
+
+class ResNet18(nn.Sequential):
+    """A network large enough that precision shows: torchvision's ResNet-18 on images enlarged to ``image_size``.
+
+    He et al. 2015, arXiv 1512.03385; 11.2 million parameters. (batch, in_channels, height, width) → logits.
+    """
+
+    def __init__(self, image_size: int = 64, in_channels: int = 1, num_classes: int = 10) -> None:
+        blocks = resnet18(num_classes=num_classes)
+        blocks.conv1 = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        super().__init__(nn.Upsample((image_size, image_size), mode="bilinear"), blocks)
+
+
+def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
+    """Networks × devices × precisions at the configured batch size, then batch sizes of the chosen network: a row each.
+
+    A measurement is the second epoch of a real run; its first one is the warm-up. ``epoch_s``: seconds for the training
+    set at the measured rate, without validation.
+    """
+    images = len(getattr(config.datamodule, "image_shape", ())) == 3
+    if "ResNet18" in settings.networks and not (images and hasattr(config.module, "network")):
+        needs = "images and a module with a network. Leave it out: --networks chosen."
+        raise UserError(f"--networks ResNet18 needs {needs}")
+    cases = device_cases(config, settings)
+    variants = {" ".join(map(str, case)): partial(run_epochs, of_case, 2) for case, of_case in cases.items()}
+    rows: list[Row] = []
+    measured = alternate("devices", variants, settings.n, PATIENCE_S).values()
+    for ((_, _, precision, size), of_case), runs in zip(cases.items(), measured, strict=True):
+        train_samples = runs[0].train_samples
+        samples = runs[0].batches * min(size, train_samples or size)
+        row: Row = {"device": runs[0].device, "network": network_name(of_case)}
+        row |= {"precision": precision, "batch_size": size}
+        row |= median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
+        if train_samples is not None:
+            row["epoch_s"] = train_samples / row["samples_per_sec"]
+        if accuracies := [run.validations[-1][1] for run in runs if run.validations]:
+            row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
+        if peaks := [run.peak_allocated_gib for run in runs if run.peak_allocated_gib is not None]:
+            row["peak_allocated_gib"] = max(peaks)
+        # against the CPU in float32, which comes first, where it was measured alike
+        like = {"device": "cpu", "precision": "32-true", "network": row["network"], "batch_size": size}
+        if base := next((other for other in [*rows, row] if like.items() <= other.items()), None):
+            row["speed_up"] = row["samples_per_sec"] / base["samples_per_sec"]
+            if "val/accuracy" in row and "val/accuracy" in base:
+                row["accuracy_difference"] = row["val/accuracy"] - base["val/accuracy"]
+        rows.append(row)
+    return rows
+
+
+def device_cases(config: Configuration, settings: Settings) -> dict[Case, Configuration]:
+    """What the table ``devices`` measures."""
+    cases: dict[Case, Configuration] = {}
+    for network, device in product(settings.networks, wanted_devices(config)):
+        found, sizes, flags = usable(device, settings.precisions), [settings.batch_size], []
+        if network == "ResNet18":
+            sizes, flags = [RESNET_BATCH[device]], RESNET_ON_CPU if device == "cpu" else []
+            flags = ["--model.network", "project.benchmark.tables.ResNet18", "--model.lr", "1e-3", *flags]
+        elif not settings.quick:
+            sizes += [size for size in settings.batch_sizes or BATCH_SIZES[device] if size != settings.batch_size]
+        for size in sizes:
+            for precision in found if size == sizes[0] else found[:1]:
+                case = network, device, precision, size
+                cases[case] = configure_for(settings.fit_flags, device, precision, size, *flags)
+    return cases
+
+
+# feature: memory
+MIB = 1024**2
+STEPS = 3  # optimizer steps; the last is measured, the others make the optimizer's state and choose algorithms
+
+
+def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
+    """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
+
+    ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
+    the whole optimizer step; ``activations_mib`` is what it holds besides weights, gradients and optimizer state.
+    """
+    device, model = wanted_devices(config)[-1], config.resolved["model"]
+    recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
+    sizes = settings.batch_sizes or ([64] if settings.quick else [256, 1024])
+    rows: list[Row] = []
+    cases = list(product(usable(device, settings.precisions), recomputes, (1, 4), sizes))
+    for precision, recompute, parts, size in progress("memory", cases):
+        flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(STEPS * parts)]
+        flags += ["--limit_val_batches", "0", *(["--model.activation_checkpointing", "true"] if recompute else [])]
+        probe = PeakMemory()
+        case = configure_for(settings.fit_flags, device, precision, max(1, size // parts), *flags)
+        run = run_epochs(case, 1, extra=[probe])
+        row: Row = {"device": run.device, "network": network_name(config), "precision": precision}
+        row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
+        row |= {"peak_mib": probe.peak_bytes / MIB, "n": 1}
+        row |= {f"{name.split()[0]}_mib": used / MIB for name, used in probe.parts.items()}
+        row["activations_mib"] = max(0.0, probe.peak_bytes - sum(probe.parts.values())) / MIB
+        rows.append(row)
+    return rows
+
+
+class PeakMemory(Callback):
+    """The most memory that tensors take during a run's last optimizer step, by what they are for.
+
+    On CUDA the allocator keeps the peak. On the CPU :class:`LiveMemory` counts tensors, without what a library takes
+    for itself during an operation (oneDNN's scratch memory).
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.parts: dict[str, float] = {}  # bytes by use after the step, as memory_breakdown names them
+        self._meter = LiveMemory()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx != (STEPS - 1) * trainer.accumulate_grad_batches:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            synchronize(trainer.strategy.root_device)
+            torch.cuda.reset_peak_memory_stats()
+            return
+        self._meter.__enter__()
+        parameters = list(pl_module.parameters())
+        states = [state.values() for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        self._meter.count([*parameters, *pl_module.buffers(), *(parameter.grad for parameter in parameters)])
+        self._meter.count([*chain(*states), *(batch if isinstance(batch, (tuple, list)) else [batch])])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 != STEPS * trainer.accumulate_grad_batches:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+        else:
+            self._meter.__exit__(None, None, None)
+            self.peak_bytes = self._meter.peak_bytes
+        self.parts = {name: GIB * size for name, size in memory_breakdown(trainer).items()}
+
+
+# end feature: memory
+
+
+def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
+    """One row per variant: seconds per epoch and its ratio to the floor's.
+
+    An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
+    plain PyTorch loop only trains). Every Lightning run trains one epoch to warm up and one that counts. Then, per
+    monitor and for the checkpoints, the share of a run that passes inside their hooks: what a run with and without
+    them differs by is less than what two runs differ by.
+    """
+
+    def real(**options: Any) -> Callable[[], Epoch]:
+        return lambda: run_epochs(config, 2, **options).epochs[-1]
+
+    by_hand = loops_by_hand(config, settings.batch_size)
+    variants = {**by_hand, "all features": real()}
+    if settings.each_feature:
+        variants |= {f"without {name}": real(without=[kind]) for name, kind in FEATURES.items()}
+        # left out of the callbacks, Lightning would put its own bar there
+        variants["without progress bar"] = real(trainer={"enable_progress_bar": False})
+    variants["Lightning, nothing on"] = real(bare=True)
+    alternate("overhead", by_hand, 1)  # real runs have their own warm-up
+    rows: list[Row] = []
+    for name, epochs in alternate("overhead", variants, settings.n).items():
+        row: Row = {"loop": name, "network": network_name(config), "batch_size": settings.batch_size}
+        row |= median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
+        row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
+        row["train_cpu_s"] = statistics.median(epoch.train_cpu_s for epoch in epochs)
+        floor = rows[0] if rows else row
+        for quantity in ("train", "train_cpu", *(["epoch"] if name != PLAIN else [])):
+            row[f"{quantity}_vs_floor"] = row[f"{quantity}_s"] / floor[f"{quantity}_s"]
+        rows.append(row)
+    watched = tuple(FEATURES.values())
+    runs = [run_epochs(config, 2, watched=watched) for _ in progress("inside the hooks", range(settings.n))]
+    for name in runs[0].inside_s:
+        pct = [100 * run.inside_s[name] / sum(epoch.epoch_s for epoch in run.epochs) for run in runs]
+        row = {"loop": f"inside {name}", "batch_size": settings.batch_size}
+        rows.append(row | median_and_spread("pct_of_run", pct))
+    return rows
+
+
+def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
+    """One row per way to load: milliseconds until a float32, normalised batch is on the device.
+
+    ``start_ms`` is what the first batch of an epoch takes: starting workers, unless they persist. It is not part of
+    ``ms_per_batch``.
+    """
+    device, samples = torch.device(wanted_devices(config)[-1]), InMemory.of(config, "train")
+    batches = min(20 if settings.quick else BATCHES, max(1, len(samples.labels) // settings.batch_size))
+    ways, normalize = loaders(config, samples, settings, device.type == "cuda"), samples.normalizer(device)
+    timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}
+    alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
+    rows: list[Row] = []
+    for name, measured in alternate("loaders", timed, settings.n).items():
+        row: Row = {"loader": name, "device": device.type, "batch_size": settings.batch_size, "batches": batches}
+        row |= median_and_spread("ms_per_batch", [ms for ms, _ in measured])
+        row["start_ms"] = statistics.median(start for _, start in measured)
+        row["batches_per_sec"] = 1000 / row["ms_per_batch"]
+        rows.append({**row, "times_ours": row["ms_per_batch"] / (rows[0] if rows else row)["ms_per_batch"]})
+    return rows
+
+
+def loaders(config: Configuration, samples: InMemory, settings: Settings, pinned: bool) -> dict[str, DataLoader[Any]]:
+    """The ways to load, by name; ours comes first."""
+    given = cast(Any, config.datamodule).train_dataloader()
+    kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
+    plain = partial(DataLoader, PerSampleImages(samples), settings.batch_size, shuffle=True)
+
+    def ours(**asked: Any) -> DataLoader[Any]:
+        return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
+
+    tensors = TensorDataset(samples.images, samples.labels)
+    ways: dict[str, DataLoader[Any]] = {"ours": ours(pin_memory=pinned)}
+    if pinned:
+        ways["ours, not pinned"] = ours()
+    ways["tensors, one sample at a time"] = DataLoader(tensors, settings.batch_size, shuffle=True)
+    ways |= {f"plain PyTorch, {count} workers": plain(num_workers=count) for count in settings.workers}
+    if some := next((count for count in settings.workers if count > 0), 0):
+        name = f"plain PyTorch, {some} workers"
+        ways[f"ours, {some} workers"] = ours(num_workers=some, persistent_workers=True, pin_memory=pinned)
+        ways[f"{name}, persistent"] = plain(num_workers=some, persistent_workers=True)
+        ways[f"{name}, prefetch 8"] = plain(num_workers=some, prefetch_factor=8)
+        if pinned:
+            ways[f"{name}, pinned"] = plain(num_workers=some, pin_memory=True)
+    return ways
+
+
+def time_epoch(
+    loader: Iterable[Any], normalize: Callable[[Tensor], Tensor], device: torch.device, batches: int
+) -> tuple[float, float]:
+    """Milliseconds per batch after the first one, and until the first one."""
+    edges = [time.perf_counter()]
+    for index, batch in zip(range(batches), loader, strict=False):
+        # elsewhere than on CUDA a batch could be read before it has been copied (pytorch issue 189690)
+        images, _ = (part.to(device, non_blocking=device.type == "cuda") for part in batch)
+        if images.dtype == torch.uint8:  # the per-sample transforms have normalised already
+            normalize(images)
+        if index in (0, batches - 1):
+            synchronize(device)
+            edges.append(time.perf_counter())
+    began, first, end = edges[0], edges[1], edges[-1]
+    return 1000 * (end - first) / max(1, batches - 1), 1000 * (first - began)
+
+
+def measure_accuracy(config: Configuration, settings: Settings) -> list[Row]:
+    """One row for the configuration, and with ``--baseline`` one for the plain PyTorch loop.
+
+    ``test/accuracy`` is that of the best checkpoint (chosen on validation) on the test set, seen once per run; ``std``
+    that of the seeds. ``fit_s`` is training with its validations and savings, from the first step. ``to_target_s`` ends
+    where validation first reaches the target; it is left out where fewer than half of the seeds reach it.
+    """
+    plain = PlainLoop(config) if settings.baseline else None  # refuses other data before the seeds take their time
+    runs: list[Summary] = []
+    times: list[float] = []  # to the target
+    for seed in progress("accuracy", range(settings.n)):
+        clock, of_seed = RunClock(), afresh(config, seed)
+        with scratch_run() as run:
+            runs.append(fit.train(of_seed, run, fit.build(of_seed, run, extra=[clock])))
+        if "test/accuracy" not in runs[0].metrics:
+            kind = type(config.module).__name__
+            raise UserError(f"--model: this table needs a module that logs test/accuracy, not {kind}.")
+        times += [seconds for seconds, accuracy in clock.validations if accuracy >= settings.target][:1]
+    first, seconds = runs[0], [summary.fit_seconds for summary in runs]
+    scores = [summary.metrics["test/accuracy"] for summary in runs]
+    row: Row = {
+        "configuration": " ".join(settings.fit_flags) or "default",
+        "device": first.device,
+        "data_source": first.data_source,
+        "epochs": first.epochs,
+        "test/accuracy": statistics.mean(scores),
+        "std": statistics.stdev(scores) if len(scores) > 1 else None,
+        "lowest": min(scores),
+        "at_target": f"{sum(score >= settings.target for score in scores)} of {len(scores)}",
+        **median_and_spread("fit_s", seconds),
+        "target": settings.target,
+        **({"to_target_s": statistics.median(times)} if 2 * len(times) >= len(runs) else {}),
+        "test_accuracies": scores,
+        "all_fit_s": seconds,
+    }
+    if plain is None:
+        return [row]
+    name = "plain loop (pytorch/examples' kind)"
+    baseline: Row = {"configuration": name, "device": first.device, "n": 1, "target": settings.target}
+    baseline |= plain.train(settings.target, 1 if settings.quick else MOST_EPOCHS)
+    if "to_target_s" in baseline:
+        row["times_faster_than_plain"] = baseline["to_target_s"] / row["fit_s"]
+    return [row, baseline]
