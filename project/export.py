@@ -136,9 +136,8 @@ def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Te
     """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
     data: Any = loaded.datamodule
     try:
-        if as_in_training and loaded.run.get("data_source") == "sample":
-            if hasattr(data, "stay_with"):
-                data.stay_with("sample")  # `auto` would look for the full set first
+        if as_in_training and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
+            data.stay_with("sample")  # `auto` would look for the full set first
         data.prepare_data()
         data.setup("test")
         batches: list[Any] = []
