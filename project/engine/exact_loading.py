@@ -72,6 +72,7 @@ class ExactBatches(Sampler[Any]):
         training: Whether order and start belong to an epoch of training.
         may_be_empty: Whether the dataset can make a batch of no samples (more ranks than samples).
         seed: Of the orders.
+        device: Where the dataset is asked; an order is put there once.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class ExactBatches(Sampler[Any]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device
         self.source, self.batch_size, self.drop_last, self.training = source, batch_size, drop_last, training
         self.may_be_empty, self.seed, self.rank, self.world_size = may_be_empty, seed, rank, world_size
         self.epoch = self.start_batch = self.start_sample = 0
@@ -130,6 +133,7 @@ class ExactBatches(Sampler[Any]):
             return
         epoch, first_batch, first_sample = self.epoch, self.start_batch, self.start_sample
         order = self._order()
+        order = order.to(self.device) if self.device is not None and isinstance(order, Tensor) else order
         parts = self._parts_of_training(order, first_sample) if self.training else self._parts_of_evaluation(order)
         for number, part in enumerate(parts, start=first_batch):
             yield (epoch, number, part)
@@ -251,7 +255,8 @@ class ExactLoader(DataLoader[Any]):
         elif not training and world_size > 1:  # ranks need equally many batches, so the samples are distributed again
             parts = [list(part) for part in inner]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
-        batches = ExactBatches(source, size, drop_last, training, hasattr(dataset, "gather"), seed, rank, world_size)
+        in_memory, device = hasattr(dataset, "gather"), getattr(dataset, "device", None)
+        batches = ExactBatches(source, size, drop_last, training, in_memory, seed, rank, world_size, device)
         workers = loader.num_workers
         exact = cls(
             Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),
