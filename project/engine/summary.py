@@ -193,13 +193,18 @@ def samples_of(loader: Any) -> int | None:
     return None
 
 
+def parameter_count(trainer: Trainer, module: LightningModule) -> int:
+    """Parameters of a module, of the whole one where a strategy has cut it."""
+    return getattr(trainer.strategy, "whole_parameters", 0) or sum(p.numel() for p in module.parameters())
+
+
 def start_line(trainer: Trainer, module: LightningModule) -> str:
     """Device, precision, data, parameters and samples in one line."""
     ranks = f" × {trainer.world_size}" if trainer.world_size > 1 else ""
     parts = [f"{device_name(trainer)}{ranks}", f"precision {trainer.precision}"]
     if (source := getattr(trainer.datamodule, "data_source", None)) is not None:  # type: ignore[attr-defined]
         parts.append(f"data {source}")
-    parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters")
+    parts.append(f"{parameter_count(trainer, module):,} parameters")
     if (samples := samples_of(trainer.train_dataloader)) is not None:
         parts.append(f"{samples:,} training samples")
     if trainer.global_step:
@@ -214,7 +219,10 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """The commit of the code that runs, and whether files differ from it or are unknown to git; Nones outside git."""
+    """The commit of the code that runs, and whether files differ from it or are unknown to git.
+
+    Outside git: the commit that the variable ``GIT_COMMIT`` names, else None, and None.
+    """
     git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
         commit = subprocess.run(
@@ -223,7 +231,7 @@ def git_state() -> tuple[str | None, bool | None]:
         # of the folder above the package, where a user's own modules and configs lie; runs and data are ignored by git
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.SubprocessError):
-        return None, None
+        return os.environ.get("GIT_COMMIT"), None
     return commit.strip(), bool(changed.strip())
 
 
