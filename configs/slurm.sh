@@ -16,6 +16,5 @@
 #SBATCH --output=checkpoints/slurm-%j.log
 set -euo pipefail
 
-export NCCL_ASYNC_ERROR_HANDLING=1 # a dead rank ends the others instead of leaving them waiting
 srun --kill-on-bad-exit=0 python -m project.fit --run_name "slurm-$SLURM_JOB_ID" --ckpt_path auto \
   --num_nodes "$SLURM_JOB_NUM_NODES" --devices "$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))" --strategy ddp "$@"

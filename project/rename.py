@@ -36,7 +36,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "export": ("project/export.py",),
     "tune": ("project/tune",),
     "sweep": ("project/sweep", "configs/sweep.yaml"),
-    "benchmark": ("project/benchmark", ".ci/gpu"),
+    "benchmark": ("project/benchmark", ".ci/gpu", "tests/test_gpu_script.py"),
     "devices": ("project/devices.py",),
     "dashboard": ("project/dashboard.py",),
     "runs": ("project/runs.py", "project/runs.html.j2"),

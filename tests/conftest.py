@@ -74,13 +74,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_surprises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_surprises(monkeypatch)
+
+
+def no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that the caller's variables, and what an earlier test set, do not change."""
     for name in FOREIGN:
         # set first, so that monkeypatch also removes what the test itself leaves behind
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", os.environ.get("WANDB_MODE", "offline"))
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
 

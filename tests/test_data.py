@@ -23,6 +23,7 @@ from project.data import (
 from project.data.augment import random_deformation
 from project.data.bundled.make_digits import stratified  # feature: mnist
 from project.data.mnist import DIGITS, read_idx, write_idx  # feature: mnist
+from project.engine.exact_loading import ExactLoader
 from project.errors import UserError
 from tests.made_data import make_idx_files  # feature: mnist
 
@@ -221,6 +222,60 @@ def test_data_in_memory_needs_no_workers_and_other_data_as_many_as_threads(monke
         module = Fixed(dataset)
         module.setup("fit")
         assert module.train_dataloader().num_workers == workers
+
+
+# Data that live on the device.
+
+
+def trainer_on(device: str) -> Any:
+    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+
+
+def test_data_on_the_device_are_uploaded_whole_and_batches_are_made_there() -> None:
+    """The device is PyTorch's ``meta``, which takes tensors from the CPU and gives none back."""
+    images = torch.zeros(6, 1, 2, 2, dtype=torch.uint8)
+    module = FixedImages(TensorImages(images, torch.arange(6)), batch_size=2, on_device=True, pin_memory=True)
+    module.trainer = trainer_on("meta")
+    module.setup("fit")
+    loader = module.train_dataloader()
+    assert (loader.num_workers, loader.pin_memory) == (0, False)
+    assert loader.dataset.device.type == "meta"  # type: ignore[attr-defined]
+    assert loader.dataset.images.dtype == torch.uint8  # type: ignore[attr-defined]
+    assert [(images.device.type, len(labels)) for images, labels in loader] == [("meta", 2)] * 3
+    exact = ExactLoader.of(loader, training=True, seed=0)
+    orders = [part.device.type for _, _, part in exact.batches]
+    assert orders == ["meta"] * 3  # the epoch's order is uploaded once, and cut there
+    assert module.splits["train"].images.device.type == "cpu"  # for whoever looks at samples
+    assert module.bytes_on_device == {"train": 6 * 4 + 6 * 8}
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "memory", "workers", "expected"),
+    [
+        ("auto", "cuda", 480, None, True),
+        ("auto", "cuda", 479, None, False),  # more than a tenth
+        ("auto", "cuda", 480, 2, False),  # workers were asked for, and cannot use the device
+        ("auto", "cpu", 480, None, False),
+        ("auto", "mps", 480, None, False),
+        (True, "cuda", 10, None, True),
+        (True, "cpu", 10, 0, True),
+        (False, "cuda", 480, None, False),
+    ],
+)
+def test_data_live_on_a_cuda_device_where_they_take_little_of_it(
+    monkeypatch: pytest.MonkeyPatch, asked: Any, device: str, memory: int, workers: int | None, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    module = Fixed(TensorRows(torch.arange(6)), on_device=asked, num_workers=workers)
+    assert module.belongs_on(torch.device(device), module.dataset) is expected
+
+
+def test_data_that_cannot_live_on_the_device_are_an_error_only_where_it_was_asked_for() -> None:
+    assert not Fixed(Pairs()).belongs_on(torch.device("cuda"), Pairs())
+    with pytest.raises(UserError, match=r"^--data.on_device true needs data in memory .* gave Pairs.$"):
+        Fixed(Pairs(), on_device=True).belongs_on(torch.device("cuda"), Pairs())
+    with pytest.raises(UserError, match=r"^--data.num_workers must be 0 with --data.on_device true, got 2.$"):
+        Fixed(Pairs(), on_device=True, num_workers=2)
 
 
 @pytest.mark.parametrize(("device", "without_waiting"), [("cuda", True), ("mps", False), ("cpu", False)])

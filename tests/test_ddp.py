@@ -111,6 +111,22 @@ def test_evaluation_does_not_depend_on_batch_size_or_workers(workplace: Path, tr
     assert [f["test/loss"] for f in figures] == pytest.approx([figures[0]["test/loss"]] * 3, rel=1e-5)
 
 
+class WriteSwitches(Callback):
+    """Writes how the products and convolutions of a test are rounded on a GPU."""
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        used = [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]  # type: ignore[attr-defined]
+        Path("switches.json").write_text(json.dumps(used))
+
+
+def test_the_test_command_uses_no_tf32_as_the_final_test_of_a_run_does_not(workplace: Path, trained: Path) -> None:
+    words = ["--ckpt_path", str(trained), "--matmul_precision", "high", "--data.test_samples", "10"]
+    assert test_command.main([*words, "--trainer.callbacks", "tests.test_ddp.WriteSwitches"]) == 0
+    assert json.loads(Path("switches.json").read_text()) == ["ieee", "ieee"]
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+
+
 def test_a_launcher_s_world_that_contradicts_the_flags_is_an_error(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

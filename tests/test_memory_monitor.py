@@ -27,6 +27,7 @@ from project.callbacks.memory import (
     add_activations,
     flags_to_try,
     leak_report,
+    memory_breakdown,
     possible_savings,
 )
 from project.errors import UserError
@@ -181,6 +182,19 @@ def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path)
     assert monitor.summary()["memory/peak_rss_gib"] >= row["rss_gib"]
     assert monitor.breakdown.keys() == {"weights", "gradients", "optimizer state"}
     assert monitor.breakdown["gradients"] == 72 / GIB
+
+
+def test_data_that_live_on_the_device_are_a_part_of_their_own():
+    def parts(device: str) -> dict[str, float]:
+        datamodule = SimpleNamespace(bytes_on_device={"train": GIB, "val": GIB})
+        place = SimpleNamespace(root_device=torch.device(device))
+        trainer: Any = SimpleNamespace(
+            lightning_module=nn.Linear(1, 1), optimizers=[], datamodule=datamodule, strategy=place
+        )
+        return memory_breakdown(trainer)
+
+    assert parts("cuda")["data"] == 2
+    assert "data" not in parts("cpu")  # they are where they always are
 
 
 def test_the_breakdown_waits_for_the_first_optimizer_step(tmp_path):

@@ -98,3 +98,14 @@ def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, s
     assert checkpoint(Path("checkpoints/stopped/last.ckpt"))["global_step"] in (step, step + 1)
     assert fit.main(["--run_name", "stopped", "--ckpt_path", "last"]) == 0
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))
+
+
+def test_data_on_the_device_give_the_weights_of_data_on_the_host_also_after_a_stop(workplace: Path) -> None:
+    """On two processes: tests/test_scale_out.py."""
+    arguments = [*SMALL, *CONVNET, *RANDOM]
+    assert fit.main(["--run_name", "reference", *arguments, "--data.on_device", "false"]) == 0
+    words = [sys.executable, "-m", "tests.interrupted", "60", "SIGTERM", "--run_name", "stopped", *arguments]
+    stopped = complete([*words, "--data.on_device", "true"])
+    assert stopped.returncode == 143, stopped.stderr
+    assert fit.main(["--run_name", "stopped", "--ckpt_path", "last"]) == 0
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))

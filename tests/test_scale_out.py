@@ -109,7 +109,8 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place:
 
 def test_torchrun_restarts_a_killed_worker_and_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
     elastic = ["--standalone", "--nproc_per_node", "2", "--max_restarts", "1", "--monitor_interval", "0.2"]
-    killed = ["-m", "tests.interrupted", "23", "SIGKILL", *flags(place, "killed")]
+    # on the device: where the data live changes nothing (the undisturbed run has them on the host)
+    killed = ["-m", "tests.interrupted", "23", "SIGKILL", *flags(place, "killed"), "--data.on_device", "true"]
     job = run([*TORCHRUN, *elastic, *killed, "--run_name", "killed", "--ckpt_path", "auto"])
     told, _ = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 0, told

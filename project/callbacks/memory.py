@@ -219,6 +219,8 @@ def leak_report(place: str, mib: list[float]) -> str | None:
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
     """GiB of this rank's ``weights`` (with buffers), ``gradients`` and ``optimizer state``: exact, from the tensors.
 
+    And ``data``, where a data module keeps them on a device that is not the CPU.
+
     Taken right after an optimizer step: Lightning clears gradients in the next one, and some optimizers make their
     state in the first.
     """
@@ -229,11 +231,13 @@ def memory_breakdown(trainer: Trainer) -> dict[str, float]:
 
     module = trainer.lightning_module
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    return {
+    parts = {
         "weights": size_gib([*module.parameters(), *module.buffers()]),
         "gradients": size_gib(parameter.grad for parameter in module.parameters()),
         "optimizer state": size_gib(value for state in states for value in state.values()),
     }
+    data = sum(getattr(getattr(trainer, "datamodule", None), "bytes_on_device", {}).values()) / GIB
+    return parts | {"data": data} if data and trainer.strategy.root_device.type != "cpu" else parts
 
 
 def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str, float]:

@@ -5,7 +5,7 @@ order by seed and epoch, exact resume, every sample once on any number of device
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -33,10 +33,26 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
     def __len__(self) -> int:
         return len(self.tensors[0])
 
+    @property
+    def device(self) -> torch.device:
+        """Where the samples lie. Whoever draws an epoch's order puts it there once, instead of batch by batch."""
+        return self.tensors[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all samples."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def holding(self, tensors: Iterable[Tensor]) -> "TensorRows":
+        """A dataset of the same kind with other tensors: some of the samples, or all of them on a device."""
+        other = copy.copy(self)
+        other.tensors = tuple(tensors)
+        return other
+
     def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """The batch of these samples (int64, (batch,)), in one call for each tensor."""
+        """The batch of these samples (int64, (batch,)), in one call for each tensor, where the samples lie."""
         # copies row by row; tensor[indices] copies byte by byte, which takes eight times as long on a CPU
-        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+        return tuple(tensor.index_select(0, indices.to(self.device)) for tensor in self.tensors)
 
     def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
         return tuple(tensor[index] for tensor in self.tensors)
@@ -69,6 +85,8 @@ class SplitDataModule(LightningDataModule):
         batch_size: Training samples per batch and device.
         eval_batch_size: Validation and test samples per batch and device; changes speed and memory, never a metric.
         num_workers: Loader processes per device. Default: none for data in memory, else as many as there are threads.
+        on_device: Keep data that are in memory (:class:`TensorRows`) on the device, and make batches there: the same
+            order, the same results, no copy in a step. ``auto``: on CUDA, a split of at most a tenth of its memory.
         pin_memory: Page-locked batches, for copies that overlap with computing. Default: with a CUDA device only.
         prefetch_factor: Batches each worker prepares ahead.
         train_samples: Keep the first N training samples (default: all).
@@ -83,6 +101,7 @@ class SplitDataModule(LightningDataModule):
         batch_size: int = 128,
         eval_batch_size: int = 1000,
         num_workers: int | None = None,
+        on_device: bool | Literal["auto"] = "auto",
         pin_memory: bool | None = None,
         prefetch_factor: int = 2,
         train_samples: int | None = None,
@@ -92,6 +111,10 @@ class SplitDataModule(LightningDataModule):
         super().__init__()
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
+        self.on_device = on_device
+        self.bytes_on_device: dict[str, int] = {}  # by split; for whoever explains what the device's memory holds
+        if on_device is True and num_workers:
+            raise UserError(f"--data.num_workers must be 0 with --data.on_device true, got {num_workers}.")
         self.limits: dict[str, int | None] = {"train": train_samples, "val": val_samples, "test": test_samples}
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "prefetch_factor": prefetch_factor}
         limits = {f"{split}_samples": limit for split, limit in self.limits.items()}
@@ -150,6 +173,17 @@ class SplitDataModule(LightningDataModule):
         """Samples in a split that has been set up."""
         return len(self.splits[split])
 
+    def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
+        """Whether ``on_device`` keeps a split on this device."""
+        if not isinstance(dataset, TensorRows):
+            if self.on_device is True:
+                kind = type(dataset).__name__
+                raise UserError(f"--data.on_device true needs data in memory (TensorRows), make_split gave {kind}.")
+            return False
+        if self.on_device != "auto" or device.type != "cuda" or self.num_workers:
+            return self.on_device is True
+        return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
+
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copies the parts directly: Lightning's search through nested collections costs more than a small copy."""
         if isinstance(batch, (tuple, list)) and all(isinstance(part, Tensor) for part in batch):
@@ -163,11 +197,15 @@ class SplitDataModule(LightningDataModule):
 
     def _loader(self, split: Split, batch_size: int, **order: Any) -> DataLoader[Any]:
         dataset, workers, pin = self.splits[split], self.num_workers, self.pin_memory
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self.belongs_on(device, dataset):
+            dataset, workers, pin = dataset.holding(tensor.to(device) for tensor in dataset.tensors), 0, False
+            self.bytes_on_device[split] = dataset.nbytes
         if workers is None:
             # to gather a batch takes less than to ask a worker for it
             workers = 0 if hasattr(dataset, "gather") else torch.get_num_threads()
         if pin is None:
-            pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+            pin = device.type == "cuda"
         return DataLoader(
             dataset,
             batch_size=batch_size,
@@ -285,8 +323,6 @@ def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
 
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
     """The samples of a dataset at ``indices`` (int64, (count,)); what was in memory stays what it is."""
-    if not isinstance(dataset, TensorRows):
-        return Subset(dataset, indices.tolist())
-    part = copy.copy(dataset)
-    part.tensors = dataset.gather(indices)
-    return part
+    if isinstance(dataset, TensorRows):
+        return dataset.holding(dataset.gather(indices))
+    return Subset(dataset, indices.tolist())

@@ -29,7 +29,11 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # of a ModelCheckpoint that the user added
-        write_atomically(serialize(checkpoint), Path(path))
+        try:
+            data = serialize(checkpoint)
+        except (MemoryError, RuntimeError) as error:  # known to every rank, as what writing raises is
+            raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
+        write_atomically(data, Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return read(Path(path))

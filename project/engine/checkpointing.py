@@ -30,7 +30,12 @@ from project.engine.exact_resume import (
     share_running_statistics,
     start_of,
 )
-from project.engine.lightning_internals import add_training_sums, end_restart, release_child_processes
+from project.engine.lightning_internals import (
+    add_training_sums,
+    average_on_the_device,
+    end_restart,
+    release_child_processes,
+)
 from project.engine.log_steps import is_optimizer_step
 from project.engine.ranks import say
 from project.engine.run_folder import Run, point_latest_at
@@ -165,6 +170,7 @@ class RunCheckpoint(GracefulStop):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh_groups = groups_of(trainer.optimizers)  # the checkpoint's come next
+        average_on_the_device(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.training_begins()
@@ -263,7 +269,7 @@ class RunCheckpoint(GracefulStop):
             self._mine.note(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        share_running_statistics(trainer, pl_module)
+        share_running_statistics(trainer, pl_module, self.agreement.group)
         self._mine.note(trainer)
 
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:

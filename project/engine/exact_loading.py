@@ -69,6 +69,7 @@ class ExactBatches(Sampler[Any]):
 
     ``source`` is the sampler whose order is cut into batches of ``batch_size`` samples per rank, or a batch sampler
     where that is None. ``may_be_empty``: the dataset can make a batch of no samples (more ranks than samples).
+    ``device``: where the dataset is asked; an order is put there once.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class ExactBatches(Sampler[Any]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device
         self.source, self.batch_size, self.drop_last, self.training = source, batch_size, drop_last, training
         self.may_be_empty, self.seed, self.rank, self.world_size = may_be_empty, seed, rank, world_size
         self.epoch = self.start_batch = self.start_sample = 0
@@ -125,6 +128,7 @@ class ExactBatches(Sampler[Any]):
         if self.over:  # workers ask before they are asked; the source's order must wait for the next epoch
             return
         epoch, first_batch, order = self.epoch, self.start_batch, self._order()
+        order = order.to(self.device) if self.device is not None and isinstance(order, Tensor) else order
         by_batches = self.training or self.world_size == 1
         parts = self._batches(order, self.start_sample) if by_batches else self._shares(order)
         for number, part in enumerate(parts, start=first_batch):
@@ -245,7 +249,8 @@ class ExactLoader(DataLoader[Any]):
         elif not training and world_size > 1:  # ranks need equally many batches, so the samples are distributed again
             parts = [list(part) for part in inner]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
-        batches = ExactBatches(source, size, drop_last, training, hasattr(dataset, "gather"), seed, rank, world_size)
+        in_memory, device = hasattr(dataset, "gather"), getattr(dataset, "device", None)
+        batches = ExactBatches(source, size, drop_last, training, in_memory, seed, rank, world_size, device)
         workers = loader.num_workers
         exact = cls(
             Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),

@@ -153,16 +153,17 @@ def _set_all(counters: dict[str, int], value: int) -> None:
         counters[key] = value
 
 
-def share_running_statistics(trainer: Trainer, module: LightningModule) -> None:
+def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
     """Give all ranks rank 0's buffers before a validation.
 
     DDP does so before a forward pass, but not while gradients accumulate, and not for averaged weights. Without this,
-    each rank would validate with its own running statistics, and a resumed run with those of rank 0.
+    each rank would validate with its own running statistics, and a resumed run with those of rank 0. What lies on the
+    CPU, as a count of averages does, goes through ``cpu_group``: NCCL takes nothing from there.
     """
     if trainer.world_size > 1:
         for part in (module, *averaged_models(trainer)):
             for buffer in part.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+                torch.distributed.broadcast(buffer, src=0, group=cpu_group if buffer.device.type == "cpu" else None)
 
 
 def groups_of(optimizers: list[Optimizer]) -> list[list[dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Callable
@@ -72,6 +73,8 @@ def _broadcast(decide: Callable[[], Any]) -> Any:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = slurm.main_address, str(slurm.main_port)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))
+        # NCCL warns of a group that is left behind; Lightning takes down only groups that it has made itself
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     told: list[Any] = [None, None]
     if rank == 0:
         try:

@@ -192,6 +192,11 @@ def samples_of(loader: Any) -> int | None:
     return None
 
 
+def parameter_count(trainer: Trainer, module: LightningModule) -> int:
+    """Parameters of a module, of the whole one where a strategy has cut it."""
+    return getattr(trainer.strategy, "whole_parameters", 0) or sum(p.numel() for p in module.parameters())
+
+
 def start_line(trainer: Trainer, module: LightningModule) -> str:
     """Device, precision, data, parameters and samples in one line."""
     source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
@@ -200,7 +205,7 @@ def start_line(trainer: Trainer, module: LightningModule) -> str:
         device_name(trainer) + (f" × {trainer.world_size}" if trainer.world_size > 1 else ""),
         f"precision {trainer.precision}",
         f"data {source}" if source is not None else "",
-        f"{sum(p.numel() for p in module.parameters()):,} parameters",
+        f"{parameter_count(trainer, module):,} parameters",
         f"{samples:,} training samples" if samples is not None else "",
         f"going on from step {trainer.global_step:,}" if trainer.global_step else "",
     ]
@@ -214,7 +219,10 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """The commit of the code that runs, and whether files differ from it or are unknown to git; Nones outside git."""
+    """The commit of the code that runs, and whether files differ from it or are unknown to git.
+
+    Outside git: the commit that the variable ``GIT_COMMIT`` names, else None, and None.
+    """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *words]
@@ -224,7 +232,7 @@ def git_state() -> tuple[str | None, bool | None]:
         # status: of the whole clone, where a user's own modules and configs lie; runs and data are ignored by git
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
-        return None, None
+        return os.environ.get("GIT_COMMIT"), None
 
 
 def versions() -> dict[str, str]:

@@ -7,17 +7,18 @@ import re
 import signal
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import FSDPStrategy
 
 from project import threads
 from project.engine.checkpoint_files import AtomicCheckpointIO
@@ -46,6 +47,10 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
                 "that the launcher started. Leave both away to take what it started."
             )
     refuse_what_cannot_run(flags, world_size)
+    if str(flags["strategy"]).startswith("fsdp"):
+        from project.engine.sharding import ShardedStrategy  # half a second, for FSDP alone
+
+        ShardedStrategy.replace_lightnings()
     plugins = [plugin for plugin in as_list(flags["plugins"]) if not isinstance(plugin, SLURMEnvironment)]
     plugins += [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []  # our callback does it
     flags["plugins"], flags["callbacks"] = [*plugins, AtomicCheckpointIO()], as_list(flags["callbacks"])
@@ -86,9 +91,11 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
         raise UserError(
             f"--strategy {strategy} starts its ranks inside functions, where what a run has reached is lost. Use ddp."
         )
-    by_norm = flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value"
-    if isinstance(strategy, str) and strategy.startswith("fsdp") and by_norm:  # Lightning takes no norm over shards
-        raise UserError("--gradient_clip_val clips by norm, which fsdp cannot. Add --gradient_clip_algorithm value.")
+    if isinstance(strategy, FSDPStrategy) or str(strategy).startswith("fsdp"):
+        if flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value":  # no norm over shards
+            raise UserError("--gradient_clip_val clips by norm, fsdp cannot. Add --gradient_clip_algorithm value.")
+        if any(isinstance(callback, WeightAveraging) for callback in as_list(flags["callbacks"])):
+            raise UserError("--strategy fsdp cannot average weights. Use --strategy ddp, or --trainer.callbacks null.")
     refuse_counts(flags)
 
 
@@ -167,12 +174,18 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
     if lacks_for_test(config.module, config.datamodule):
         return {}
     # In float32, so that the result is the same on any device, also on a CPU.
-    if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
+    module = config.module
+    if isinstance(trainer.strategy, FSDPStrategy):
+        from project.engine.sharding import for_float32_test
+
+        module = for_float32_test(trainer.strategy, config.fresh_module())
+    elif isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
         trainer.strategy.precision_plugin = Precision()
-        config.module.float()
-    with float32_products():
+        module.float()
+    # eagerly: for one pass a compiled network would be compiled once more
+    with float32_products(), torch.compiler.set_stance("force_eager"):
         found = trainer.test(
-            config.module,
+            module,
             datamodule=config.datamodule,
             ckpt_path=str(best_path) if best_path else None,
             weights_only=True,
@@ -193,12 +206,26 @@ def lacks_for_test(module: LightningModule, data: LightningDataModule | None) ->
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """Switch TF32 off. GPUs use it for convolutions, and for matrix products with ``--matmul_precision high``."""
-    matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    """Switch TF32 off. GPUs use it for convolutions, and for matrix products with ``--matmul_precision high``.
+
+    PyTorch has older and newer switches for it. Reading an older one is an error where a newer one was changed.
+    """
+    matmul = convolutions = None
+    with suppress(RuntimeError):
+        matmul = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        convolutions = torch.backends.cudnn.allow_tf32
+    backends: Any = torch.backends
+    newer = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    before = [switch.fp32_precision for switch in newer]
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    for switch in newer:
+        switch.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.set_float32_matmul_precision(matmul or "highest")
+        torch.backends.cudnn.allow_tf32 = True if convolutions is None else convolutions
+        for switch, value in zip(newer, before, strict=True):
+            switch.fp32_precision = value

@@ -22,7 +22,7 @@ from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.engine.stop import failure_within
-from project.engine.summary import RunRecord
+from project.engine.summary import RunRecord, parameter_count
 from project.errors import UserError
 from project.loggers import STEP
 from project.loggers.wandb_account import wandb_mode
@@ -233,7 +233,7 @@ class WandbStart(Callback):
             "precision": trainer.precision,
             "world_size": trainer.world_size,
             "data_source": getattr(trainer.datamodule, "data_source", None),  # type: ignore[attr-defined]
-            "parameters": sum(p.numel() for p in pl_module.parameters()),
+            "parameters": parameter_count(trainer, pl_module),
         }
         self.logger.begin(facts, self.checkpoint.monitor, getattr(self.checkpoint, "mode", "max"))
 

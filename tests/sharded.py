@@ -1,0 +1,32 @@
+"""``fit`` with FSDP on the CPU, for tests: python -m tests.sharded ARGUMENT...
+
+PyTorch's FSDP asks for an accelerator, but does the same with gloo on the CPU if it is told that this is the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+
+    from project import fit
+    from project.engine import command, sharding
+
+    given = FSDP.__init__
+
+    def on_the_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        given(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+    FSDP.__init__ = on_the_cpu  # type: ignore[method-assign]
+    StrategyRegistry.register("fsdp_on_cpu", sharding.ShardedStrategy)
+    sharding.LARGE = 1000  # so that a small network is cut, too
+    command.run(fit.main)
+
+
+if __name__ == "__main__":
+    main()
