@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch import LightningModule
 from project.errors import UserError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
+VALUES = (type(None), bool, int, float, str)
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
@@ -110,6 +112,11 @@ def read(path: Path) -> dict[str, Any]:
         raise _damaged(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
+    _check(checkpoint, LIGHTNING, path)
+    size = path.stat().st_size
+    for value in _leaves(checkpoint):  # a shape of a few bytes can claim any size
+        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
+            raise UserError(f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint.")
     return checkpoint
 
 
@@ -132,6 +139,17 @@ def damage(path: Path) -> str | None:
     return None
 
 
+# Lightning's entries: key -> type
+LIGHTNING: dict[str, type] = {
+    "state_dict": dict,
+    "loops": dict,
+    "epoch": int,
+    "global_step": int,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "callbacks": dict,
+    "pytorch-lightning_version": str,
+}
 # The entries that this project adds to a checkpoint and needs for every use of it: key -> type
 RECORD: dict[str, type] = {
     "config": dict,
@@ -164,6 +182,9 @@ def record(path: Path) -> dict[str, Any]:
             f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
         )
     _check(run, RECORD, path)
+    for key in ("config", "metrics", "data_source", "versions"):
+        if not all(isinstance(value, VALUES) for value in _leaves(run.get(key))):
+            raise _changed(path, key)
     for section in ("model", "data", "trainer"):
         if not isinstance(run["config"].get(section) or {}, dict):
             raise _changed(path, f"config.{section}")
@@ -176,6 +197,14 @@ def record(path: Path) -> dict[str, Any]:
                 raise _changed(path, "state.ranks")
             _check(rank, RANK, path)
     return dict(run)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def _check(found: dict[str, Any], kinds: dict[str, type], path: Path) -> None:

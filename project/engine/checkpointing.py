@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import SpikeDetection, StochasticWeightAveraging, WeightAveraging
 
 from project.engine import signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
@@ -40,6 +41,15 @@ from project.errors import UserError
 Mode = Literal["min", "max"]
 # The default metrics to follow: the first of these that is logged.
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
+
+# Lightning's callbacks with which a resume is not exact, and why
+NOT_EXACT = {
+    "BatchSizeFinder": "it searches again at every start",
+    "LearningRateFinder": "it searches again at every start",
+    "ModelPruning": "a checkpoint holds the pruned weights without their masks",
+    "SpikeDetection": "Lightning cannot load its state, so its mean begins anew",
+    "StochasticWeightAveraging": "it begins its averages and its rates anew inside an epoch",
+}
 
 
 @dataclass
@@ -132,6 +142,7 @@ class RunCheckpoint(GracefulStop):
         requeue_signal: int | None = None,
     ) -> None:
         super().__init__(ExactLoading(), requeue_signal)
+        signals.watch(run.discard)
         self.folder, self.best, self.rows, self.changed = run.folder, best, rows, changed
         self.record: dict[str, Any] = {
             "run_name": run.name,
@@ -174,6 +185,9 @@ class RunCheckpoint(GracefulStop):
         if trainer.state.fn != "fit":
             return
         self._resume, self._metrics = saved.get("state"), saved.get("metrics", {})
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SpikeDetection):
+                checkpoint["callbacks"].pop(callback.state_key, None)
         if self._resume:
             self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
         before, now = (_optimizer_named_in(config) for config in (saved.get("config"), self.record.get("config")))
@@ -182,6 +196,8 @@ class RunCheckpoint(GracefulStop):
             checkpoint["optimizer_states"] = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not isinstance(state_dict["score"], (float, NoneType)) or state_dict["mode"] not in ("min", "max"):
+            raise TypeError("the best value so far is no number")
         if self.best.monitor in (None, state_dict["monitor"]):
             vars(self.best).update(state_dict)
 
@@ -192,8 +208,10 @@ class RunCheckpoint(GracefulStop):
         self._fresh_groups = groups_of(trainer.optimizers)  # the checkpoint's come next
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.training_begins()
+        signals.defer()
         self._last_save = time.monotonic()
+        if self._resume is not None:
+            self._go_on(trainer, pl_module, self._resume)
         if trainer.is_global_zero:
             # not earlier: a run that cannot start must not become `latest`, nor change an older run's files
             point_latest_at(self.folder)
@@ -201,25 +219,31 @@ class RunCheckpoint(GracefulStop):
             if self._resume is None and trainer.global_step == 0:  # left by a run that saved nothing
                 self._keep_rows(0)
                 clear_leftovers(self.folder)
-        if self._resume is not None:
-            self._go_on(trainer, pl_module, self._resume)
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            self.loading.anywhere = False
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if reason := next(
+                (NOT_EXACT[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in NOT_EXACT), None
+            ):
+                self.notes.append(f"a resume is not exact with {type(callback).__name__}: {reason}.")
         for note in [*self.loading.notes, *self.notes] if trainer.is_global_zero else ():
             print(note, flush=True)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-        self._keep_rows(state["metric_rows"])
         self._followed_in_validation = bool(state.get("followed_in_validation"))
         for name, value in self._metrics.items():  # a plateau scheduler may follow an earlier epoch's validation
             if isinstance(value, float):
                 trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-        if note := self._set_aside_unusable_best(trainer):
-            self.notes.append(note)
-            self.best.forget()
         if note := settle_place(trainer, self.loading, state):
             self.notes.append(note)
         apply_typed_hyperparameters(trainer, self._fresh_groups, self.changed)
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
+        # files are changed last: what cannot be restored is refused before
+        if note := self._set_aside_unusable_best(trainer):
+            self.notes.append(note)
+            self.best.forget()
+        self._keep_rows(state["metric_rows"])
 
     def _keep_rows(self, count: int) -> None:
         if self.rows is not None:
@@ -414,7 +438,7 @@ def parse_interval(text: str) -> tuple[float, int | None]:
     Raises:
         UserError: It is neither, or not above 0.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*(s|steps?|)\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+)\s*(s|steps?|)\s*", str(text))
     try:
         if match and match[2] == "s" and 0 < float(match[1]) < math.inf:
             return float(match[1]), None

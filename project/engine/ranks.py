@@ -46,7 +46,11 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
         UserError: What ``decide`` raised on rank 0, on every rank.
     """
     if is_child():
-        return json.loads(os.environ[DECISION_VARIABLE])
+        try:
+            return json.loads(os.environ[DECISION_VARIABLE])
+        except ValueError:
+            found = os.environ[DECISION_VARIABLE]
+            raise UserError(f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'. Unset it.") from None
     if os.environ.get("NODE_RANK", "0") != "0" and launched_world()[1] == 1:
         raise UserError("NODE_RANK is set without a launcher. Start several machines with torchrun, see the README.")
     if launched_world()[1] > 1:

@@ -41,7 +41,7 @@ class Run:
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()  # W&B writes later, when the working folder may be another
         if not self.run_id:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
                 self.run_id = (self.folder / RUN_ID).read_text().strip()
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 

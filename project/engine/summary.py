@@ -150,6 +150,7 @@ class RunTimer(Callback):
 
     def __init__(self) -> None:
         self.start_seconds: float | None = None
+        self.begun = False
         self.fit_seconds = 0.0
         self._begun: float | None = None
         self._before = 0.0
@@ -160,8 +161,10 @@ class RunTimer(Callback):
             print(start_line(trainer, pl_module), flush=True)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.start_seconds is None:
-            self.start_seconds = time.time() - psutil.Process().create_time()
+        if not self.begun:
+            self.begun = True
+            with contextlib.suppress(psutil.Error):  # no /proc
+                self.start_seconds = time.time() - psutil.Process().create_time()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.fit_seconds = self.seconds_so_far()
@@ -177,7 +180,7 @@ class RunTimer(Callback):
         return {"seconds": self.seconds_so_far()}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        self._before = state_dict["seconds"]
+        self._before = float(state_dict["seconds"])
 
 
 def device_name(trainer: Trainer) -> str:
