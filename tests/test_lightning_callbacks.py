@@ -158,7 +158,6 @@ def test_killed_and_resumed_it_is_bit_identical(
         assert killed.returncode == -9, killed.stderr
     resumed = run("fit", *named)
     assert resumed.returncode == 0, resumed.stderr
-    assert "epoch 4/" in resumed.stdout or "EarlyStopping" in case, "nothing was left to resume"
     one, other = Path("checkpoints/reference"), Path("checkpoints/killed")
     assert differing(one, other) == []
 

@@ -16,7 +16,12 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import SpikeDetection, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from project.engine import signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
@@ -48,7 +53,6 @@ NOT_EXACT = {
     "LearningRateFinder": "it searches again at every start",
     "ModelPruning": "a checkpoint holds the pruned weights without their masks",
     "SpikeDetection": "Lightning cannot load its state, so its mean begins anew",
-    "StochasticWeightAveraging": "it begins its averages and its rates anew inside an epoch",
 }
 
 
@@ -219,13 +223,13 @@ class RunCheckpoint(GracefulStop):
             if self._resume is None and trainer.global_step == 0:  # left by a run that saved nothing
                 self._keep_rows(0)
                 clear_leftovers(self.folder)
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            self.loading.anywhere = False
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if reason := next(
-                (NOT_EXACT[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in NOT_EXACT), None
-            ):
-                self.notes.append(f"a resume is not exact with {type(callback).__name__}: {reason}.")
+            name = type(callback).__name__
+            if isinstance(callback, StochasticWeightAveraging):  # acts at an epoch's start, which is not repeated
+                self.loading.anywhere = False
+                self.notes.append(f"with {name} a run resumes from its last epoch's end.")
+            if reason := NOT_EXACT.get(name):
+                self.notes.append(f"a resume is not exact with {name}: {reason}.")
         for note in [*self.loading.notes, *self.notes] if trainer.is_global_zero else ():
             print(note, flush=True)
 
@@ -267,6 +271,10 @@ class RunCheckpoint(GracefulStop):
     # Step boundaries
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._resume is not None:  # Lightning leaves on_train_epoch_start out of a resumed epoch
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(trainer)
         if self._request or self._best_due:
             self._boundary(trainer, "batch")
 
