@@ -92,7 +92,10 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
         panels += [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in MEDIA.get(section, {}).items()]
         sections.append(ws.Section(name=section, panels=panels, is_open=True))
     settings = ws.WorkspaceSettings(x_axis=STEP)
-    return ws.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)
+    try:
+        return ws.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)
+    except ValueError as error:  # of pydantic
+        raise UserError(f"--entity, --project or --name is refused by W&B: {error}") from None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback
 
-from project.callbacks.memory import MemoryMonitor, MemorySnapshot  # feature: memory
+from project.callbacks.memory import MemoryMonitor, MemorySnapshot, is_measurable  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.test_predictions import TestPredictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
@@ -54,6 +54,10 @@ def main(argv: list[str]) -> int:
         except Exception:
             job.discard()  # nothing was saved: the name is free again
             raise
+        except signals.Stopped:
+            if not signals.begun():
+                job.discard()
+            raise
         finally:
             job.release()
         if not config.trainer["fast_dev_run"]:
@@ -74,7 +78,10 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), witho
     wandb = wandb if wandb in loggers else None
     checkpoint = RunCheckpoint(config, job, best, csv)
     optimizer = OptimizerMonitor() if "optimizer" in config.monitors else None  # feature: optimizer
-    memory = MemoryMonitor() if "memory" in config.monitors and MemoryMonitor not in off else None  # feature: memory
+    # feature: memory
+    wanted = "memory" in config.monitors and MemoryMonitor not in off and is_measurable()
+    memory = MemoryMonitor() if wanted else None
+    # end feature: memory
     # feature: throughput
     throughput = None
     if "throughput" in config.monitors and ThroughputMonitor not in off:
@@ -115,7 +122,7 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
     """
     trainer, status, trained = session.trainer, 1, False
     try:
-        with refusals_as_errors(session.timer):
+        with refusals_as_errors(session.timer, job.checkpoint):
             checkpoint = str(job.checkpoint) if job.checkpoint else None
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=checkpoint, weights_only=True)
         summary = summarize(config, job, session)  # before the test's precision is set

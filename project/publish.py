@@ -136,7 +136,7 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
 def publish_stopped(config: Configuration, run: Run, session: Session, stop: signals.Stopped) -> None:
     """Write the report of a stopped run within the time that is left. A second signal skips it."""
     release_child_processes()  # the other ranks end now
-    if session.trainer.is_global_zero and session.timer.start_seconds is not None:
+    if session.trainer.is_global_zero and session.timer.begun:
         if session.trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
             signals.resume_immediate()
         summary = summarize(config, run, session, finished=False)

@@ -172,6 +172,15 @@ def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, 
     return now
 
 
+def is_measurable() -> bool:
+    """Whether the system tells what a process uses; without ``/proc`` Linux does not."""
+    try:
+        psutil.Process().memory_info()
+    except psutil.Error:
+        return False
+    return True
+
+
 class HostMemory:
     """Resident set sizes (bytes) of this rank. Pages that processes share count once in each of them."""
 

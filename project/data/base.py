@@ -5,6 +5,8 @@ order by seed and epoch, exact resume, every sample once on any number of device
 """
 
 import copy
+import math
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +22,7 @@ from project.data.augment import as_unit_floats, random_deformation, transformed
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]
+LARGEST_IMAGE = 2**28  # values; a file that names a larger one was changed
 
 
 class TensorRows(Dataset[tuple[Tensor, ...]]):
@@ -122,6 +125,8 @@ class SplitDataModule(LightningDataModule):
             least = 0 if name == "num_workers" else 1
             if value is not None and value < least:
                 raise UserError(f"--data.{name} must be at least {least}, got {value}.")
+        if num_workers is not None and num_workers > (most := 16 * (os.cpu_count() or 1)):
+            raise UserError(f"--data.num_workers must be at most {most} on this machine, got {num_workers}.")
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no sample of a tiny set
         self.splits: dict[str, Any] = {}  # datasets
 
@@ -278,9 +283,19 @@ class BatchedDataModule(SplitDataModule):
         return {"class_names": list(map(str, self.class_names)), "image_shape": list(self.image_shape), **numbers}
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Restore what :meth:`description` returned in training: class names may come from a folder."""
-        for name, value in description.items():
-            setattr(self, name, tuple(value) if name == "image_shape" else value)
+        """Restore what :meth:`description` returned in training: class names may come from a folder.
+
+        Raises:
+            UserError: It is something else.
+        """
+        for name, kind in {"class_names": str, "image_shape": int, "mean": float, "std": float}.items():
+            value = description.get(name, [])
+            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+                raise UserError(f"the checkpoint's {name} must be a list of {kind.__name__}, got {str(value)[:80]}.")
+            if name == "image_shape" and value and not (min(value) > 0 and math.prod(value) <= LARGEST_IMAGE):
+                raise UserError(f"the checkpoint's image_shape must be sizes above 0 of one image, got {value}.")
+            if name in description:
+                setattr(self, name, tuple(value) if name == "image_shape" else value)
 
     def check_split(self, split: Split, dataset: Any) -> None:
         super().check_split(split, dataset)

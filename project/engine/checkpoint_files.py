@@ -7,6 +7,7 @@ import io
 import os
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningModule
 from project.errors import UserError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+VALUES = (type(None), bool, int, float, str)
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
@@ -111,6 +113,11 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
+    _check(checkpoint, LIGHTNING, path, "checkpoint")
+    size = path.stat().st_size
+    for value in _leaves(checkpoint):  # a shape of a few bytes can claim any size
+        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
+            raise UserError(f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint.")
     return checkpoint
 
 
@@ -125,7 +132,13 @@ def damage(path: Path) -> str | None:
     return None
 
 
-# What a checkpoint says of its run, as far as commands rely on it: types, or the same of the parts. Any may be absent.
+# What a checkpoint says, as far as commands rely on it: types, or the same of the parts. Any may be absent.
+LIGHTNING: dict[str, Any] = {
+    **dict.fromkeys(("state_dict", "loops", "callbacks"), dict),
+    **dict.fromkeys(("epoch", "global_step"), int),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    "pytorch-lightning_version": str,
+}
 SECTION = (dict, type(None))
 OF_RANK = {"random": dict, "loaders": list, "metrics": dict, "logged": dict, "module": dict, "device": str}
 RECORD: dict[str, Any] = {
@@ -146,19 +159,32 @@ def record(path: Path) -> dict[str, Any]:
         raise UserError(
             f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
         )
-    _check(run, RECORD, path)
+    _check(run, RECORD, path, "run")
+    for key in ("config", "metrics", "data_source", "versions"):
+        if not all(isinstance(value, VALUES) for value in _leaves(run.get(key))):
+            raise _changed(path, f"run.{key}")
     return run
 
 
-def _check(found: Any, shape: Any, path: Path, name: str = "run") -> None:
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _check(found: Any, shape: Any, path: Path, name: str) -> None:
     if not isinstance(found, type(shape) if isinstance(shape, (dict, list)) else shape):
-        raise UserError(
-            f"--ckpt_path {path}: its entry {name} is not what this project writes. Give another checkpoint."
-        )
+        raise _changed(path, name)
     parts = [(key, found[key], shape[key]) for key in shape if key in found] if isinstance(shape, dict) else []
     parts += [(place, part, shape[0]) for place, part in enumerate(found)] if isinstance(shape, list) else []
     for key, part, wanted in parts:
         _check(part, wanted, path, f"{name}.{key}")
+
+
+def _changed(path: Path, key: str) -> UserError:
+    return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
 
 
 def load_weights(module: LightningModule, path: Path) -> None:

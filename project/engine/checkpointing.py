@@ -10,11 +10,17 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from project.engine import signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
@@ -47,6 +53,14 @@ from project.errors import UserError
 Mode = Literal["min", "max"]
 # The default metrics to follow: the first of these that is logged.
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
+
+# Lightning's callbacks with which a resume is not exact, and why
+NOT_EXACT = {
+    "BatchSizeFinder": "it searches again at every start",
+    "LearningRateFinder": "it searches again at every start",
+    "ModelPruning": "a checkpoint holds the pruned weights without their masks",
+    "SpikeDetection": "Lightning cannot load its state, so its mean begins anew",
+}
 
 
 @dataclass
@@ -124,6 +138,7 @@ class RunCheckpoint(GracefulStop):
 
     def __init__(self, config: Configuration, run: Run, best: Best, rows: Any) -> None:
         super().__init__(ExactLoading(), requeue_signal(config))
+        signals.watch(run.discard)
         self.folder, self.best, self.rows, self.changed = run.folder, best, rows, bool(run.changes)
         self.best_path, self.last_path = self.folder / "best.ckpt", self.folder / "last.ckpt"
         self.record = dict[str, Any](run_name=run.name, run_id=run.run_id, config=config.resolved, versions=versions())
@@ -153,6 +168,9 @@ class RunCheckpoint(GracefulStop):
         if trainer.state.fn != "fit":
             return
         self._resume, self._metrics = saved.get("state"), saved.get("metrics", {})
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SpikeDetection):
+                checkpoint["callbacks"].pop(callback.state_key, None)
         if self._resume:
             self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
         before, now = (
@@ -163,6 +181,8 @@ class RunCheckpoint(GracefulStop):
             checkpoint["optimizer_states"] = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not isinstance(state_dict["score"], (float, NoneType)) or state_dict["mode"] not in ("min", "max"):
+            raise TypeError("the best value so far is no number")
         self.best.go_on_from(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,8 +193,10 @@ class RunCheckpoint(GracefulStop):
         average_on_the_device(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.training_begins()
+        signals.defer()
         self._last_save = time.monotonic()
+        if self._resume is not None:
+            self._go_on(trainer, pl_module, self._resume)
         if trainer.is_global_zero:
             # not earlier: a run that cannot start must not become `latest`, nor change an older run's files
             point_latest_at(self.folder)
@@ -183,24 +205,30 @@ class RunCheckpoint(GracefulStop):
                 self.rows.keep_rows(0)
                 for name in ("summary.json", "report.html"):
                     (self.folder / name).unlink(missing_ok=True)
-        if self._resume is not None:
-            self._go_on(trainer, pl_module, self._resume)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            name = type(callback).__name__
+            if isinstance(callback, StochasticWeightAveraging):  # acts at an epoch's start, which is not repeated
+                self.loading.anywhere = False
+                self.notes.append(f"with {name} a run resumes from its last epoch's end.")
+            if reason := NOT_EXACT.get(name):
+                self.notes.append(f"a resume is not exact with {name}: {reason}.")
         say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-        self.rows.keep_rows(state["metric_rows"])
         self._followed = state.get("followed")
         for name, value in self._metrics.items():  # a plateau scheduler may follow an earlier epoch's validation
             if isinstance(value, float):
                 trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-        if note := self._set_aside_unusable_best(trainer):
-            self.notes.append(note)
-            self.best.forget()
         if note := settle_place(trainer, self.loading, state):
             self.notes.append(note)
         apply_typed_hyperparameters(trainer, self._fresh_groups, self.changed)
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
+        # files are changed last: what cannot be restored is refused before
+        if note := self._set_aside_unusable_best(trainer):
+            self.notes.append(note)
+            self.best.forget()
+        self.rows.keep_rows(state["metric_rows"])
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
         """Rename a ``best.ckpt`` that is damaged or belongs to another run; returns what to tell the user."""
@@ -220,6 +248,10 @@ class RunCheckpoint(GracefulStop):
     # Step boundaries
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._resume is not None:  # Lightning leaves on_train_epoch_start out of a resumed epoch
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(trainer)
         if self._request or self._best_due:
             self._boundary(trainer, "batch")
 
@@ -364,7 +396,7 @@ class RunCheckpoint(GracefulStop):
 
 def parse_interval(text: str) -> tuple[float, int | None]:
     """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500). Anything else is a UserError."""
-    match = re.fullmatch(r"\s*(?:(\d{1,9}\.?\d*|\.\d+)\s*s|(\d{1,9})\s*(?:steps?)?)\s*", text)
+    match = re.fullmatch(r"\s*(?:(\d{1,9}\.?\d*|\.\d+)\s*s|(\d{1,9})\s*(?:steps?)?)\s*", str(text))
     if match and float(match[1] or match[2]) > 0:
         return (float(match[1]), None) if match[1] else (60.0, int(match[2]))
     raise UserError(f"--checkpoint_every must be optimizer steps (500) or seconds (60s), above 0, got {text}.")

@@ -14,7 +14,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml
+from jsonargparse.typing import register_type
+from lightning.fabric.utilities.enums import LightningEnum
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
 
@@ -43,6 +46,9 @@ MONITORS: tuple[str, ...] = (
     "memory",  # feature: memory
     "optimizer",  # feature: optimizer
 )
+register_type(torch.device)  # StochasticWeightAveraging has one: without this, config.yaml would hold no value for it
+# Timer has one, and YAML none
+yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(value.value))
 LARGEST_SEED = 2**32 - 1
 # Advice of Lightning and wandb that is wrong here, with the reason
 UNFOUNDED = (

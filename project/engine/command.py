@@ -26,6 +26,14 @@ FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.E
 ADVICE = dict.fromkeys(FULL_OR_CLOSED, "Free space or choose a folder you may write to.")
 ADVICE |= dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR), "Name another file.")
 
+# Variables by which torchrun, SLURM and Lightning tell a process its place
+NUMBERED = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"),
+)
+NO_MEMORY = "t allocate memory|failed to map segment"  # what torch on the CPU and the loader of libraries say
+LONGEST = 800  # characters of an error: a value of a thousand is not shown whole
+
 
 def prepare_process(name: str) -> None:
     """Set up the process of a command. Call it above the command's imports: torch reads thread settings only once.
@@ -38,8 +46,27 @@ def prepare_process(name: str) -> None:
     if name == "__main__":
         gc.disable()
         signals.install()
+        open_streams()
+        refuse_junk()
         threads.configure()
         threads.waiting.start()
+
+
+def open_streams() -> None:
+    """Let every print succeed: a closed stdout or stderr goes nowhere, and what a terminal cannot show is replaced."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:  # the next file to be opened would get its number
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - as long as the process
+        getattr(sys, name).reconfigure(errors="replace")
+
+
+def refuse_junk() -> None:
+    """End the process where a launcher's variable holds no number: Lightning reads some of them as it is imported."""
+    for variable in NUMBERED:
+        if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
+            say_error(f"the environment variable {variable} must be a whole number, got '{value}'. Unset it.")
+            sys.exit(2)
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -77,13 +104,18 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         if isinstance(error, OSError) and error.errno in ADVICE:
             say_error(f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}")
             return 2
+        if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
+            say_error(f"not enough memory; a smaller --data.batch_size or network takes less. {error}")
+            return 2
         traceback.print_exc()
         return 1
 
 
 def say_error(message: str) -> None:
-    """Print ``error: message`` on stderr as one line."""
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    """Print ``error: message`` on stderr as one line, of a readable length."""
+    message = " ".join(message.split())
+    message = message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."
+    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -77,6 +77,10 @@ class RankState:
             "metrics": metric_states(module),
             "logged": training_sums(trainer),
             "module": sums,
+            "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+            "untracked": [
+                name for name, part in module.named_modules() if not getattr(part, "track_running_stats", True)
+            ],
             "device": trainer.strategy.root_device.type,
         }
 
@@ -86,6 +90,12 @@ class RankState:
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
         self.sums = state["logged"]
+        if "frozen" in state:  # a callback or hook may have thawed them in an earlier epoch
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad = name not in state["frozen"]
+            for name, part in module.named_modules():
+                if hasattr(part, "track_running_stats"):
+                    part.track_running_stats = name not in state["untracked"]
         if state["device"] == trainer.strategy.root_device.type:
             restore_random_state(state["random"], trainer.strategy.root_device)
 

@@ -84,15 +84,20 @@ def end_restart(trainer: Trainer) -> None:
     trainer.fit_loop._restarting = False
 
 
-def release_child_processes() -> None:
+def release_child_processes() -> list[Any]:
     """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code.
+
+    Returns the ranks' :class:`subprocess.Popen`.
 
     Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's
     thread cannot be stopped.
     """
+    released: list[Any] = []
     for thread in threading.enumerate():
         if thread.name == "child-process-observer":
+            released += thread._child_processes  # type: ignore[attr-defined]
             thread._child_processes = []  # type: ignore[attr-defined]
+    return released
 
 
 def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:

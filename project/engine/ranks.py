@@ -50,7 +50,11 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
     Ranks started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
     """
     if is_child():
-        return json.loads(os.environ[DECISION_VARIABLE])
+        try:
+            return json.loads(os.environ[DECISION_VARIABLE])
+        except ValueError:
+            found = os.environ[DECISION_VARIABLE]
+            raise UserError(f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'. Unset it.") from None
     if os.environ.get("NODE_RANK", "0") != "0" and launched_world()[1] == 1:
         raise UserError("NODE_RANK is set without a launcher. Start several machines with torchrun, see the README.")
     if launched_world()[1] > 1:

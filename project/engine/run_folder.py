@@ -46,7 +46,7 @@ class Run:
         self.folder = Path(self.folder).absolute()  # W&B writes later, when the working folder may be another
         self.checkpoint = self.checkpoint and Path(self.checkpoint)
         if not self.run_id:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
                 self.run_id = (self.folder / RUN_ID).read_text().strip()
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 

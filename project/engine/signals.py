@@ -1,23 +1,32 @@
-"""SIGTERM, Ctrl-C and SLURM's signal: noted at once, handled at the next step boundary.
+"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary.
 
 Lightning's own handler broadcasts to the other ranks from inside the signal handler, which can interrupt a collective
 and hang, and ends a terminated run with exit code 0. Here a handler only notes the signal.
 :class:`project.engine.stop.GracefulStop` lets the ranks agree on it after a step, saves, and raises :class:`Stopped`,
-which :mod:`project.engine.command` turns into the exit code. Before training has begun there is nothing to save and the
-process ends right away.
+which :mod:`project.engine.command` turns into the exit code.
+
+Before training has begun there is nothing to save, and the process ends right away. Rank 0 decides for the ranks that
+it started: it ends them first, since they would fail without it; a signal to one of them is passed on to rank 0.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
+from project.engine.ranks import is_child
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
-# Ranks that receive a signal during start-up stop together at the first step, or each one after this time.
-START_UP_PATIENCE_S = 8.0
+# Python runs no handler while it waits inside a library, as for the other ranks: then a thread ends the process.
+START_UP_PATIENCE_S = 1.5
+PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
 
 
 class Stopped(BaseException):
@@ -26,7 +35,7 @@ class Stopped(BaseException):
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.signum = signum
-        self.exit_code = 143 if signum == signal.SIGHUP else 128 + signum
+        self.exit_code = 128 + signum
 
 
 class _State:
@@ -35,18 +44,24 @@ class _State:
     requested: int = 0
     importing: bool = False
     deferring: bool = False
-    shared: bool = False
+    begun: bool = False  # training or a test
+    watched: bool = False
+    clean_up: Callable[[], None] | None = None
 
 
 def install() -> None:
     """Take over the signals in the main thread. Until :func:`imports_are_done` a signal ends the process: there is
     nothing to save yet, and an exception inside an import would show up as an ImportError.
+
+    A rank of torchrun is asked to stop when its agent has died; it would train on, and nobody could stop it.
     """
     if threading.current_thread() is threading.main_thread():
         _State.importing = True
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
                 signal.signal(number, _note)
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def imports_are_done() -> None:
@@ -64,14 +79,32 @@ def note(signum: int) -> None:
     _State.requested = signum
 
 
-def defer(shared: bool = False) -> None:
-    """From now on a signal waits for the next step boundary.
+def watch(clean_up: Callable[[], None] | None = None) -> None:
+    """Until training begins, end the process soon after a signal, also where Python waits inside a library.
 
     Args:
-        shared: The job has several ranks. Then also a signal during start-up waits, for at most
-            ``START_UP_PATIENCE_S`` seconds, until the ranks can agree on it.
+        clean_up: What takes back the files that were made so far.
     """
-    _State.deferring, _State.shared = True, shared
+    _State.clean_up = clean_up
+    if _State.watched or _State.begun or signal.getsignal(signal.SIGTERM) is not _note:
+        return
+    _State.watched = True
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_stop_watching)  # a loader's worker must not write into this pipe
+    threading.Thread(target=_watch, args=(reading,), name="start-up-signals", daemon=True).start()
+
+
+def defer() -> None:
+    """Training or a test has begun: from now on a signal waits for the next step boundary."""
+    _State.deferring = _State.begun = True
+    _stop_watching()
+
+
+def begun() -> bool:
+    """Whether training or a test has begun."""
+    return _State.begun
 
 
 def resume_immediate() -> None:
@@ -79,29 +112,61 @@ def resume_immediate() -> None:
     _State.deferring = False
 
 
-def training_begins() -> None:
-    """All ranks have started and step boundaries follow: the time limit of the start-up ends."""
-    _State.shared = False
-
-
-def _note(signum: int, _: FrameType | None) -> None:
+def _note(number: int, _: FrameType | None) -> None:
     first = not _State.requested
+    signum = signal.SIGTERM if number == signal.SIGHUP else number  # and a number of its own for a save: stop.SAVE_DUE
     _State.requested = signum
+    if not _State.begun and is_child():
+        _tell_rank_zero(signum)
+        if not _State.importing:
+            return
     if _State.importing:
         os._exit(Stopped(signum).exit_code)
     if not _State.deferring:
+        if not _State.begun:
+            if not first:  # it is ending
+                return
+            _end_ranks()
         raise Stopped(signum)
     if first and os.environ.get("LOCAL_RANK", "0") == "0":
         # os.write: a signal may interrupt print(), which cannot be called inside itself
-        os.write(
-            sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: saving this step, then stopping ...\n".encode()
-        )
-    if first and _State.shared:
-        timer = threading.Timer(START_UP_PATIENCE_S, _give_up, args=(signum,))
-        timer.daemon = True
-        timer.start()
+        with suppress(OSError, AttributeError):  # it may be closed
+            os.write(
+                sys.stderr.fileno(), f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n".encode()
+            )
 
 
-def _give_up(signum: int) -> None:
-    if _State.shared:
-        os._exit(Stopped(signum).exit_code)
+def _watch(reading: int) -> None:
+    while not _State.begun:
+        number = os.read(reading, 1)[0]
+        if number not in STOP_SIGNALS or _State.begun:
+            continue
+        if is_child():
+            _tell_rank_zero(number)
+        time.sleep(START_UP_PATIENCE_S * (2 if is_child() else 1))  # rank 0 is the first to act
+        if not _State.begun:
+            _end_ranks()
+            if _State.clean_up is not None:
+                _State.clean_up()
+            os._exit(130 if number == signal.SIGINT else 143)
+
+
+def _stop_watching() -> None:
+    if _State.watched:
+        with suppress(ValueError):  # in another thread than the main one
+            signal.set_wakeup_fd(-1)
+
+
+def _tell_rank_zero(signum: int) -> None:
+    if (parent := os.getppid()) != 1:
+        with suppress(ProcessLookupError):
+            os.kill(parent, signum)
+
+
+def _end_ranks() -> None:
+    """Kill the ranks that Lightning has started from this process."""
+    if "lightning.pytorch" in sys.modules:
+        from project.engine.lightning_internals import release_child_processes
+
+        for rank in release_child_processes():
+            rank.kill()

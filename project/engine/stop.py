@@ -90,19 +90,19 @@ class GracefulStop(Callback):
         self.loading = loading or ExactLoading()
         self.requeue_signal = requeue_signal
         self.agreement: Agreement
+        signals.watch()
         self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not hasattr(self, "agreement"):
             self.agreement = Agreement(trainer.world_size)
-        signals.defer(shared=trainer.world_size > 1)
         leave_signals_alone(trainer)
         if self.requeue_signal is not None:
             signal.signal(self.requeue_signal, lambda number, _: signals.note(number))
         self.loading.install(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.training_begins()
+        signals.defer()
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         self._evaluated(trainer, pl_module, trainer.val_dataloaders, trainer.num_val_batches, *args[2:])

@@ -153,6 +153,7 @@ class RunTimer(Callback):
     """
 
     start_seconds: float | None = None
+    begun = False
     _begun: float | None = None
     _before = 0.0  # seconds of the parts that have ended
 
@@ -161,8 +162,10 @@ class RunTimer(Callback):
         say(start_line(trainer, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.start_seconds is None:
-            self.start_seconds = time.time() - psutil.Process().create_time()
+        if not self.begun:
+            self.begun = True
+            with contextlib.suppress(psutil.Error):  # no /proc
+                self.start_seconds = time.time() - psutil.Process().create_time()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._before, self._begun = self.fit_seconds, None
@@ -176,7 +179,7 @@ class RunTimer(Callback):
         return {"seconds": self.fit_seconds}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        self._before = state_dict["seconds"]
+        self._before = float(state_dict["seconds"])
 
 
 def device_name(trainer: Trainer) -> str:

@@ -29,6 +29,9 @@ from project.engine.summary import RunTimer
 from project.errors import UserError
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+ENGINE = __name__.rpartition(".")[0]
+RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+MACHINERY = ("lightning", "torch", "numpy", "random", "packaging", ENGINE)
 MOST = 2**31 - 1  # for a count; a larger one is a typing error and would overflow
 
 
@@ -150,17 +153,31 @@ def loggers_of(flags: dict[str, Any], options: Any, folder: Path, ours: list[Log
 
 
 @contextmanager
-def refusals_as_errors(timer: RunTimer) -> Iterator[None]:
-    """Turn what Lightning refuses into a :class:`UserError`: before the first step a flag, later an unknown metric."""
+def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator[None]:
+    """Turn what Lightning refuses into a :class:`UserError`: before the first step a flag, later an unknown metric.
+
+    So is what cannot be restored of the checkpoint that a run was resumed from, unless the user's own code raised it.
+    """
     try:
         yield
-    except (MisconfigurationException, ValueError, OverflowError, RuntimeError) as error:
-        raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        raised_in = modules[-1]
         text = " ".join(str(error).split())
         # of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint
         unknown = "which is not available" in text or "could not find the monitored key" in text
-        refused = timer.start_seconds is None and not isinstance(error, RuntimeError)
-        if not raised_in.startswith("lightning.") or not (unknown or refused):
+        refused = not timer.begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))
+        starting = not timer.begun and raised_in.startswith(("lightning", ENGINE))
+        restoring = RESTORING in modules and raised_in.startswith(MACHINERY)
+        told = raised_in.startswith("lightning.") and (unknown or refused)
+        if resumed and not told and (starting or restoring or raised_in.startswith("torch.optim")):
+            raise UserError(
+                f"--ckpt_path {resumed} cannot be resumed: it holds something else than such a run saves "
+                f"({type(error).__name__}: {text}). Give another checkpoint."
+            ) from None
+        if not told:
             raise
         raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
 

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from project.engine.checkpoint_files import write_atomically
+from project.errors import UserError
 
 
 class MetricsCSV(Logger):
@@ -90,8 +91,15 @@ class MetricsCSV(Logger):
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
-        with open(self.path, newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+        try:
+            with open(self.path, newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            for row in rows:
+                for value in filter(None, row.values()):
+                    float(value)
+        except (ValueError, TypeError, csv.Error) as error:  # TypeError: a row has more values than there are names
+            raise UserError(f"{self.path} is damaged ({error}). Move it away and go on: its rows begin anew.") from None
+        return rows
 
     def _adopt(self, rows: list[dict[str, str]]) -> None:
         """Take over columns and number of the file's rows."""

@@ -50,6 +50,7 @@ def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str
     chosen = os.environ.get("WANDB_MODE", "")
     if chosen and chosen.lower() not in MODES:
         raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {chosen}.")
+    finish_timeout()
     mode = wandb_mode(os.environ).mode
     if mode == "disabled":
         return None
@@ -139,7 +140,7 @@ class WandbRunLogger(WandbLogger):
             return
         patience: float | None = STOP_PATIENCE
         if exit_code == 0:  # files need no server, so there is no limit
-            patience = None if self.offline else float(os.environ.get("WANDB_FINISH_TIMEOUT", END_PATIENCE))
+            patience = None if self.offline else finish_timeout()
         if failure_within(patience, lambda: self._finish(exit_code)):
             self._give_up()
         if self._staging:  # it names this run's folder; later runs of this process have others
@@ -197,6 +198,15 @@ class WandbRunLogger(WandbLogger):
                 rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())}).")
                 wandb.teardown()  # its process still holds the run that did not start
         return wandb.init(**options, mode="offline")
+
+
+def finish_timeout() -> float:
+    """Seconds that the end of a run waits for W&B's server. A UserError where ``WANDB_FINISH_TIMEOUT`` is no number."""
+    chosen = os.environ.get("WANDB_FINISH_TIMEOUT", str(END_PATIENCE))
+    try:
+        return float(chosen)
+    except ValueError:
+        raise UserError(f"WANDB_FINISH_TIMEOUT must be seconds, got {chosen}.") from None
 
 
 @dataclass

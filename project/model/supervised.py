@@ -318,3 +318,5 @@ def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], pre
             state_dict[prefix + name] = mine
         elif saved.ndim == 1 and saved.shape != mine.shape and len(saved) <= MOST_CHANNELS:
             setattr(module, name, mine.new_ones(len(saved)))
+    if len(module.mean) != len(module.std):  # type: ignore[arg-type]
+        raise RuntimeError(f"mean has {len(module.mean)} channels, std {len(module.std)}")  # type: ignore[arg-type]

@@ -1,0 +1,111 @@
+"""Promise 4 from the first moment on: a signal at any moment of the start-up ends every process, with its exit code.
+
+``START_UP_SIGNALS=60 python -m pytest -m nightly tests/test_start_up_signals.py`` sends sixty to one process and sixty
+to two ranks; without the variable it is ten and six. ``START_UP_SEED`` chooses others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import CPU2, SMALL, command, kill_group
+
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
+PATIENCE_S = 20.0  # ten seconds, and a busy machine
+
+
+def in_session(session: int) -> list[int]:
+    """Process ids of a session that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, _, theirs = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            except OSError:
+                continue
+            if int(theirs) == session and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM; before, it is Python's own start that a signal meets."""
+    try:
+        caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line)
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+    while not handles_signals(process.pid):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.001)
+    return process
+
+
+def seconds_to_first_step(words: list[str], log: Path) -> float:
+    process = start(words, log)
+    began = time.monotonic()
+    while b"training samples" not in log.read_bytes():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.01)
+    took = time.monotonic() - began
+    kill_group(process)
+    return took
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_signal_at_any_moment_of_the_start_up(devices: int, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    count = int(os.environ.get("START_UP_SIGNALS", "10" if devices == 1 else "6"))
+    words = command("fit", *SMALL, "--max_epochs", "1000", *(CPU2 if devices == 2 else []))
+    log = workplace / "log.txt"
+    longest = seconds_to_first_step(words, log)
+    chance = random.Random(os.environ.get("START_UP_SEED", f"{devices}"))
+    wrong = []
+    for attempt in range(count):
+        number = chance.choice(list(CODES))
+        shutil.rmtree("checkpoints", ignore_errors=True)
+        process = start(words, log)
+        moment = chance.uniform(0, longest)
+        time.sleep(moment)
+        ranks = [process.pid, *(pid for pid in in_session(process.pid) if pid != process.pid and handles_signals(pid))]
+        whom = chance.choice(["group", "first", "any"])
+        if whom == "group":
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid if whom == "first" else chance.choice(ranks), number)
+        began = time.monotonic()
+        what = f"{attempt}: {number.name} to {whom} after {moment:.2f} s of {longest:.2f} s"
+        try:
+            code = process.wait(PATIENCE_S)
+            took = time.monotonic() - began
+            while in_session(process.pid) and time.monotonic() - began < PATIENCE_S:
+                time.sleep(0.02)
+            told = log.read_text()
+            if code != CODES[number] or "Traceback" in told or "rror" in told:
+                wrong.append(f"{what}: exit code {code} after {took:.1f} s: {told[-1500:]}")
+            if left := in_session(process.pid):
+                wrong.append(f"{what}: {len(left)} processes are left")
+            if (runs := [str(path) for path in Path("checkpoints").glob("*/*")]) and "training samples" not in told:
+                wrong.append(f"{what}: left {runs}: {told[-500:]}")
+            if list(Path().rglob("*.part")):
+                wrong.append(f"{what}: left half a file")
+        except subprocess.TimeoutExpired:
+            wrong.append(f"{what}: not ended after {PATIENCE_S} s: {log.read_text()[-1500:]}")
+        finally:
+            kill_group(process)
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
