@@ -1,41 +1,78 @@
-"""What a run shows while it trains: a bar on a terminal, a line per epoch anywhere else."""
+"""What a run shows while it trains: a line per epoch, and on a terminal a bar."""
 
 from __future__ import annotations
 
 import logging
+import math
+import shutil
 import sys
 import time
 import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.engine.ranks import is_rank_zero
 
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6
+REFRESH_STEPS = 50
 
 
 class EpochLines(Callback):
-    """Prints one plain line per epoch on rank 0, for log files.
+    """Prints a line per epoch on rank 0, and why training ended early; on a terminal with a bar of the run below.
 
     Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged its
-    metrics of the epoch.
+    metrics of the epoch. The bar shows epoch, the latest training loss, and the time left of the whole run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bar: bool = False) -> None:
+        self.wants_bar = bar
+        self._bar: Any = None
         self._began: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = None
+        if self.wants_bar and trainer.is_global_zero:
+            steps = trainer.estimated_stepping_batches  # infinite where only a time ends the run
+            total = int(steps) if steps < math.inf else None
+            self._bar = tqdm(total=total, initial=trainer.global_step, unit="step", leave=False, dynamic_ncols=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._print_epoch(trainer)
         self._began = time.perf_counter()
+        if self._bar is not None:
+            self._bar.set_description(f"epoch {trainer.current_epoch + 1}", refresh=False)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        # asking at every step would cost a third of a small model's run, and wait for the device
+        if self._bar is not None and trainer.global_step >= self._bar.n + REFRESH_STEPS:
+            losses = [f"{name} {float(value):.4f}" for name, value in trainer.logged_metrics.items() if is_loss(name)]
+            self._bar.set_postfix_str(", ".join(losses[:1]), refresh=False)
+            self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.close_bar()
         self._print_epoch(trainer)
+        if not (trainer.is_global_zero and trainer.should_stop):
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+                reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
+                print(f"stopped early: {' '.join(reason.split())}", flush=True)
+            if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
+                print("stopped early: --max_time is over.", flush=True)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began = None
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.close_bar()
+
+    def close_bar(self) -> None:
+        """Take the bar off the terminal, so that what is printed next begins a line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def _print_epoch(self, trainer: Trainer) -> None:
         if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
@@ -49,30 +86,31 @@ class EpochLines(Callback):
         parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
-        print("  ".join(parts), flush=True)
+        if not self.wants_bar:
+            print("  ".join(parts), flush=True)
+            return
+        wide, lines = shutil.get_terminal_size().columns, [parts[0]]
+        for part in parts[1:]:
+            fits = len(lines[-1]) + 2 + len(part) <= wide
+            lines = [*lines[:-1], f"{lines[-1]}  {part}"] if fits else [*lines, f"    {part}"]
+        tqdm.write("\n".join(lines))
 
 
-class QuietBar(TQDMProgressBar):
-    """Lightning's bar without per-step values (each would wait for the device) and without the logger's version."""
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return metrics
+def is_loss(name: str) -> bool:
+    """Whether a metric is a loss of training."""
+    return "loss" in name and not name.startswith(("val", "test"))
 
 
 def progress_callback(flags: dict[str, Any]) -> Callback | None:
-    """The bar on a terminal, else lines. None with ``--enable_progress_bar false`` or a bar of the user's own.
+    """Lines of epochs, on a terminal with a bar. None with ``--enable_progress_bar false`` or a bar of the user's own.
 
     Sets ``enable_progress_bar`` in the flags.
     """
     chosen = flags.get("callbacks") or []
     own = any(isinstance(callback, ProgressBar) for callback in (chosen if isinstance(chosen, list) else [chosen]))
     enabled = flags["enable_progress_bar"] is not False and not own
-    bar = enabled and sys.stdout.isatty()
-    flags["enable_progress_bar"] = own or bar
-    # a refresh every 50 steps costs nothing that can be measured; every step costs a third of a small model's run
-    return QuietBar(refresh_rate=50) if bar else EpochLines() if enabled else None
+    flags["enable_progress_bar"] = own
+    return EpochLines(bar=sys.stdout.isatty()) if enabled else None
 
 
 def say(*lines: str) -> None:
