@@ -26,10 +26,11 @@ from project.callbacks.throughput import ThroughputMonitor  # feature: throughpu
 from project.engine import signals
 from project.engine.checkpointing import Best, RunCheckpoint
 from project.engine.cli import Configuration
+from project.engine.progress import progress_callback
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import read_configuration, start_from
 from project.engine.run_folder import Run
-from project.engine.summary import RunTimer, Summary, closing_lines, progress_callback, stopped_lines
+from project.engine.summary import RunTimer, Summary, closing_lines, stopped_lines
 from project.engine.trainer import build_trainer, final_test, loggers_of, refusals_as_errors, trainer_flags
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders

@@ -6,6 +6,7 @@ python -m project.predict scans/ --contact_sheet prepared.png     # what the net
 
 The module's `predict_step` answers, and its answer becomes the columns. What turns a file into an input is the data
 module's `prepare_file(path)`, or its `prepare_image(pixels)`; without either, the middle of the picture is scaled.
+The column `note` says where a label is unsure, or a picture shows more than one digit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import glob
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,10 @@ LONGEST_SIDE = 2048
 DIGITS = [str(digit) for digit in range(10)]
 # The contact sheet, in pixels: an image, two lines of text below it, space around. It shows the first MOST_SHOWN.
 TILE, CAPTION, MARGIN, MOST_SHOWN = 84, 30, 8, 1000
-UNSURE, UNSURE_COLOUR = 0.9, "#c05000"  # probability below which a label is coloured
+# Probability below which a label is unsure, and coloured: 94 % of the wrong labels of the default network on MNIST's
+# test set are, and 3 % of the right ones.
+UNSURE, UNSURE_COLOUR = 0.7, "#c05000"
+UNSURE_NOTE = f"unsure (below {UNSURE:.0%})"
 
 
 def main(argv: list[str]) -> int:
@@ -65,6 +70,9 @@ def main(argv: list[str]) -> int:
     rows, inputs, bad = predict_files(loaded, paths)
     if rows:  # with nothing to write, older files stay
         print(format_table(rows))
+        notes = Counter(row["note"] for row in rows if row.get("note"))
+        if notes:
+            print(f"of {len(rows)} files: " + ", ".join(f"{count} {note}" for note, count in notes.most_common()))
         if output:
             write_rows(output, rows)
         if sheet:
@@ -77,21 +85,22 @@ def main(argv: list[str]) -> int:
 
 
 def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], list[Tensor], list[tuple[Path, str]]]:
-    """One row per readable file (``file``, and what :func:`columns` makes of the answer), the first ``MOST_SHOWN``
-    inputs, and the files that were skipped with the reason. Everything in the order of ``paths``.
+    """One row per readable file (``file``, what :func:`columns` makes of the answer, beside a label a ``note``), the
+    first ``MOST_SHOWN`` inputs, and the files that were skipped with the reason. Everything in the order of ``paths``.
     """
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     prepare, _ = choose_preparation(loaded)
-    good: list[Path] = []
+    good: list[tuple[Path, str]] = []
     bad: list[tuple[Path, str]] = []
     inputs: list[Tensor] = []
     batch: list[Tensor] = []  # of one shape
     answers: list[tuple[Any, int]] = []
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
         try:
-            prepared = torch.as_tensor(prepare(path))
+            made, note = prepare(path)
+            prepared = torch.as_tensor(made)
         except Exception as error:  # somebody else's reader fails in its own ways on a damaged file
             kind = "" if isinstance(error, BadImage | UserError) else f"{type(error).__name__}: "
             bad.append((path, kind + " ".join(str(error).split())))
@@ -99,7 +108,7 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
         if batch and (len(batch) == BATCH_SIZE or batch[0].shape != prepared.shape):
             answers.append((predict_batch(loaded, torch.stack(batch)), len(batch)))
             batch = []
-        good.append(path)
+        good.append((path, note))
         batch.append(prepared)
         inputs += [prepared] if len(inputs) < MOST_SHOWN else []
     if batch:
@@ -114,7 +123,10 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
             must = f"must return a tensor or a dict of tensors with an entry for each of {count} inputs, got {got}."
             raise UserError(f"{type(loaded.module).__name__}.predict_step {must}")
         rows += [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
-    return [{"file": str(path), **row} for path, row in zip(good, rows, strict=True)], inputs, bad
+    for row, (_, note) in zip(rows, good, strict=True):
+        if "probability" in row:
+            row["note"] = note or (UNSURE_NOTE if row["probability"] < UNSURE else "")
+    return [{"file": str(path), **row} for (path, _), row in zip(good, rows, strict=True)], inputs, bad
 
 
 def predict_batch(loaded: Loaded, batch: Tensor) -> Any:
@@ -191,8 +203,9 @@ def image_endings() -> set[str]:
     return {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
 
 
-def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], Any], str]:
-    """What turns a file into an input, uint8 or float in 0-1 (channels, height, width) of images; and that in words.
+def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]], str]:
+    """What turns a file into an input, uint8 or float in 0-1 (channels, height, width) of images, and a note that may
+    be empty; and that in words.
 
     The data module's ``prepare_file(path)``, else its ``prepare_image(pixels)``, where pixels are float32 (height,
     width, 3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
@@ -200,18 +213,22 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], Any], str]:
     data: Any = loaded.datamodule
     owner, shape = "the data module" if data is None else type(data).__name__, tuple(getattr(data, "image_shape", ()))
     if hasattr(data, "prepare_file"):
-        return data.prepare_file, f"inputs: {owner}.prepare_file"
+        return lambda path: (data.prepare_file(path), ""), f"inputs: {owner}.prepare_file"
     if hasattr(data, "prepare_image"):
-        return lambda path: data.prepare_image(read_image(path)), f"inputs: {owner}.prepare_image"
+        return lambda path: (data.prepare_image(read_image(path)), ""), f"inputs: {owner}.prepare_image"
     # feature: mnist
     if shape == (1, 28, 28) and getattr(data, "class_names", None) == DIGITS:
-        from project.data.digits import prepare_digit
+        from project.data.digits import find_digit
 
-        return lambda path: prepare_digit(read_image(path))[None], "inputs: each digit scaled and centred as in MNIST"
+        def prepare(path: Path) -> tuple[np.ndarray, str]:
+            digit, several = find_digit(read_image(path))
+            return digit[None], "more than one digit" if several else ""
+
+        return prepare, "inputs: each digit scaled and centred as in MNIST"
     # end feature: mnist
     if len(shape) == 3 and shape[0] in (1, 3):
         says = f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
-        return lambda path: fit_picture(read_image(path), shape), says
+        return lambda path: (fit_picture(read_image(path), shape), ""), says
     raise UserError(
         f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. Give {owner} a method "
         "prepare_file(path) that returns the input as a tensor, without a batch dimension."
@@ -293,14 +310,14 @@ def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]
         left = MARGIN + index % across * (TILE + MARGIN)
         top = MARGIN + index // across * (TILE + CAPTION + MARGIN) + TILE
         said = [f"{value:.0%}" if name == "probability" else format_cell(value) for name, value in row.items()][1:3]
-        colour = UNSURE_COLOUR if row.get("probability", 1) < UNSURE else "black"
+        colour = UNSURE_COLOUR if row.get("note") else "black"
         texts.append((left, top + 1, cut("  ".join(said), 11), colour, 14))
         texts.append((left, top + 17, cut(Path(row["file"]).name, 15), "grey", 10))
     grid = pad(make_grid(tiles, nrow=across, padding=MARGIN, pad_value=255), (0, 0, 0, 16), value=255)
     sheet = Image.fromarray(grid.byte().permute(1, 2, 0).numpy())
     if "probability" in rows[0]:
         texts.append((MARGIN, sheet.height - 20, f"at least {UNSURE:.0%} sure", "black", 14))
-        texts.append((2 * TILE, sheet.height - 20, "less sure", UNSURE_COLOUR, 14))
+        texts.append((2 * TILE, sheet.height - 20, "less sure, or several digits", UNSURE_COLOUR, 14))
     pen, fonts = ImageDraw.Draw(sheet), {size: ImageFont.load_default(size) for size in (10, 14)}
     for left, top, text, colour, size in texts:
         pen.text((left, top), text, fill=colour, font=fonts[size])

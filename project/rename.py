@@ -45,7 +45,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "optimizer": ("project/callbacks/optimizer.py",),
     "profiler": ("project/callbacks/profiler.py", "configs/profile.yaml"),
     "mnist": (
-        *("project/data/bundled", "project/data/mnist.py", "project/data/digits.py", "tests/digit_files.py"),
+        *("project/data/bundled", "project/data/mnist.py", "project/data/digits.py"),
+        *("tests/digit_files.py", "tests/photos.py"),
         *("configs/best.yaml", "configs/fast.yaml", "configs/mlp.yaml", "configs/examples/fashion_mnist.*"),
     ),
 }

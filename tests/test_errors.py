@@ -30,6 +30,12 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
     [
         (["--precison", "16"], ["--precison", "Did you mean --precision?"]),
         (["--max_epoch", "3"], ["--max_epoch", "Did you mean --max_epochs?"]),
+        (["--epochs", "3"], ["--epochs", "Did you mean --max_epochs?"]),
+        (["--lr", "0.1"], ["--lr", "Did you mean --model.lr?"]),
+        (["--learning_rate=0.1"], ["--learning_rate", "Did you mean --model.lr?"]),
+        (["--batch_size", "8"], ["--batch_size", "Did you mean --data.batch_size?"]),
+        (["--seed", "1"], ["--seed", "Did you mean --seed_everything?"]),
+        (["--tags", "a"], ["--tags", "Did you mean the variable WANDB_TAGS?"]),
         (["--data.batchsize", "3"], ["--data.batchsize", "--data.batch_size"]),
         (["--model.network", "MLP", "--model.network.hiden", "[3]"], ["hiden", "hidden"]),
         (["stray"], ["stray"]),

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
+import re
 import signal
+import struct
+import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -14,6 +21,7 @@ import yaml
 
 from project import fit
 from project.data import MNISTDataModule
+from project.engine import command as entry
 from project.engine.cli import configure
 from project.engine.restore import load
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
@@ -298,3 +306,59 @@ def test_help_lists_the_flat_flags_and_imports_nothing_that_it_does_not_need(wor
         "--ckpt_path",
     ):
         assert flag in shown.stdout
+
+
+def test_h_is_one_screen_of_options_that_exist_and_help_has_those_of_model_and_data(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.exit_code(fit.main, ["-h"]) == 0
+    screen = capsys.readouterr().out.splitlines()
+    assert len(screen) <= 36
+    assert max(map(len, screen)) <= 80
+    assert entry.exit_code(fit.main, ["--help"]) == 0
+    everything = capsys.readouterr().out
+    known = set(re.findall(r"--[\w.]+", everything))
+    named = {name for line in screen[4:] for name in re.findall(r"--[\w.]+", line)}
+    assert len(named) >= 25
+    assert named - known <= {"--trainer.callbacks", "--trainer.callbacks.monitor"}  # shown flat; a class's own
+    assert {"--model.lr", "--data.root", "--data.batch_size"} <= known
+    assert "torch.nn.LogSigmoid" not in everything, "known subclasses fill ten screens"
+
+
+def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_ended(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*SMALL, "--max_epochs", "9", "--run_name", "seen", "--model.lr", "1e-9", "--data.batch_size", "32"]
+    stop = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/accuracy"]
+    words = command("fit", *flags, *stop, "--trainer.callbacks.mode", "max", "--trainer.callbacks.patience", "1")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    shown = on_a_terminal(words)
+    lines = [part for line in shown.split("\r\n") for part in line.split("\r")]
+    assert [line for line in lines if len(line) > 80 and line.startswith(("epoch", "    "))] == []
+    assert [line.split("  ")[0] for line in lines if line.startswith("epoch") and "%" not in line] == [
+        *("epoch 1/9", "epoch 2/9"),
+    ]
+    (bar, *_) = [line for line in lines if "train/loss" in line and "%" in line]
+    assert re.search(r"epoch 1: .*/900 \[\d\d:\d\d<\d\d:\d\d", bar), "the time left of the whole run"
+    assert "stopped early: Monitored metric val/accuracy did not improve in the last 1 records." in shown
+
+
+def on_a_terminal(words: list[str]) -> str:
+    """What a command shows on a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # what Linux raises at the end
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.wait(60) == 0, shown.decode()
+    return shown.decode()
+
+
+def test_a_time_limit_that_ends_a_run_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SMALL, "--max_epochs", "100000", "--max_time", "00:00:00:01", "--run_name", "short"]
+    assert fit.main([*flags, "--accelerator", "cpu"]) == 0
+    assert "stopped early: --max_time is over." in capsys.readouterr().out

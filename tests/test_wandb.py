@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from project.loggers import wandb as wandb_logging
 from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger, offline_folders
 from tests.commands import REPORTED, SMALL, checkpoint, command, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
+from tests.wandb_server import StandIn
 
 EVERY_CPU_METRIC = {
     *("train/loss", "train/accuracy", "val/loss", "val/accuracy", "test/loss", "test/accuracy"),
@@ -144,7 +146,54 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     steps = [row["item"]["trainer/global_step"] for row in of_type(second, "history") if "train/loss" in row["item"]]
     assert steps == sorted(steps)
     assert steps[0] > last
-    assert "wandb sync checkpoints/small/wandb/offline-run-*   # publish" in done.stdout
+    (publish,) = [line for line in done.stdout.splitlines() if "wandb sync" in line]
+    assert publish == "  wandb sync checkpoints/small/wandb/offline-run-*   # publish this run's dashboard"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with closing(StandIn()) as server:
+        environ = {**os.environ, **server.environment, "PATH": path}
+        synced = subprocess.run(publish, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert synced.returncode == 0, synced.stderr
+        assert_arrived(server, folder)
+
+
+def assert_arrived(server: StandIn, folder: Path) -> None:
+    """The server holds every row of metrics.csv in its order, the exit code, and this best.ckpt as an artifact."""
+    steps = [row["trainer/global_step"] for row in server.history if "train/loss" in row]
+    with open(folder / "metrics.csv", newline="") as file:
+        assert steps == [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert server.run["displayName"] == folder.name
+    assert server.exit_code == 0
+    assert any(name.startswith("model-") for name in server.artifacts)
+    assert server.files["best.ckpt"] == (folder / "best.ckpt").read_bytes()
+
+
+@pytest.mark.nightly
+def test_a_run_its_resume_and_its_best_checkpoint_arrive_online(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "r"
+    with closing(StandIn()) as server:
+        environ = {**os.environ, **server.environment, "WANDB_FINISH_TIMEOUT": "60"}
+        for flags in ([], ["--ckpt_path", "last", "--max_epochs", "4"]):
+            done = run("fit", *SMALL, "--run_name", "r", *flags, cwd=tmp_path, env=environ)
+            assert done.returncode == 0, done.stderr
+            assert "W&B: http" in done.stdout
+            assert_arrived(server, folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fails", [401, 500, "garbage", "refused"])
+def test_a_server_that_fails_costs_a_run_nothing_but_its_dashboard(fails: int | str, tmp_path: Path) -> None:
+    with closing(StandIn(fails)) as server:
+        environ = {**os.environ, **server.environment}
+        if fails == "refused":
+            server.close()
+        began = time.monotonic()
+        done = run("fit", *REPORTED, "--run_name", "r", cwd=tmp_path, env=environ)
+        assert time.monotonic() - began < 60
+    assert done.returncode == 0, done.stderr
+    assert "W&B" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert summary(tmp_path / "checkpoints" / "r")["test/accuracy"] > 0.5
+    assert server.requests or fails == "refused"
 
 
 def test_a_stopped_run_ends_in_wandb_with_its_exit_code_and_has_a_report(tmp_path: Path) -> None:

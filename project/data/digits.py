@@ -11,8 +11,11 @@ from 0, rounds to 14 in both directions.
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from project.errors import BadImage
 
@@ -24,12 +27,22 @@ LEAST_INK = 0.15  # of full ink, from which a pixel is the digit's: above the ri
 # pixels are 5.9 to 7.0 of 255 away, not 6.3 to 9.3 (means of 1,000 digits in six kinds of file; 0.3 and 0.5 are no
 # better).
 EDGE_INK = 0.4
+# Mean of a clear picture's ink: at least 0.60 of digits whose picture is cut close around them, mostly below 0.58 of
+# photographs with lines and noise.
+CLEAR = 0.6
+LEAST_FILLED = 0.12  # of a picture that is cut close around a digit; lines on paper fill less
+MUCH_NOISE = 0.04  # standard deviation of the background, of 0-1
+LEAST_IN_PHOTO = 0.3  # of full ink: a photograph's noise and what its lines leave is below
 LEAST_PATCH = 0.03  # of the largest patch's ink; what has less is dust. The bar of a broken 5 has more.
+PHOTO = 256  # pixels along the longer side of a reduced photograph
 GRID = 96  # cells along the longer side, on which patches are told apart
+LEAST_CELLS = 5  # that the largest patch of a photograph measures; the largest of mere noise is smaller
 
 
-def prepare_digit(pixels: np.ndarray) -> np.ndarray:
-    """uint8 (28, 28), bright digit on black, from any picture of one digit. An MNIST image comes out unchanged.
+def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
+    """The digit of a picture as MNIST shows it, uint8 (28, 28), bright on black; and whether there seem to be several.
+
+    An MNIST image comes out unchanged. Of several digits the image shows all.
 
     Args:
         pixels: float32 (height, width, 3) in 0-1, upright and without transparency.
@@ -42,8 +55,14 @@ def prepare_digit(pixels: np.ndarray) -> np.ndarray:
         rows, columns = box_around(grey)
         box = grey[rows, columns]
         if max(box.shape) == BOX and (rows.start, columns.start) == _corner(box):  # MNIST's makers made it
-            return np.round(grey * 255).astype(np.uint8)
-    ink = without_dust(find_ink(pixels))  # (height, width)
+            return np.round(grey * 255).astype(np.uint8), False
+    background, noise = plane_through_edge(pixels)
+    ink, parts = without_dust(find_ink(pixels - background, noise))  # (height, width)
+    shorter, longer = sorted(ink.shape)
+    if shorter > 2 * FIELD and longer < 3 * shorter and is_unclear(ink, noise):
+        ink, parts = without_dust(find_ink_in_photo(pixels))
+        if max((max(bottom - top, right - left) for top, left, bottom, right in parts), default=0) < LEAST_CELLS:
+            raise BadImage("nothing in it stands out like a digit")
     rows, columns = box_around(ink)
     if max(ink[rows, columns].shape) > 1.5 * BOX:
         rows, columns = box_around(np.where(ink > EDGE_INK, ink, 0))
@@ -51,17 +70,34 @@ def prepare_digit(pixels: np.ndarray) -> np.ndarray:
     top, left = _corner(digit)
     field = np.zeros((FIELD, FIELD), dtype=np.uint8)
     field[top : top + digit.shape[0], left : left + digit.shape[1]] = np.round(digit * 255)
-    return field
+    return field, are_several(parts)
 
 
-def find_ink(pixels: np.ndarray) -> np.ndarray:
+def is_unclear(ink: np.ndarray, noise: float) -> bool:
+    """Whether more than a digit seems to be left of a picture without its background, whose noise is given.
+
+    Much is noise, or grey (lines, light); a corner is full (a shadow); or there is ink at the picture's edge although
+    the picture is not cut close around a digit.
+    """
+    down, across = ink.shape[0] // 4, ink.shape[1] // 4
+    corners = [ink[rows, columns] for rows in np.s_[:down, -down:] for columns in np.s_[:across, -across:]]
+    if noise > MUCH_NOISE or ink[ink > 0].mean() < CLEAR or max((corner > EDGE_INK).mean() for corner in corners) > 0.9:
+        return True
+    box = ink[box_around(np.where(ink > EDGE_INK, ink, 0))] > EDGE_INK
+    fills = min(box.shape[0] / ink.shape[0], box.shape[1] / ink.shape[1]) > 0.75 and box.mean() > LEAST_FILLED
+    return not fills and bool(ink[[0, -1]].any() or ink[:, [0, -1]].any())
+
+
+def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
     """How far each pixel is on the way from the background's colour to the digit's: float32 (height, width), 0-1.
 
-    The background is what the picture's edge shows. Measured along the line between the two colours, it does not
-    matter which one is brighter, nor that both have the same grey (red on green).
+    Measured along the line between the two colours, it does not matter which one is brighter, nor that both have the
+    same grey (red on green).
+
+    Args:
+        away: What is left of the picture without its background, (height, width, 3).
+        noise: The background's standard deviation.
     """
-    background, noise = find_background(pixels)
-    away = pixels - background  # (height, width, 3)
     squares = np.einsum("hwc,hwc->hw", away, away)
     if squares.max() < LEAST_CONTRAST**2:
         raise BadImage("one plain colour, no digit in it")
@@ -73,7 +109,51 @@ def find_ink(pixels: np.ndarray) -> np.ndarray:
     return np.where(ink > max(LEAST_INK, 4 * noise / max(full, 1e-6)), ink, 0)
 
 
-def find_background(pixels: np.ndarray) -> tuple[np.ndarray, float]:
+def find_ink_in_photo(pixels: np.ndarray) -> np.ndarray:
+    """The ink on paper under uneven light and noise, ruled or squared: float32 (height, width), at most PHOTO long.
+
+    The background is the median of each place's surroundings, which keeps the edge of a shadow and is blind to a
+    pen's stroke. Lines that cross the whole picture are taken off, and the picture is turned so that they are level.
+    """
+    photo = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
+    photo.thumbnail((PHOTO, PHOTO), Image.Resampling.BOX)  # a mean of pixels has less noise than each
+    small = photo.copy()
+    small.thumbnail((GRID, GRID), Image.Resampling.BOX)
+    small = small.filter(ImageFilter.MedianFilter(2 * (min(small.size) // 5) + 1))
+    light = np.asarray(small.resize(photo.size, Image.Resampling.BILINEAR), dtype=np.float32) / 255
+    away = (np.asarray(photo, dtype=np.float32) / 255 - light) / (light.mean(axis=2, keepdims=True) + 0.05)
+    noise = 1.5 * float(np.median(np.abs(away)))
+    ink = without_lines(find_ink(away, noise))
+    return np.where(ink > LEAST_IN_PHOTO, ink, 0)
+
+
+def without_lines(ink: np.ndarray) -> np.ndarray:
+    """The ink without the lines of ruled or squared paper, turned so that these are level."""
+    picture = Image.fromarray(ink)
+
+    def turned(angle: float) -> np.ndarray:  # without the corners that turning leaves empty
+        lost = abs(math.tan(math.radians(angle))) / 2
+        across, down = int(lost * picture.height), int(lost * picture.width)
+        box = (across, down, picture.width - across, picture.height - down)
+        return np.asarray(picture.rotate(angle, Image.Resampling.BILINEAR).crop(box))
+
+    level = turned(max(np.arange(-12, 12.1, 0.5), key=lambda angle: float((line_profile(turned(angle)) ** 2).mean())))
+    if not line_profile(level).any():
+        return ink
+    for _ in range(2):
+        line = line_profile(level)
+        line = np.maximum(line, np.maximum(np.roll(line, 1), np.roll(line, -1)))
+        level = np.where(level > 1.6 * line[:, None], level, 0).T
+    return level
+
+
+def line_profile(ink: np.ndarray) -> np.ndarray:
+    """How dark a line is that crosses the picture in each row, (height,); 0 where there is none."""
+    third = max(1, ink.shape[1] // 3)
+    return np.minimum(np.median(ink[:, :third], axis=1), np.median(ink[:, -third:], axis=1))
+
+
+def plane_through_edge(pixels: np.ndarray) -> tuple[np.ndarray, float]:
     """The background under the whole picture, (height, width, 3), and its noise, the standard deviation around it.
 
     A plane through the edge's pixels for each colour: light falls off across a photo of a sheet of paper.
@@ -97,8 +177,11 @@ def find_background(pixels: np.ndarray) -> tuple[np.ndarray, float]:
     return background, float(residual[usual].std())
 
 
-def without_dust(ink: np.ndarray) -> np.ndarray:
-    """The ink without patches that are too small to be a part of the digit; one spot of dust would stretch the box."""
+def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The ink without patches that are too small to be a part of the digit; one spot of dust would stretch the box.
+
+    Also the patches that are left: (top, left, bottom, right) of each, in cells of a coarse grid.
+    """
     height, width = ink.shape
     cell = -(-max(height, width) // GRID)
     padded = np.pad(ink, ((0, -height % cell), (0, -width % cell)))
@@ -112,9 +195,19 @@ def without_dust(ink: np.ndarray) -> np.ndarray:
             patch.extend(around)
         patches.append((sum(cells[at] for at in patch), patch))
     heaviest, keep = max((weight for weight, _ in patches), default=0), np.zeros(cells.shape, dtype=bool)
-    for weight, patch in patches:
-        keep[tuple(np.transpose(patch))] = weight >= LEAST_PATCH * heaviest
-    return np.where(keep.repeat(cell, axis=0).repeat(cell, axis=1)[:height, :width], ink, 0)
+    parts = [np.array(patch) for weight, patch in patches if weight >= LEAST_PATCH * heaviest]
+    for part in parts:
+        keep[tuple(part.T)] = True
+    kept = np.where(keep.repeat(cell, axis=0).repeat(cell, axis=1)[:height, :width], ink, 0)
+    return kept, [np.concatenate([part.min(axis=0), part.max(axis=0) + 1]) for part in parts]
+
+
+def are_several(parts: list[np.ndarray]) -> bool:
+    """Whether patches of ink (top, left, bottom, right) are more than one digit: beside each other, and as high."""
+    tallest = max((bottom - top for top, _, bottom, _ in parts), default=1)
+    high = sorted((left, right) for top, left, bottom, right in parts if bottom - top > 0.6 * tallest)
+    beside = any(left >= before for (_, before), (left, _) in itertools.pairwise(high))
+    return beside or any(right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts)
 
 
 def box_around(ink: np.ndarray) -> tuple[slice, slice]:

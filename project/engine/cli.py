@@ -8,6 +8,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -60,6 +61,61 @@ UNFOUNDED = (
     "The `srun` command is available",
     "`isinstance.treespec, LeafSpec.` is deprecated",
 )
+# What other tools call an option, and what it is here
+ELSEWHERE = {
+    **{f"--{word}": "--max_epochs" for word in ("epochs", "epoch", "num_epochs", "n_epochs")},
+    **{f"--{word}": "--model.lr" for word in ("lr", "learning_rate")},
+    **{f"--model.{word}": "--model.lr" for word in ("learning_rate", "rate")},
+    **{f"--{word}": f"--model.{word}" for word in ("optimizer", "weight_decay", "schedule", "network", "compile")},
+    **{f"--{word}": f"--data.{word}" for word in ("batch_size", "num_workers", "root", "source")},
+    **dict.fromkeys(("--bs", "--batch"), "--data.batch_size"),
+    "--workers": "--data.num_workers",
+    **dict.fromkeys(("--data_dir", "--data_root"), "--data.root"),
+    **dict.fromkeys(("--seed", "--random_seed"), "--seed_everything"),
+    **dict.fromkeys(("--gpus", "--gpu", "--num_gpus"), "--accelerator gpu --devices 1"),
+    **dict.fromkeys(("--device", "--cpu"), "--accelerator cpu"),
+    **dict.fromkeys(("--amp", "--fp16"), "--precision 16-mixed"),
+    "--bf16": "--precision bf16-mixed",
+    **dict.fromkeys(("--resume", "--resume_from_checkpoint", "--checkpoint"), "--ckpt_path"),
+    **dict.fromkeys(("--name", "--experiment"), "--run_name"),
+    **{f"--{word}": f"the variable WANDB_{word.upper()}" for word in ("tags", "notes", "entity", "project", "mode")},
+    "--group": "the variable WANDB_RUN_GROUP",
+}
+# -h of fit: what people change, on one screen; --help has the rest
+MOST_USED = """\
+usage: python -m {prog} [--config FILE ...] [--option VALUE ...]
+
+Train, keep the best checkpoint, test it once. The options that matter:
+
+  --run_name NAME          the run's folder is checkpoints/NAME (else the time)
+  --ckpt_path auto         go on with that run, or start it; also last, FILE
+  --config FILE            settings from a file; several are read in turn
+  --max_epochs N           how long; also --max_steps N, --max_time DD:HH:MM:SS
+  --model.lr X             peak learning rate
+  --model.network CLASS    ConvNet, MLP, or your own class
+  --model.optimizer NAME   any optimizer of torch.optim
+  --model.schedule NAME    linear, cosine, constant, or a scheduler of torch
+  --model.compile true     compile the network
+  --data.batch_size N      samples per device and step
+  --data.num_workers N     processes that load data
+  --data.root DIR          where the data are
+  --data.source NAME       mnist, sample (the bundled digits) or auto
+  --data.train_samples N   only the first N training samples
+  --accelerator NAME       cpu, gpu, mps or auto
+  --devices N              how many of them; --strategy ddp, fsdp for several
+  --precision NAME         32-true, 16-mixed, bf16-mixed
+  --accumulate_grad_batches N   batches per optimizer step
+  --gradient_clip_val X    largest norm of the gradient
+  --seed_everything N      the seed (default: 42)
+  --monitor METRIC         what best.ckpt follows; --mode min or max
+  --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor val/loss
+  --fast_dev_run true      one batch of everything, to try it
+  --profiler simple        where the time goes; also advanced, pytorch
+  --logger false           metrics.csv only, no Weights & Biases
+  --print_config           every setting with its value
+
+--help lists every option, --model.help and --data.help those of one class.
+"""
 
 
 @dataclass(frozen=True)
@@ -205,13 +261,12 @@ class OneLineParser(LightningArgumentParser):
     """Parser whose errors are a :class:`UserError` of one line, and whose help shows Trainer flags flat."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known_options(self)))
+        known = known_options(self)
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, ELSEWHERE))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        return re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
-
-    def format_usage(self) -> str:
-        return f"usage: python -m {self.prog} [--config FILE] [--run_name NAME] [--precision P] [--option VALUE ...]\n"
+        text = re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
+        return re.sub(r",\s+known\s+subclasses:[^)]*\)", ")", text)  # of torch.nn.Module they fill ten screens
 
 
 class ProjectCLI(LightningCLI):
@@ -231,7 +286,12 @@ class ProjectCLI(LightningCLI):
             None,  # any data module, or none where the module brings its loaders
             save_config_callback=None,  # ours writes one resolved file into the run's folder
             seed_everything_default=42,
-            parser_kwargs={"prog": prog, "allow_abbrev": False, "description": __doc__},
+            parser_kwargs={
+                "prog": prog,
+                "usage": f"python -m {prog} [--config FILE ...] [--option VALUE ...]",
+                "allow_abbrev": False,
+                "description": "What is typed wins over config files, and these win over the defaults.",
+            },
             parser_class=OneLineParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
@@ -260,6 +320,17 @@ class ProjectCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = self.line.in_order
+        if "-h" in words and parser.prog.endswith(".fit"):
+            print(MOST_USED.format(prog=parser.prog), end="")
+            raise SystemExit(0)
+        # feature: mnist
+        if "--help" in words:  # that of the classes follows the Trainer's
+            print(parser.format_help())
+            for group, default in (("model", DEFAULT_MODEL), ("data", DEFAULT_DATA)):
+                with suppress(SystemExit):
+                    parser.parse_args([f"--{group}.help={self.line.value(f'{group}.class_path') or default}"])
+            raise SystemExit(0)
+        # end feature: mnist
         if self.base is not None:  # a config of many lines is not taken for a file's name
             words = ["--config", yaml.safe_dump(self.base), *words]
         with warnings.catch_warnings():

@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -188,10 +188,11 @@ KINDS = {
 }
 
 
-def explain(message: str, options: list[str]) -> str:
+def explain(message: str, options: list[str], elsewhere: Mapping[str, str] = {}) -> str:
     """A parser's error, which lists every type that was tried, as one line that names the fix.
 
-    It names the option, the value received, what is allowed, and where it is a typing error the nearest of ``options``.
+    It names the option, the value received, what is allowed, and where it is a typing error the nearest of ``options``
+    or what it is called here if it is an option of other tools (``elsewhere``).
     """
     message = " ".join(str(message).split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
@@ -209,7 +210,8 @@ def explain(message: str, options: list[str]) -> str:
         if name is None:
             return f"unexpected argument '{found[1].split()[0]}': every value follows its --option. See --help."
         name = name.split("=")[0]
-        return f"unknown option {name}.{nearest(name, options)} See --help."
+        hint = f" Did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, options)
+        return f"unknown option {name}.{hint} See --help."
     return _explain_value(message, option, options)
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines at its start, at every epoch (or a bar) and at its end, and ``summary.json``."""
+"""What a run says of itself: lines at its start and at its end, and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ import psutil
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
 from project.engine.checkpoint_files import write_atomically
 from project.engine.ranks import say
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
-MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
-MOST_SHOWN = 6
 # One metric over a run: (optimizer step, value), by step
 Series = list[tuple[int, float]]
 
@@ -283,56 +280,3 @@ def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: s
     if offline is not None:
         lines.append(f"  wandb sync {offline}   # publish this run's dashboard")
     return "\n".join(lines)
-
-
-class EpochLines(Callback):
-    """Prints one plain line per epoch on rank 0, for log files.
-
-    Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged its
-    metrics of the epoch.
-    """
-
-    _began: float | None = None
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._print_epoch(trainer)
-        self._began = time.perf_counter()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._print_epoch(trainer)
-
-    def _print_epoch(self, trainer: Trainer) -> None:
-        if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
-            return
-        of = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        parts = [f"epoch {trainer.current_epoch}{of}"]
-        metrics = trainer.callback_metrics
-        shown = [name for name in metrics if not name.startswith(MONITORED) and not name.endswith(("_step", "_epoch"))]
-        # training before validation, losses before the rest
-        shown.sort(key=lambda name: (name.startswith("val"), "loss" not in name, name))
-        parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
-        if self._began is not None:
-            parts.append(f"{time.perf_counter() - self._began:.1f} s")
-        say("  ".join(parts))
-
-
-class QuietBar(TQDMProgressBar):
-    """Lightning's bar without per-step values (each would wait for the device) and without the logger's version."""
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return metrics
-
-
-def progress_callback(flags: dict[str, Any]) -> Callback | None:
-    """The bar on a terminal, else lines. None with ``--enable_progress_bar false`` or a bar of the user's own.
-
-    Sets ``enable_progress_bar`` in the flags.
-    """
-    own = any(isinstance(callback, ProgressBar) for callback in flags["callbacks"])
-    enabled = flags["enable_progress_bar"] is not False and not own
-    bar = enabled and sys.stdout.isatty()
-    flags["enable_progress_bar"] = own or bar
-    # a refresh every 50 steps costs nothing that can be measured; every step costs a third of a small model's run
-    return QuietBar(refresh_rate=50) if bar else EpochLines() if enabled else None
