@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from project.engine.cli import Configuration
 from project.errors import UserError
 from project.hardware import GIB
 from project.tables import format_table
-from project.tune import picture, tell
-from project.tune.short_training import Measured, TrainingSteps, title
+from project.tune.short_training import Measured, TrainingSteps, picture
 
 FIRST = 16  # the smallest size that is timed, where larger ones fit
 WORTH = 0.05  # of the best rate: a smaller gain does not count
@@ -56,18 +55,21 @@ def tune_batch_size(
     search, measured = find_and_time(TrainingSteps(config, flags, options.memory_limit_gib), options)
     advice = advise(measured, present)
     notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
-    rows = []
-    for row in measured:
-        note = ", ".join(note for note, noted in notes.items() if noted is row)
-        peak = row.peak_bytes and row.peak_bytes / GIB
-        facts: dict[str, Any] = {"batch_size": row.batch_size, "samples_per_sec": row.samples_per_sec}
-        facts |= {"step_ms": row.step_ms, "spread_pct": row.spread_pct, "peak_allocated_gib": peak}
-        facts |= {"steps_per_epoch": row.steps_per_epoch, "note": note}
-        rows.append({name: value for name, value in facts.items() if value is not None})
+    rows: list[dict[str, Any]] = []
+    for size in measured:
+        row: dict[str, Any] = {"batch_size": size.batch_size, "samples_per_sec": size.samples_per_sec}
+        row |= {"step_ms": size.step_ms, "spread_pct": size.spread_pct}
+        row |= {
+            "peak_allocated_gib": size.peak_bytes and size.peak_bytes / GIB,
+            "steps_per_epoch": size.steps_per_epoch,
+        }
+        row["note"] = ", ".join(note for note, noted in notes.items() if noted is size)
+        rows.append({name: value for name, value in row.items() if value is not None})
     print(format_table(rows))
     tune_lr = shlex.join(["python", "-m", "project.tune", "lr", *options.fit_flags, "--data.batch_size"])
     print("\n" + "\n".join(advice_lines(search, advice, present, tune_lr)))
-    draw_batch_sizes(options.plot, measured, search, advice, title(config, flags))
+    with picture(options.plot, config, flags, 2) as panels:
+        draw(panels, measured, search, advice)
     return rows, {
         "largest_batch_size": search.largest,
         "limited_by": search.limited_by,
@@ -81,26 +83,30 @@ def tune_batch_size(
 def find_and_time(steps: TrainingSteps, options: Namespace) -> tuple[Search, list[Measured]]:
     """Find the largest batch that fits, and time all sizes up to it in rising order."""
     present, measured = steps.datamodule.batch_size, []
-    ceilings = {steps.training_samples or CEILING: "the training set has no more samples"}
-    if options.max_batch_size is not None:
-        ceilings.setdefault(options.max_batch_size, "--max_batch_size allows no larger one")
-    search = find_largest(steps.measure, min(ceilings), ceilings[min(ceilings)], options.max_step_seconds)
+    ceiling, reason = steps.training_samples or CEILING, "the training set has no more samples"
+    if options.max_batch_size is not None and options.max_batch_size < ceiling:
+        ceiling, reason = options.max_batch_size, "--max_batch_size allows no larger one"
+    search = find_largest(steps.measure, ceiling, reason, options.max_step_seconds)
     peaks = {row.batch_size: row.peak_bytes for row in search.tries}
     for size in sizes_to_time(search.largest, present):
-        tell(f"timing batch size {size:,}")
         try:
             row = steps.measure(size, full_speed=True)
         except torch.OutOfMemoryError:  # two steps fitted, but the allocator's gaps grew over more of them
-            tell(f"batch size {size:,}: out of memory after a while")
+            tell(size, "out of memory after a while")
             continue
+        tell(size, f"{row.samples_per_sec:,.0f} samples/s")
         row.peak_bytes = peaks.get(size, row.peak_bytes)
         measured.append(row)
     if not measured:
         raise UserError("not even one sample fits into the device's memory. Choose a smaller network or --precision.")
     if (timed := measured[-1].batch_size) < search.largest:
         search.smallest_failed, search.largest, search.limited_by = search.largest, timed, "memory"
-    tell("")
     return search, measured
+
+
+def tell(size: int, what: str) -> None:
+    """Progress, on stderr."""
+    print(f"batch size {size:,}: {what}", file=sys.stderr, flush=True)
 
 
 def find_largest(
@@ -117,10 +123,10 @@ def find_largest(
             search.tries.append(one_try(size))
         except torch.OutOfMemoryError:
             search.smallest_failed = size
-            tell(f"batch size {size:,}: out of memory")
+            tell(size, "out of memory")
             return False
         search.largest = size
-        tell(f"batch size {size:,}: fits, {search.tries[-1].step_ms:,.1f} ms per step")
+        tell(size, f"fits, {search.tries[-1].step_ms:,.1f} ms per step")
         return True
 
     size = min(FIRST, ceiling)
@@ -138,7 +144,7 @@ def find_largest(
 
 def sizes_to_time(largest: int, present: int) -> list[int]:
     """Powers of two from ``FIRST`` up to ``largest``, the present size, and ``largest``; none where that is 0."""
-    powers = [FIRST << power for power in range(largest.bit_length()) if FIRST << power < largest]
+    powers = [FIRST << power for power in range(largest.bit_length())]
     return sorted({size for size in (*powers, present, largest) if 0 < size <= largest})
 
 
@@ -159,10 +165,9 @@ def advise(measured: Sequence[Measured], present: int) -> Advice:
 
 def advice_lines(search: Search, advice: Advice, present: int, tune_lr: str) -> list[str]:
     """What the figures mean, what a larger batch costs, and the flags to paste; ``tune_lr`` lacks the size only."""
+    lines = [f"largest batch tried: {search.largest:,}, and it fits ({search.limited_by})"]
     if search.limited_by == "memory":
         lines = [f"largest batch that fits: {search.largest:,} ({search.smallest_failed:,} does not)"]
-    else:
-        lines = [f"largest batch tried: {search.largest:,}, and it fits ({search.limited_by})"]
     best, enough, use = advice.best, advice.enough, advice.use
     lines.append(f"best throughput: {best.batch_size:,} at {best.samples_per_sec:,.0f} samples/s")
     if enough is not best:
@@ -180,27 +185,29 @@ def advice_lines(search: Search, advice: Advice, present: int, tune_lr: str) -> 
     return [*lines, "", f"  --data.batch_size {size}", "", "It wants another learning rate:", f"  {tune_lr} {size}"]
 
 
-def draw_batch_sizes(path: Path, measured: Sequence[Measured], search: Search, advice: Advice, heading: str) -> None:
-    """Throughput and peak memory over batch size, the advised sizes marked, as PNG."""
+def draw(panels: Sequence[Any], measured: Sequence[Measured], search: Search, advice: Advice) -> None:
+    """Throughput and peak memory over batch size, the advised sizes marked."""
+    speed, peak = panels
     sizes, rates = [row.batch_size for row in measured], [row.samples_per_sec for row in measured]
     memory = {row.batch_size: row.peak_bytes / GIB for row in measured if row.peak_bytes is not None}
     line: dict[str, Any] = {"marker": "o", "markersize": 4, "color": "#4477aa"}
-    with picture(path, heading, 2) as (speed, peak):
-        errors = [rate * (row.spread_pct or 0) / 200 for rate, row in zip(rates, measured, strict=True)]
-        speed.errorbar(sizes, rates, yerr=errors, capsize=2, **line)
-        speed.axhspan((1 - WORTH) * max(rates), max(rates), color="#228833", alpha=0.12, linewidth=0)
-        marks = (advice.best, "#228833", 13, "best throughput"), (advice.use, "#ee6677", 9, "use")
-        for row, colour, diameter, meaning in marks:
-            if row is not None:
-                at, label = (row.batch_size, row.samples_per_sec), f"{row.batch_size:,}: {meaning}"
-                speed.plot(*at, "o", fillstyle="none", markersize=diameter, color=colour, label=label)
-        speed.set(ylabel="samples per second", ylim=(0, 1.15 * max(rates)))
-        speed.yaxis.set_major_formatter("{x:,.0f}")
-        peak.semilogy(list(memory), list(memory.values()), **line)
-        peak.set_ylabel("peak GiB of tensors" if memory else "peak memory (not told by this device)")
-        if search.smallest_failed:
-            peak.axvline(search.smallest_failed, color="#ee6677", linestyle="--", linewidth=1, label="out of memory")
-        for axes in (speed, peak):
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:,.0f}")
-            axes.set_xlabel("batch size")
+    errors = [row.samples_per_sec * (row.spread_pct or 0) / 200 for row in measured]
+    speed.errorbar(sizes, rates, yerr=errors, capsize=2, **line)
+    speed.axhspan((1 - WORTH) * max(rates), max(rates), color="#228833", alpha=0.12, linewidth=0)
+    for row, colour, diameter, meaning in (
+        (advice.best, "#228833", 13, "best throughput"),
+        (advice.use, "#ee6677", 9, "use"),
+    ):
+        if row is not None:
+            at, label = (row.batch_size, row.samples_per_sec), f"{row.batch_size:,}: {meaning}"
+            speed.plot(*at, "o", fillstyle="none", markersize=diameter, color=colour, label=label)
+    speed.set(ylabel="samples per second", ylim=(0, 1.15 * max(rates)))
+    speed.yaxis.set_major_formatter("{x:,.0f}")
+    peak.semilogy(list(memory), list(memory.values()), **line)
+    peak.set_ylabel("peak GiB of tensors" if memory else "peak memory (not told by this device)")
+    if search.smallest_failed:
+        peak.axvline(search.smallest_failed, color="#ee6677", linestyle="--", linewidth=1, label="out of memory")
+    for axes in panels:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("batch size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from project.engine.cli import Configuration
 from project.errors import UserError
 from project.tables import format_table
-from project.tune import picture, tell
-from project.tune.short_training import ShortTraining, scratch_trainer, title
+from project.tune.short_training import ShortTraining, picture, scratch_trainer
 
 WIDTH = 1 / 25  # of the whole range: standard deviation of the smoothing
 # Below the rate of the lowest loss, from which on it rises. Four epochs on the bundled digits, best validation accuracy
@@ -38,17 +38,16 @@ class RateRamp(ShortTraining):
         self.rates: list[float] = []
         self.losses: list[float] = []  # of each step, the mean over its accumulated batches
         self._parts: list[float] = []
-        self._groups: list[dict[str, Any]] = []
         self._rate = min_lr
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        self.present = max(float(group.get("initial_lr", group["lr"])) for group in self._groups)
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self.present = max(float(group.get("initial_lr", group["lr"])) for group in groups)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._rate = self.min_lr * self.growth**self.steps_done
-        for group in self._groups:
+        for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
             group["lr"] = group["lr"].fill_(self._rate) if isinstance(group["lr"], torch.Tensor) else self._rate
 
     def on_train_batch_end(
@@ -68,31 +67,31 @@ class RateRamp(ShortTraining):
 
 def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) -> tuple[list[Any], dict[str, Any]]:
     """Find a learning rate, print and draw it. Returns a row per step and all facts."""
-    tell(f"training {options.steps} steps at rates from {options.min_lr:g} to {options.max_lr:g}\n")
+    print(f"training {options.steps} steps at rates from {options.min_lr:g} to {options.max_lr:g}", file=sys.stderr)
     ramp = RateRamp(options.min_lr, options.max_lr, options.steps)
     with scratch_trainer(flags, ramp) as trainer:
         trainer.fit(config.module, datamodule=config.datamodule)
     smooth, lowest = read_curve(ramp.rates, ramp.losses)
-    columns = zip(ramp.rates, ramp.losses, smooth, strict=False)  # a last loss that is no number is left out
+    rates, losses, now = ramp.rates[: len(smooth)], ramp.losses[: len(smooth)], ramp.present
+    columns = zip(rates, losses, smooth, strict=True)
     rows = [{"lr": rate, "loss": loss, "smooth_loss": mean} for rate, loss, mean in columns]
     print(format_table(rows[:: max(1, len(rows) // 20)]))
-    found, suggestion = rows[lowest]["lr"], rows[lowest]["lr"] / BELOW_LOWEST
+    found, suggestion = rates[lowest], rates[lowest] / BELOW_LOWEST
     says = f"lowest loss at a learning rate of {found:.2g}; half of it is a safe peak"
     if lowest >= len(rows) - 3:
         says = f"the loss still fell at {found:.2g}: a larger --max_lr may find a better rate"
     flag = "--model.lr" if "lr" in (config.resolved["model"].get("init_args") or {}) else "learning rate"
-    print(f"\n{says}\n\n  {flag} {suggestion:.2g}\n\nIt was {ramp.present:g}.")
-    with picture(options.plot, title(config, flags), 1) as (axes,):
-        rates, least, fall = ramp.rates[: len(rows)], smooth[lowest], smooth[0] - smooth[lowest]
-        ring: dict[str, Any] = {"marker": "o", "markersize": 9, "linestyle": ""}
-        axes.plot(rates, ramp.losses[: len(rows)], ".", markersize=3, color="#bbccee", label="each step")
+    print(f"\n{says}\n\n  {flag} {suggestion:.2g}\n\nIt was {now:g}.")
+    with picture(options.plot, config, flags, 1) as (axes,):
+        axes.plot(rates, losses, ".", markersize=3, color="#bbccee", label="each step")
         axes.plot(rates, smooth, color="#4477aa", label="smoothed")
         height = np.interp(suggestion, rates, smooth)
-        axes.plot(suggestion, height, color="#ee6677", label=f"suggested: {suggestion:.2g}", **ring)
-        axes.plot(found, least, color="#228833", fillstyle="none", label=f"lowest loss: {found:.2g}", **ring)
-        if rates[0] < ramp.present < rates[-1]:
-            axes.axvline(ramp.present, color="#999999", linestyle="--", linewidth=1, label=f"now: {ramp.present:g}")
-        limits = min(0.0, least - 0.1 * fall), smooth[0] + 0.3 * fall  # a diverging end would flatten all else
+        axes.plot(suggestion, height, "o", color="#ee6677", label=f"suggested: {suggestion:.2g}")
+        axes.plot(found, smooth[lowest], "o", color="#228833", fillstyle="none", label=f"lowest loss: {found:.2g}")
+        if rates[0] < now < rates[-1]:
+            axes.axvline(now, color="#999999", linestyle="--", linewidth=1, label=f"now: {now:g}")
+        fall = smooth[0] - smooth[lowest]
+        limits = min(0.0, smooth[lowest] - 0.1 * fall), smooth[0] + 0.3 * fall  # a diverging end would flatten the rest
         axes.set(xscale="log", ylim=limits, xlabel="learning rate", ylabel="training loss")
     return rows, {"suggested_lr": suggestion, "lowest_loss_lr": found, "curve": rows}
 

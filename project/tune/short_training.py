@@ -12,7 +12,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,13 +23,16 @@ from project.engine import signals
 from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import leave_signals_alone
+from project.engine.log_steps import synchronize
 from project.engine.ranks import launched_world
 from project.engine.summary import samples_of
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError
 from project.live_memory import LiveMemory, is_out_of_memory
 
-WARM_UP_SECONDS = 1.0
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 # Of the free host memory: temporary memory inside operations is not counted, and other programs need memory, too.
 CPU_SHARE = 0.6
 
@@ -49,21 +53,10 @@ def one_device_flags(config: Configuration) -> dict[str, Any]:
     return trainer_flags(config)
 
 
-def title(config: Configuration, flags: dict[str, Any]) -> str:
-    """Network, optimizer, precision and device in one line, for a picture."""
-    on_cpu = flags["accelerator"] == "cpu" or not (rows := hardware.accelerators())
-    device = "{name}, {cores} cores".format(**hardware.cpu()) if on_cpu else rows[0]["name"]
-    optimizers = [name for name in [config.module.hparams.get("optimizer")] if isinstance(name, str)]
-    network = type(getattr(config.module, "network", config.module)).__name__
-    parts = [network, *optimizers, flags["precision"] or "32-true"]
-    return f"{', '.join(parts)} on {device}"
-
-
 class ShortTraining(Callback):
     """Base of the callbacks that measure a training from within and end it by ``trainer.should_stop``."""
 
     steps_done = 0  # optimizer steps
-    edge = 0.0  # when the training began, or the window of a Clock
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning's handlers would swallow SIGTERM: a try would end as if it had fitted.
@@ -73,7 +66,6 @@ class ShortTraining(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Learning-rate schedules rest: some wait for a validation that never comes, some end before the measurement.
         trainer.strategy.lr_scheduler_configs = []
-        self.edge = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -98,19 +90,41 @@ def scratch_trainer(flags: dict[str, Any], callback: ShortTraining) -> Iterator[
     silent = {"logger": False, "profiler": None, "enable_progress_bar": False, "enable_model_summary": False}
     scratch = without_end | all_batches | no_validation | silent | {"callbacks": [callback], "val_check_interval": 1.0}
     logging.disable(logging.WARNING)  # there are dozens of trainings here, each with the same lines
-    with tempfile.TemporaryDirectory(prefix="tune-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = build_trainer(flags | scratch | {"default_root_dir": folder})
-        try:
-            yield trainer
-        finally:
-            logging.disable(logging.NOTSET)
-            # What Lightning hangs on them would keep the trainer, and with it all that it has on the device.
-            for attribute in ("log", "log_dict"):
-                vars(callback).pop(attribute, None)
-            for user in (getattr(trainer, "datamodule", None), getattr(trainer, "lightning_module", None)):
-                if user is not None:
-                    user.trainer = None
+    try:
+        with tempfile.TemporaryDirectory(prefix="tune-") as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield build_trainer(flags | scratch | {"default_root_dir": folder})
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class Clock(ShortTraining):
+    """Times windows of steps, waiting for the device at their edges only, and ends the training when it has enough.
+
+    Every step of the warm-up is a window; the following ones take about ``seconds``, as the window before them says.
+    """
+
+    def __init__(self, warm_up_steps: int = 3, windows: int = 3, seconds: float = 0.4) -> None:
+        self.warm_up_steps, self.windows, self.seconds = warm_up_steps, windows, seconds
+        self.step_ms: list[float] = []
+        self._began, self._first, self._next = 0.0, 0, 1  # the window: when it began, after and up to which step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._began = time.perf_counter()
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self.steps_done < self._next:
+            return
+        synchronize(trainer.strategy.root_device)  # a clock tells nothing before the device has done its work
+        now, steps = time.perf_counter(), self.steps_done - self._first
+        step_seconds, length = (now - self._began) / steps, 1
+        if self.steps_done > self.warm_up_steps:
+            self.step_ms.append(1000 * step_seconds)
+            trainer.should_stop = len(self.step_ms) >= self.windows
+        if self.steps_done >= self.warm_up_steps:
+            length = max(1, int(self.seconds / max(step_seconds, 1e-6)))
+        self._began, self._first, self._next = now, self.steps_done, self.steps_done + length
 
 
 @dataclass
@@ -149,8 +163,7 @@ class TrainingSteps:
     def measure(self, batch_size: int, full_speed: bool = False) -> Measured:
         """Train for a second or two at full speed, or two optimizer steps; on the CPU only these count memory.
 
-        Raises:
-            torch.OutOfMemoryError: The batch does not fit.
+        A batch that does not fit raises ``torch.OutOfMemoryError``.
         """
         # The second step takes the most memory: gradients and optimizer state exist from the first one on.
         clock = Clock() if full_speed else Clock(warm_up_steps=1, windows=1, seconds=0)
@@ -162,33 +175,34 @@ class TrainingSteps:
             if not is_out_of_memory(error):
                 raise
             failure = str(error)
-        # Outside of the except clause: the error's traceback holds the frames that hold the tensors.
-        del trainer
+        # Outside of the except clause: the error's traceback holds the frames that hold the tensors. So do the trainer
+        # and what Lightning has put on the callback.
+        times, self.datamodule.trainer = clock.step_ms, None
+        del trainer, clock
         free_memory()
         if failure is not None:
             raise torch.OutOfMemoryError(failure)
-        times, samples = clock.step_ms, batch_size * self.flags["accumulate_grad_batches"]  # of an optimizer step
         median = statistics.median(times)
         spread = 100 * (max(times) - min(times)) / median if len(times) > 1 else None
-        steps = None if self.training_samples is None else max(1, self.training_samples // samples)
+        step_samples = batch_size * self.flags["accumulate_grad_batches"]
+        steps = None if self.training_samples is None else max(1, self.training_samples // step_samples)
         return Measured(batch_size, median, spread, peak_bytes, steps)
 
     def _fit(self, trainer: Trainer, count_memory: bool) -> int | None:
         """Train within the memory limit; returns the peak in bytes, None where it is not counted."""
         module, device, limit = self.config.fresh_module(), trainer.strategy.root_device, self.memory_limit_bytes
         if device.type == "cpu":
-            with contextlib.ExitStack() as stack:
-                if count_memory:
-                    memory = stack.enter_context(LiveMemory(limit))
-                    memory.count([*module.parameters(), *module.buffers()])
+            memory = LiveMemory(limit)
+            with memory if count_memory else contextlib.nullcontext():
+                memory.count([*module.parameters(), *module.buffers()])
                 trainer.fit(module, datamodule=self.datamodule)
             return memory.peak_bytes if count_memory else None
         backend = torch.get_device_module(device)  # torch.cuda or torch.mps, whose allocator keeps to the limit
         where = (device,) if device.type == "cuda" else ()
         total = torch.cuda.get_device_properties(device).total_memory if where else backend.recommended_max_memory()
-        if limit is not None:
-            backend.set_per_process_memory_fraction(min(1.0, limit / total), *where)
         try:
+            if limit is not None:
+                backend.set_per_process_memory_fraction(min(1.0, limit / total), *where)
             if where:
                 torch.cuda.reset_peak_memory_stats(device)
             trainer.fit(module, datamodule=self.datamodule)
@@ -205,31 +219,23 @@ def free_memory() -> None:
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
-class Clock(ShortTraining):
-    """Times windows of steps, waiting for the device at their edges only, and ends the training when it has enough.
+@contextlib.contextmanager
+def picture(path: Path, config: Configuration, flags: dict[str, Any], panels: int) -> Iterator[list[Axes]]:
+    """A row of axes to draw on in the block, under network, optimizer, precision and device; a PNG at its end."""
+    from matplotlib.figure import Figure
 
-    The first window follows ``warm_up_steps`` optimizer steps, fewer where they take long; the number of steps in a
-    window grows until it is ``seconds`` long.
-    """
-
-    def __init__(self, warm_up_steps: int = 3, windows: int = 3, seconds: float = 0.4) -> None:
-        self.warm_up_steps, self.windows, self.seconds = warm_up_steps, windows, seconds
-        self.step_ms: list[float] = []
-        self._edge_steps, self._length = 0, 0  # steps before the window, and in it; a length of 0: warming up
-
-    def after_step(self, trainer: Trainer) -> None:
-        began, device = self.edge, trainer.strategy.root_device
-        is_cold = self.steps_done < self.warm_up_steps and time.perf_counter() - began <= WARM_UP_SECONDS
-        if self.steps_done - self._edge_steps < self._length or (not self._length and is_cold):
-            return
-        if device.type != "cpu":  # a clock tells nothing before the device has done what was asked of it
-            torch.accelerator.synchronize(device)
-        self.edge, self._edge_steps = time.perf_counter(), self.steps_done
-        seconds = self.edge - began
-        if not self._length:
-            self._length = 1
-        elif seconds < self.seconds:  # too short to trust: a longer one
-            self._length = max(self._length + 1, int(1.2 * self._length * self.seconds / max(seconds, 1e-6)))
-        else:
-            self.step_ms.append(1000 * seconds / self._length)
-            trainer.should_stop = len(self.step_ms) >= self.windows
+    figure = Figure(figsize=(4 + 2.6 * panels, 3.8), layout="constrained")
+    row = list(figure.subplots(1, panels, squeeze=False)[0])
+    yield row
+    for axes in row:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    on_cpu = flags["accelerator"] == "cpu" or not (gpus := hardware.accelerators())
+    device = "{name}, {cores} cores".format(**hardware.cpu()) if on_cpu else gpus[0]["name"]
+    network = type(getattr(config.module, "network", config.module)).__name__
+    optimizer = config.module.hparams.get("optimizer")
+    parts = [network, *([optimizer] if isinstance(optimizer, str) else []), flags["precision"] or "32-true"]
+    figure.suptitle(f"{', '.join(parts)} on {device}", fontsize=9)
+    figure.savefig(path, dpi=130)
