@@ -194,9 +194,9 @@ def test_damaged_data_files_are_named(workplace: Path, capsys: pytest.CaptureFix
     data = target.read_bytes()
     plain = gzip.decompress(data)
     {
-        "truncated": lambda: target.write_bytes(gzip.compress(plain[:-5])),
-        "corrupted": lambda: target.write_bytes(gzip.compress(plain[:-5] + b"abcde")),
-        "garbage": lambda: target.write_bytes(gzip.compress(b"not digits")),
+        "truncated": lambda: target.write_bytes(gzip.compress(plain[:-5], 1)),
+        "corrupted": lambda: target.write_bytes(gzip.compress(plain[:-5] + b"abcde", 1)),
+        "garbage": lambda: target.write_bytes(gzip.compress(b"not digits", 1)),
         "half-gz": lambda: target.write_bytes(data[: len(data) // 2]),
     }[damage]()
     line = error_of(capsys, "--data.root", "root", "--data.source", "auto", "--max_epochs", "1")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.commands import (
     complete,
     kill_group,
     run,
+    run_ranks,
     start,
     summary,
     wait_for,
@@ -39,7 +41,7 @@ AVERAGED = """
 trainer:
   callbacks: {class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}
 """
-SHORT = [(1, 0, 2, 2), (2, 2, 1, 2)]  # devices, workers, accumulated batches, kills
+SHORT = [(1, 0, 2, 2)]  # devices, workers, accumulated batches, kills
 WHOLE = [(devices, workers, accumulate, 4) for devices in (1, 2) for workers in (0, 2) for accumulate in (1, 2)]
 
 
@@ -87,7 +89,21 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     )
 
 
-@pytest.mark.parametrize("step", [25, 60], ids=["in validation", "in training"])
+def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace: Path) -> None:
+    arguments = [*SMALL, *RANDOM, "--data.batch_size", "32", "--data.num_workers", "2", "--max_epochs", "2"]
+    reference = run_ranks("fit", "--run_name", "reference", *arguments)
+    assert reference.returncode == 0, reference.stderr
+    named = ["--run_name", "killed", "--checkpoint_every", "7", *arguments]
+    assert run_ranks("tests.interrupted", "65", "SIGKILL", *named).returncode == -signal.SIGKILL
+    assert checkpoint(Path("checkpoints/killed/last.ckpt"))["global_step"] == 63
+    resumed = run_ranks("fit", "--ckpt_path", "auto", *named)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(25, id="in validation"), pytest.param(60, id="in training", marks=pytest.mark.nightly)]
+)
 def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, step: int) -> None:
     Path("averaged.yaml").write_text(AVERAGED)
     arguments = ["--config", "averaged.yaml", *SMALL, *CONVNET, *RANDOM, "--val_check_interval", "0.5"]
