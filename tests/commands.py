@@ -76,28 +76,12 @@ def complete(
 def run_ranks(
     module: str, *arguments: str, timeout: float = 180, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module on two ranks to their end, as torchrun starts its workers, but as forks.
+    """Run a module on two ranks to their end: see :func:`start_ranks`, and there for the arguments.
 
     The exit code is that of a rank that failed; as under torchrun it ends the other one. Output is that of both ranks.
-
-    Args:
-        module: Such as ``fit``, of the package unless dotted; it is told ``--devices 2`` and ``--accelerator cpu``.
-        arguments: What it is told besides.
-        timeout: Seconds after which both are killed.
-        cwd: Their working folder; this process' own when None.
-        env: Their environment; this process' own when None.
     """
-    words = [sys.executable, "-m", module if "." in module else f"project.{module}", *arguments, *CPU2]
-    # the ranks meet in this process, as torchrun's meet in torchrun: no free port has to be guessed
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = dict(os.environ) if env is None else env
-    common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        ranks = [
-            popen(words, out.fileno(), err.fileno(), cwd=cwd, env={**common, "RANK": rank, "LOCAL_RANK": rank})
-            for rank in ("0", "1")
-        ]
+        ranks, store = start_ranks(module, *arguments, files=(out, err), cwd=cwd, env=env)
         try:
             end = time.monotonic() + timeout
             while not (failed := any(rank.poll() for rank in ranks)) and None in [rank.returncode for rank in ranks]:
@@ -110,8 +94,39 @@ def run_ranks(
         finally:
             for rank in ranks:
                 kill_group(rank)
+            del store
         code = next((rank.returncode for rank in ranks if rank.returncode), 0)
-        return subprocess.CompletedProcess(words, code, read(out), read(err))
+        return subprocess.CompletedProcess([module, *arguments], code, read(out), read(err))
+
+
+def start_ranks(
+    module: str,
+    *arguments: str,
+    files: tuple[IO[bytes], IO[bytes]],
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> tuple[list[Process], TCPStore]:
+    """Start two ranks as torchrun starts its workers, but as forks; and where they meet, as torchrun's do in torchrun.
+
+    Args:
+        module: Such as ``fit``, of the package unless dotted; it is told ``--devices 2`` and ``--accelerator cpu``.
+        arguments: What it is told besides.
+        files: For the output of both, and their errors.
+        cwd: Their working folder; this process' own when None.
+        env: Their environment; this process' own when None.
+    """
+    words = [sys.executable, "-m", module if "." in module else f"project.{module}", *arguments, *CPU2]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no free port has to be guessed
+    foreign = ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")  # left by a run in this process
+    common = {name: value for name, value in (os.environ if env is None else env).items() if name not in foreign}
+    common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    out, err = files
+    ranks = [
+        popen(words, out.fileno(), err.fileno(), cwd=cwd, env={**common, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    return ranks, store
 
 
 def read(file: IO[bytes]) -> str:

@@ -103,7 +103,8 @@ def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(
     for name in ("chapter.txt", "metrics.csv"):
         (thesis / name).write_text("years of work")
     error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", "--data.source", "sample", "--precision", "17")
-    error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", "--val_check_interval", "100000")
+    too_long = ["--data.source", "sample", "--val_check_interval", "100000"]
+    error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", *too_long)
     assert [(thesis / name).read_text() for name in ("chapter.txt", "metrics.csv")] == 2 * ["years of work"]
 
 

@@ -275,6 +275,7 @@ def test_what_cannot_be_made_exact_is_said_in_one_line(loader: Any, anywhere: bo
     assert said is None or said in loading.notes[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*returned .None")
 def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     class Looks(LightningModule):
         seen: list[int] = []

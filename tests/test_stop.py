@@ -50,8 +50,8 @@ def stop(process, number: int, pid: int) -> float:  # type: ignore[no-untyped-de
         (1, signal.SIGINT, 130, 1),
         (2, signal.SIGTERM, 143, 1),
         *(
-            pytest.param(devices, number, code, 20, marks=pytest.mark.nightly)
-            for devices in (1, 2)
+            pytest.param(devices, number, code, stops, marks=pytest.mark.nightly)
+            for devices, stops in ((1, 20), (2, 8))
             for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130))
         ),
     ],
