@@ -51,7 +51,7 @@ class TestGAN(PromiseSuite):
     """Manual optimization with two optimizers, loaders of the module's own, nothing that could be followed."""
 
     monitor, logged, reached = None, {"g_loss", "d_loss"}, None
-    interrupt_at = 55
+    interrupt_at, optimizers = 55, 2
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
