@@ -132,6 +132,7 @@ def example(name: str, root: Path | None = None) -> list[str]:
     "name",
     [pytest.param(name, marks=() if name in ("gan", "tabular") else pytest.mark.nightly) for name in sorted(REACHED)],
 )
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on so short a run
 def test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -386,6 +386,7 @@ class SlowLearner(MNISTClassifier):
         super().__init__(lr=lr, **kwargs)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on so short a run
 def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a_classs_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
