@@ -286,7 +286,7 @@ def fit_picture(pixels: np.ndarray, image_shape: tuple[int, int, int]) -> np.nda
     channels, height, width = image_shape
     picture = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
     fitted = ImageOps.fit(picture.convert("L" if channels == 1 else "RGB"), (width, height))
-    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
+    return np.array(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]) -> None:

@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from filelock import FileLock
+from torch.distributed import TCPStore
 
 from tests.fork_server import Forked, can_fork
 
@@ -68,12 +69,70 @@ def complete(
         except BaseException:
             kill_group(process)
             raise
-        told = []
-        for file in (out, err):
-            file.seek(0)
-            told.append(file.read().decode())
-    assert process.returncode is not None
-    return subprocess.CompletedProcess(words, process.returncode, *told)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(words, process.returncode, read(out), read(err))
+
+
+def run_ranks(
+    module: str, *arguments: str, timeout: float = 180, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a module on two ranks to their end: see :func:`start_ranks`, and there for the arguments.
+
+    The exit code is that of a rank that failed; as under torchrun it ends the other one. Output is that of both ranks.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        ranks, store = start_ranks(module, *arguments, files=(out, err), cwd=cwd, env=env)
+        try:
+            end = time.monotonic() + timeout
+            while not (failed := any(rank.poll() for rank in ranks)) and None in [rank.returncode for rank in ranks]:
+                assert time.monotonic() < end, f"{module} did not end on two ranks within {timeout} s"
+                time.sleep(0.01)
+            for rank in ranks:
+                if failed:
+                    rank.terminate()
+                rank.wait(30)
+        finally:
+            for rank in ranks:
+                kill_group(rank)
+            del store
+        code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+        return subprocess.CompletedProcess([module, *arguments], code, read(out), read(err))
+
+
+def start_ranks(
+    module: str,
+    *arguments: str,
+    files: tuple[IO[bytes], IO[bytes]],
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> tuple[list[Process], TCPStore]:
+    """Start two ranks as torchrun starts its workers, but as forks; and where they meet, as torchrun's do in torchrun.
+
+    Args:
+        module: Such as ``fit``, of the package unless dotted; it is told ``--devices 2`` and ``--accelerator cpu``.
+        arguments: What it is told besides.
+        files: For the output of both, and their errors.
+        cwd: Their working folder; this process' own when None.
+        env: Their environment; this process' own when None.
+    """
+    words = [sys.executable, "-m", module if "." in module else f"project.{module}", *arguments, *CPU2]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no free port has to be guessed
+    foreign = ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")  # left by a run in this process
+    common = {name: value for name, value in (os.environ if env is None else env).items() if name not in foreign}
+    common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    out, err = files
+    ranks = [
+        popen(words, out.fileno(), err.fileno(), cwd=cwd, env={**common, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    return ranks, store
+
+
+def read(file: IO[bytes]) -> str:
+    """All of an open file."""
+    file.seek(0)
+    return file.read().decode()
 
 
 def start(
@@ -110,7 +169,7 @@ def popen(
 
 
 @functools.cache
-def made_once(name: str, *arguments: str, wandb: str = "disabled") -> Path:
+def made_once(name: str, *arguments: str, wandb: str = "disabled", ranks: int = 1) -> Path:
     """The folder of a finished run, trained once for all tests of all pytest processes. Read only.
 
     What it printed is in ``output.txt``, two folders above.
@@ -122,7 +181,8 @@ def made_once(name: str, *arguments: str, wandb: str = "disabled") -> Path:
         if not (root / "output.txt").exists():
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir()
-            done = run("fit", *arguments, "--run_name", name, cwd=root, env=environment)
+            words = [*arguments, "--run_name", name]
+            done = (run if ranks == 1 else run_ranks)("fit", *words, cwd=root, env=environment)
             assert done.returncode == 0, done.stderr
             (root / "output.txt").write_text(done.stdout + done.stderr)
     return folder
@@ -137,7 +197,7 @@ def finished_run() -> Path:
 def two_rank_run() -> Path:
     """A small run on two processes, with a report and W&B offline; every rank takes half of each batch of 64."""
     flags = ["--data.batch_size", "32", "--data.test_samples", "199", "--model.schedule", "constant"]
-    return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline")
+    return made_once("two", *REPORTED, *flags, wandb="offline", ranks=2)
 
 
 # end feature: mnist

@@ -54,11 +54,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
             fcntl.flock(machine, fcntl.LOCK_UN)  # not left to close(): a forked child may hold the file open
 
 
+# Begun first, so that at the end neither of two processes waits long for the other
+LONG = {f"test_{name}.py" for name in ("fit", "export", "rename", "wandb", "examples", "resume", "ddp")}
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Nightly tests run when asked for: ``-m nightly``, ``NIGHTLY=1``, or by name. Tests marked ``gpu`` need one."""
     import torch
 
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if "mnist_root" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.nightly)

@@ -41,7 +41,7 @@ class Forked:
     """A child of the server. The part of :class:`subprocess.Popen` that tests use.
 
     Args:
-        words: ``[python, "-m", module, argument, ...]``.
+        words: ``[python, "-m", module, argument, ...]`` or ``[python, "-c", code, argument, ...]``.
         stdout: Open file descriptor for its output.
         stderr: The same for its errors.
         cwd: Its working folder; this process' own when None.
@@ -120,10 +120,11 @@ def _server() -> tuple[socket.socket, dict[str, str], Any]:
 
 
 def can_fork(words: list[str], env: dict[str, str] | None = None) -> bool:
-    """Whether a fork of the server is what a fresh interpreter would be: ``python -m`` one of our modules."""
+    """Whether a fork of the server is what a fresh interpreter would be: ``-m`` one of our modules, or ``-c CODE``."""
     if not hasattr(os, "pidfd_open"):  # Linux only
         return False
-    if words[:2] != [sys.executable, "-m"] or words[2].partition(".")[0] not in (project.__name__, "tests"):
+    ours = words[1] == "-c" or (words[1] == "-m" and words[2].partition(".")[0] in (project.__name__, "tests"))
+    if words[0] != sys.executable or not ours:
         return False
     return env is None or _read_at_start(env) == _read_at_start(_server()[1])
 
@@ -192,12 +193,12 @@ def kill_session(pid: int) -> None:
 
 
 def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
-    """Go on as ``python -m module argument ...`` in a folder, with an environment."""
+    """Go on as ``python -m module argument ...``, or ``-c code argument ...``, in a folder, with an environment."""
     import torch
 
     from project import threads
 
-    module = words[2]
+    option, module = words[1:3]
     ours = [str(ROOT), *sys.path[1:]]
     os.chdir(cwd)
     os.environ.clear()
@@ -205,10 +206,13 @@ def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
     searched = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [cwd, *searched, *(path for path in dict.fromkeys(ours) if path != str(ROOT))]
     importlib.invalidate_caches()
-    sys.argv, sys.orig_argv = ["-m", *words[3:]], words
-    sys.modules.pop(module, None)  # it runs as __main__
+    sys.argv, sys.orig_argv = [option, *words[3:]], words
     torch.set_num_threads(threads.configure())  # torch has read OMP_NUM_THREADS already
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if option == "-c":
+        exec(module, {"__name__": "__main__"})
+    else:
+        sys.modules.pop(module, None)  # it runs as __main__
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:

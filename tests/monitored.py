@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.commands import complete
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -21,6 +24,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def in_a_fork(of_two_ranks: Callable[[Path], None], folder: Path) -> None:
+    """Call a test file's function in a process that may fork once more: one that has trained before may not."""
+    module, name = of_two_ranks.__module__.rpartition(".")[2], of_two_ranks.__name__
+    code = f"import sys; from pathlib import Path; from tests.{module} import {name}; {name}(Path(sys.argv[1]))"
+    done = complete([sys.executable, "-c", code, str(folder)])
+    assert done.returncode == 0, done.stderr
 
 
 class FakeClock:

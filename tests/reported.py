@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ def wandb_folders(folder: Path) -> list[Path]:
     return sorted((folder / "wandb").glob("offline-run-*"))
 
 
+@functools.cache
 def wandb_records(folder: Path) -> list[dict[str, Any]]:
     """What one offline W&B folder holds, by W&B's own reader: a record per entry, its content under its type."""
     reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]

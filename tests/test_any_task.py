@@ -19,9 +19,8 @@ from project.engine import command as entry
 from project.engine import signals
 from project.engine.checkpointing import Best
 from project.engine.cli import configure
-from tests.commands import assert_same_run, checkpoint, rows, summary
+from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import LOADERS, Told
-from tests.promises import run_process
 
 LINE = ["--model", "tests.other_tasks.Line", "--data", "tests.other_tasks.Loaders", "--accelerator", "cpu"]
 SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none", "--report", "false"]
@@ -79,19 +78,18 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main: Any = fit.mai
 # Loaders
 
 
+# Inside an epoch, in the validation at its end, inside another; and killed there with the epoch's end saved
+STOPS = [(6, False, "batch"), (13, False, "validation"), (20, False, "batch"), (20, True, "epoch")]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "stream"])
+@pytest.mark.parametrize("stops", [STOPS[::3], pytest.param(STOPS[1:3], marks=pytest.mark.nightly)])
 def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
-    kind: str, capsys: pytest.CaptureFixture[str]
+    kind: str, stops: list[tuple[int, bool, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*LINE, *SHORT, "--data.kind", kind]
     reference = train("reference", *flags)
-    # inside an epoch, in the validation at its end, inside another; and killed there with the epoch's end saved
-    for batch, dies, place in (
-        (6, False, "batch"),
-        (13, False, "validation"),
-        (20, False, "batch"),
-        (20, True, "epoch"),
-    ):
+    for batch, dies, place in stops:
         name = f"stopped-{batch}-{place}"
         state = checkpoint(train_until(batch, name, *flags, dies=dies) / "last.ckpt")
         assert (state["global_step"], state["run"]["state"]["place"]) == (13 if dies else batch, place)
@@ -121,7 +119,9 @@ trainer:
 """
 
 
-@pytest.mark.parametrize(("batch", "dies"), [(15, False), (26, False), (30, True)])
+@pytest.mark.parametrize(
+    ("batch", "dies"), [(15, False), pytest.param(26, False, marks=pytest.mark.nightly), (30, True)]
+)
 def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(batch: int, dies: bool) -> None:
     Path("callbacks.yaml").write_text(CALLBACKS)
     flags = ["--config", "callbacks.yaml", "--model", "tests.other_tasks.Plateaus", *LINE[2:], *SHORT]
@@ -153,11 +153,10 @@ def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
 
 
 def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_does() -> None:
-    """Killed and resumed under torchrun, too. Every figure of the validation is weighted by samples: 53 on 2 ranks."""
+    """Killed and resumed, too. Every figure of the validation is weighted by samples: 53 on 2 ranks."""
     flags = ["--model", "tests.other_tasks.LineWithLoaders", "--accelerator", "cpu", *SHORT]
     one = train("one", *flags)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    two = run_process([*torchrun, "project.fit", *flags, "--run_name", "two"], cwd=Path.cwd())
+    two = run_ranks("fit", *flags, "--run_name", "two")
     assert two.returncode == 0, two.stderr
     assert summary(RUNS / "two")["world_size"] == 2
     parts: dict[int, dict[str, list[str]]] = defaultdict(dict)
@@ -172,13 +171,11 @@ def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_doe
         assert ours == pytest.approx(theirs, rel=1e-6), name
     assert theirs == [53.0] * 3
 
-    killed = run_process(
-        [*torchrun, "tests.interrupted", "10", "SIGKILL", *flags, "--run_name", "killed", "--checkpoint_every", "3"],
-        cwd=Path.cwd(),
-    )
+    interrupted = ["tests.interrupted", "10", "SIGKILL", *flags, "--run_name", "killed", "--checkpoint_every", "3"]
+    killed = run_ranks(*interrupted)
     assert killed.returncode != 0
     assert checkpoint(RUNS / "killed/last.ckpt")["global_step"] == 9
-    again = run_process([*torchrun, "project.fit", "--run_name", "killed", "--ckpt_path", "auto"], cwd=Path.cwd())
+    again = run_ranks("fit", "--run_name", "killed", "--ckpt_path", "auto")
     assert again.returncode == 0, again.stderr
     assert_same_run(RUNS / "two", RUNS / "killed")
 

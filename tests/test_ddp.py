@@ -15,12 +15,11 @@ from project import fit
 from project import test as test_command
 from tests.commands import (
     CONVNET,
-    CPU2,
     SMALL,
     checkpoint,
     finished_run,
     rows,
-    run,
+    run_ranks,
     summary,
     two_rank_run,
 )
@@ -58,7 +57,7 @@ def test_two_ranks_validate_with_the_same_running_statistics(workplace: Path) ->
     options += ["--val_check_interval", "25"]
     ema = "{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}"
     Path("c.yaml").write_text(f"trainer:\n  callbacks: [{ema}, {{class_path: tests.test_ddp.WriteBuffers}}]\n")
-    two = run("fit", "--config", "c.yaml", *SMALL, *CONVNET, *options, *CPU2)
+    two = run_ranks("fit", "--config", "c.yaml", *SMALL, *CONVNET, *options)
     assert two.returncode == 0, two.stderr
     one, other = (Path(f"buffers-{rank}.txt").read_text() for rank in (0, 1))
     assert one == other
@@ -89,7 +88,7 @@ def test_evaluation_of_the_whole_test_set_on_two_ranks_equals_one_exactly(
 def assert_two_ranks_measure_what_one_does(trained: Path, count: int, *data: str) -> None:
     common = ["--ckpt_path", str(trained), *data, "--output"]
     assert test_command.main([*common, "one.json"]) == 0
-    two = run("test", *common, "two.json", "--devices", "2", "--accelerator", "cpu", "--data.eval_batch_size", "7")
+    two = run_ranks("test", *common, "two.json", "--data.eval_batch_size", "7")
     assert two.returncode == 0, two.stderr
     one, other = (json.loads(Path(name).read_text()) for name in ("one.json", "two.json"))
     assert other["world_size"] == 2

@@ -109,7 +109,8 @@ def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(
     for name in ("chapter.txt", "metrics.csv"):
         (thesis / name).write_text("years of work")
     error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", "--data.source", "sample", "--precision", "17")
-    error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", "--val_check_interval", "100000")
+    too_long = ["--data.source", "sample", "--val_check_interval", "100000"]
+    error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", *too_long)
     assert [(thesis / name).read_text() for name in ("chapter.txt", "metrics.csv")] == 2 * ["years of work"]
 
 
@@ -200,9 +201,9 @@ def test_damaged_data_files_are_named(workplace: Path, capsys: pytest.CaptureFix
     data = target.read_bytes()
     plain = gzip.decompress(data)
     {
-        "truncated": lambda: target.write_bytes(gzip.compress(plain[:-5])),
-        "corrupted": lambda: target.write_bytes(gzip.compress(plain[:-5] + b"abcde")),
-        "garbage": lambda: target.write_bytes(gzip.compress(b"not digits")),
+        "truncated": lambda: target.write_bytes(gzip.compress(plain[:-5], 1)),
+        "corrupted": lambda: target.write_bytes(gzip.compress(plain[:-5] + b"abcde", 1)),
+        "garbage": lambda: target.write_bytes(gzip.compress(b"not digits", 1)),
         "half-gz": lambda: target.write_bytes(data[: len(data) // 2]),
     }[damage]()
     line = error_of(capsys, "--data.root", "root", "--data.source", "auto", "--max_epochs", "1")

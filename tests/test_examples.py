@@ -30,12 +30,11 @@ REACHED: dict[str, tuple[str, float] | None] = {
 }
 
 
-class TestAutoEncoder(PromiseSuite):
+class TestAutoEncoder(TaskSuite):
     """Lightning's own example: nothing of this project in it."""
 
     monitor, mode, logged = "val_loss", "min", {"train_loss", "val_loss"}
     reached = ("test_loss", 0.3)
-    interrupt_at, signal = 40, "SIGKILL"
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -43,11 +42,16 @@ class TestAutoEncoder(PromiseSuite):
         return [*classes, "--monitor", "val_loss", "--mode", "min"]
 
 
+@pytest.mark.nightly
+class TestAutoEncoderThatIsKilled(TestAutoEncoder, PromiseSuite):
+    interrupt_at, signal = 40, "SIGKILL"
+
+
 class TestGAN(PromiseSuite):
     """Manual optimization with two optimizers, loaders of the module's own, nothing that could be followed."""
 
     monitor, logged, reached = None, {"g_loss", "d_loss"}, None
-    interrupt_at = 55
+    interrupt_at, optimizers = 55, 2
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -124,12 +128,17 @@ def example(name: str, root: Path | None = None) -> list[str]:
     return ["--config", str(CONFIGS / f"{name}.yaml"), *(["--data.root", str(root)] if root else [])]
 
 
-@pytest.mark.parametrize("name", sorted(REACHED))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("gan", "tabular") else pytest.mark.nightly) for name in sorted(REACHED)],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on so short a run
 def test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Classes as config files name them, Lightning's own command line and Trainer, and nothing of the engine."""
     monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr("sys.argv", ["plain"])  # Lightning warns where both it and arguments are given
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     for ours in ("monitor", "mode"):
         config.pop(ours, None)

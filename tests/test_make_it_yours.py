@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import wandb
 
 from project import fit
 from project.engine import command as entry
-from tests.commands import checkpoint, rows, summary
+from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT
 from tests.reported import of_type, wandb_folders, wandb_records
 
@@ -36,13 +35,13 @@ def test_the_readmes_page_for_newcomers_works_as_written(tmp_path: Path, monkeyp
     (tmp_path / "mine.yaml").write_text(config)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     words = [sys.executable, *shlex.split(command)[1:], "--run_name", "mine", "--accelerator", "cpu"]
-    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    ended = complete(words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "checkpoints" / "mine" / "summary.json").read_text())["test/accuracy"] > 0.6
     # its own arguments are flags of a resumed run, too, without the config file
     width = words[words.index("--model.network.width") + 1]
     again = ["--run_name", "mine", "--ckpt_path", "auto", "--max_epochs", "3", "--model.network.width", width]
-    resumed = subprocess.run([*words[:3], *again], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    resumed = complete([*words[:3], *again], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
 
 

@@ -32,7 +32,13 @@ from project.callbacks.memory import (
 )
 from project.errors import UserError
 from project.live_memory import is_out_of_memory
-from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
+from tests.monitored import (
+    Linear,
+    Points,
+    in_a_fork,
+    make_trainer,
+    one_thread,  # noqa: F401 - the fixture of every test here
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*logging interval", "ignore:.*does not have many workers")
 
@@ -217,11 +223,11 @@ def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
     assert [row["peak_allocated_gib"] for step, row in rows.of("memory") if step % 10 == 9] == [3.0, 4.0, 3.0]
 
 
-def test_two_ranks_share_the_larger_device_figure_and_the_sum_of_host_memory(tmp_path):
+def two_rank_run(folder: Path) -> None:
     allocator = FakeAllocator()
     host = FakeHost()
     monitor = MemoryMonitor(allocator.read, host)
-    trainer, rows = make_trainer(tmp_path, monitor, devices=2, strategy="ddp_fork", use_distributed_sampler=False)
+    trainer, rows = make_trainer(folder, monitor, devices=2, strategy="ddp_fork", use_distributed_sampler=False)
 
     class Differ(Callback):
         def on_train_start(self, trainer, pl_module):
@@ -230,10 +236,14 @@ def test_two_ranks_share_the_larger_device_figure_and_the_sum_of_host_memory(tmp
 
         def on_train_end(self, trainer, pl_module):
             report = [rows.of("memory"), monitor.summary()]
-            (tmp_path / f"{trainer.global_rank}.json").write_text(json.dumps(report))
+            (folder / f"{trainer.global_rank}.json").write_text(json.dumps(report))
 
     trainer.callbacks.append(Differ())
     trainer.fit(Linear(), Points(80, 8).loader())
+
+
+def test_two_ranks_share_the_larger_device_figure_and_the_sum_of_host_memory(tmp_path):
+    in_a_fork(two_rank_run, tmp_path)
     for rank in (0, 1):
         logged, summary = json.loads((tmp_path / f"{rank}.json").read_text())
         assert logged[-1][1]["allocated_gib"] == 2.0

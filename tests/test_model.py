@@ -386,9 +386,11 @@ class SlowLearner(MNISTClassifier):
         super().__init__(lr=lr, **kwargs)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on so short a run
 def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a_classs_defaults(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["plain"])  # Lightning warns where both it and arguments are given
     metric = {"class_path": "torchmetrics.classification.MulticlassF1Score", "init_args": {"num_classes": 10}}
     words = ["--model", f"{__name__}.SlowLearner", "--model.optimizer", "SGD"]
     words += [

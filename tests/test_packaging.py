@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -168,3 +169,29 @@ def test_an_editable_install_points_at_the_clone(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True, capture_output=True, timeout=120)
     (pointer,) = tmp_path.rglob("*.pth")
     assert pointer.read_text().split() == [str(ROOT)]
+
+
+# Plays Python, which makes a virtual environment of copies of this script, and each of its tools; one call fails
+STAND_IN = """#!/bin/sh
+echo "$*" >> "$CALLS"
+if [ "$2" = venv ]; then
+  mkdir -p "$3/bin"
+  for name in python ruff mypy lint-imports hadolint; do cp "$0" "$3/bin/$name"; done
+fi
+[ "$*" != "$FAILS" ]
+"""
+TESTS = ["-m pytest", "-m pytest -m nightly"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "tests"), [("nothing", 0, TESTS), *((x, 1, TESTS) for x in TESTS), ("check", 1, [])]
+)
+def test_ci_runs_both_groups_of_tests_once_and_fails_where_one_does(
+    fails: str, code: int, tests: list[str], tmp_path: Path
+) -> None:
+    stand_in, calls = tmp_path / "stand-in", tmp_path / "calls"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(stand_in), "CALLS": str(calls), "FAILS": fails}
+    assert subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, timeout=60).returncode == code
+    assert [call for call in calls.read_text().splitlines() if "pytest" in call] == tests

@@ -42,10 +42,12 @@ def digits(loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
     return test.images[chosen, 0].numpy(), test.labels[chosen].numpy()
 
 
-def test_300_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_mnist(
-    loaded: Loaded, digits: tuple[np.ndarray, np.ndarray], tmp_path: Path
+@pytest.mark.parametrize(("count", "worse"), [(60, 1 / 60), pytest.param(300, 0.01, marks=pytest.mark.nightly)])
+def test_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_mnist(
+    loaded: Loaded, digits: tuple[np.ndarray, np.ndarray], tmp_path: Path, count: int, worse: float
 ) -> None:
-    images, labels = digits
+    """At most one of 60 worse, and at most three of 300."""
+    images, labels = digits[0][:count], digits[1][:count]
     answer = predict.predict_batch(loaded, torch.from_numpy(images)[:, None])
     direct = np.mean(answer.argmax(dim=1).numpy() == labels)
     assert direct > 0.9
@@ -58,7 +60,7 @@ def test_300_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_
         assert [row["file"] for row in rows] == [str(path) for path in paths]
         found[way.__name__] = np.mean(accurate(rows, labels))
     print(f"straight from MNIST {direct:.4f}", found)
-    assert min(found.values()) >= direct - 0.01, found
+    assert min(found.values()) >= direct - worse - 1e-9, found
     assert found["as_it_is"] == direct
 
 

@@ -370,8 +370,11 @@ async def look(address: str, path: Path, width: int, scheme: str) -> dict[str, A
         return facts
 
 
+OTHERS = [pytest.param(*screen, marks=pytest.mark.nightly) for screen in ((1280, "dark"), (390, "light"))]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light"), *OTHERS])
 def test_report_in_the_browser_asks_no_network_and_fits_screen_and_theme(
     width: int, scheme: str, tmp_path: Path
 ) -> None:

@@ -16,7 +16,6 @@ import pytest
 from project import fit
 from tests.commands import (
     CONVNET,
-    CPU2,
     SMALL,
     Process,
     assert_same_run,
@@ -25,7 +24,9 @@ from tests.commands import (
     complete,
     kill_group,
     run,
+    run_ranks,
     start,
+    start_ranks,
     summary,
     wait_for,
 )
@@ -39,7 +40,7 @@ AVERAGED = """
 trainer:
   callbacks: {class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}
 """
-SHORT = [(1, 0, 2, 2), (2, 2, 1, 2)]  # devices, workers, accumulated batches, kills
+SHORT = [(1, 0, 2, 2)]  # devices, workers, accumulated batches, kills
 WHOLE = [(devices, workers, accumulate, 4) for devices in (1, 2) for workers in (0, 2) for accumulate in (1, 2)]
 
 
@@ -61,25 +62,33 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     workplace: Path, devices: int, workers: int, accumulate: int, kills: int
 ) -> None:
     arguments = [*SMALL, *OFTEN, *RANDOM, "--data.num_workers", str(workers)]
-    arguments += ["--accumulate_grad_batches", str(accumulate), *(CPU2 if devices == 2 else [])]
+    arguments += ["--accumulate_grad_batches", str(accumulate)]
     if devices == 2:
         arguments += ["--data.batch_size", "32"]
-    reference = run("fit", "--run_name", "reference", *arguments)
+    to_the_end = run_ranks if devices == 2 else run
+    reference = to_the_end("fit", "--run_name", "reference", *arguments)
     assert reference.returncode == 0, reference.stderr
     chance = random.Random(f"{devices}{workers}{accumulate}")
     log = workplace / "log.txt"
     for number in range(kills):
         # twice in a row without a step between them is part of it: the second kill may come before the first step
-        process = start(command("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments), log)
-        size = log.stat().st_size
+        words, store = ["fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments], None
+        if devices == 2:
+            with open(log, "ab") as file:
+                processes, store = start_ranks(*words, files=(file, file))
+        else:
+            processes = [start(command(*words), log)]
+        process, size = processes[0], log.stat().st_size
         assert wait_for("training samples", log, process, since=size)
         if number % 2:  # at an epoch's end, when best.ckpt and last.ckpt are written
             assert wait_for("train/loss", log, process, since=size)
         else:  # after some saves, of which there are 15 an epoch; the next one may be under way
             wait_for_saves(chance.randint(0, 12), process)
         assert process.poll() is None, "the run ended before it could be killed"
-        kill_group(process)
-    resumed = run("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments)
+        for one in processes:
+            kill_group(one)
+        del store
+    resumed = to_the_end("fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments)
     assert resumed.returncode == 0, resumed.stderr
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
     assert (
@@ -87,7 +96,21 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     )
 
 
-@pytest.mark.parametrize("step", [25, 60], ids=["in validation", "in training"])
+def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace: Path) -> None:
+    arguments = [*SMALL, *RANDOM, "--data.batch_size", "32", "--data.num_workers", "2", "--max_epochs", "2"]
+    reference = run_ranks("fit", "--run_name", "reference", *arguments)
+    assert reference.returncode == 0, reference.stderr
+    named = ["--run_name", "killed", "--checkpoint_every", "7", *arguments]
+    assert run_ranks("tests.interrupted", "65", "SIGKILL", *named).returncode
+    assert checkpoint(Path("checkpoints/killed/last.ckpt"))["global_step"] == 63
+    resumed = run_ranks("fit", "--ckpt_path", "auto", *named)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(25, id="in validation"), pytest.param(60, id="in training", marks=pytest.mark.nightly)]
+)
 def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, step: int) -> None:
     Path("averaged.yaml").write_text(AVERAGED)
     arguments = ["--config", "averaged.yaml", *SMALL, *CONVNET, *RANDOM, "--val_check_interval", "0.5"]

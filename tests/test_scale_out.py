@@ -82,6 +82,7 @@ def test_torchrun_on_one_machine_makes_one_run_in_one_folder(undisturbed: Path) 
     assert read(undisturbed / "last.ckpt")["run"]["world_size"] == 2
 
 
+@pytest.mark.nightly
 def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place: Path, undisturbed: Path) -> None:
     job_id = str(10_000 + free_port())
     meeting = [
@@ -107,6 +108,7 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place:
     assert_same(only_run(place, "nodes"), undisturbed)
 
 
+@pytest.mark.nightly
 def test_torchrun_restarts_a_killed_worker_and_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
     elastic = ["--standalone", "--nproc_per_node", "2", "--max_restarts", "1", "--monitor_interval", "0.2"]
     # on the device: where the data live changes nothing (the undisturbed run has them on the host)
@@ -153,6 +155,7 @@ def slurm(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
     place: Path, slurm: Path, undisturbed: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from project import fit
-from tests.commands import CPU2, SMALL, assert_same_run, checkpoint, command, family, run, start, summary, wait_for
+from tests.commands import (
+    CPU2,
+    SMALL,
+    assert_same_run,
+    checkpoint,
+    command,
+    complete,
+    family,
+    run,
+    start,
+    summary,
+    wait_for,
+)
 
 # Long enough that a stop at a random moment finds it training
 LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]
@@ -32,9 +43,19 @@ def stop(process, number: int, pid: int) -> float:  # type: ignore[no-untyped-de
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("stops", [1, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("devices", "number", "code", "stops"),
+    [
+        (1, signal.SIGTERM, 143, 1),
+        (1, signal.SIGINT, 130, 1),
+        (2, signal.SIGTERM, 143, 1),
+        *(
+            pytest.param(devices, number, code, stops, marks=pytest.mark.nightly)
+            for devices, stops in ((1, 20), (2, 8))
+            for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130))
+        ),
+    ],
+)
 def test_a_signal_to_any_rank_saves_the_step_that_was_reached(
     workplace: Path, devices: int, number: signal.Signals, code: int, stops: int
 ) -> None:
@@ -82,15 +103,15 @@ def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace:
     after = "import os, signal; fit.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
     code = f"from project import fit; from project.engine import command; {after}; command.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
-    ended = subprocess.run(words, timeout=60, capture_output=True, text=True)
-    assert ended.returncode == 143
+    ended = complete(words)
+    assert ended.returncode == 143, ended.stderr
     assert "--run_name r --ckpt_path auto" in ended.stdout
     assert not Path("checkpoints/r/summary.json").exists()
     assert fit.main(["--run_name", "r", "--ckpt_path", "auto"]) == 0
     assert summary(Path("checkpoints/r"))["finished"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
     log = workplace / "log.txt"
     process = start(command("fit", "--run_name", "r", *LONG_RUN, *CPU2), log)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from project.engine import command as entry
 from project.errors import UserError
 from project.sweep import __main__ as sweep
 from tests import made_data
+from tests.commands import Process, complete, popen
 from tests.promises import ROOT
 
 optuna = pytest.importorskip("optuna")
@@ -53,7 +55,22 @@ def run(words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.nightly)])
+def test_a_sweep_ends_with_a_table_a_picture_and_the_command_of_its_best_trial(
+    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forked(words: list[str], stdout: Any, env: dict[str, str], **_: Any) -> Process:
+        return popen(words, stdout.fileno(), stdout.fileno(), env={**env, "WANDB_MODE": "disabled"}, cwd=ROOT)
+
+    monkeypatch.setattr(room, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
+    words = [*flags, "--trials", "3", "--jobs", "2", "--output", str(tmp_path / "trials.json")]
+    assert entry.exit_code(sweep.main, words) == 0
+    told = capsys.readouterr().out
+    assert {t.state.name for t in open_study(tmp_path).trials} <= {"COMPLETE", "PRUNED"}, told
+    assert_complete(tmp_path, told, 3)
+
+
+@pytest.mark.nightly  # the one above with fresh processes and a kill
+@pytest.mark.parametrize("count", [2, 8])
 def test_a_sweep_survives_a_kill_stops_early_and_beats_its_worst_start(
     tmp_path: Path, flags: list[str], count: int
 ) -> None:
@@ -76,7 +93,12 @@ def test_a_sweep_survives_a_kill_stops_early_and_beats_its_worst_start(
     assert {t.state.name for t in trials} <= {"COMPLETE", "PRUNED"}, told
     for before, after in zip(begun, trials, strict=False):
         assert before.params == after.params
-    rows = json.loads(Path(output).read_text())
+    assert_complete(tmp_path, told, count)
+
+
+def assert_complete(tmp_path: Path, told: str, count: int) -> None:
+    rows = json.loads((tmp_path / "trials.json").read_text())
+    assert len(rows) == count
     assert [row["val/accuracy"] for row in rows] == sorted((row["val/accuracy"] for row in rows), reverse=True)
     first = next(row for row in rows if row["trial"] == 0)
     worst_start = min(row["val/accuracy"] for row in rows if row["trial"] < 3)
@@ -297,9 +319,9 @@ def test_bad_options_are_told_in_one_line(
 
 
 def test_what_fit_refuses_ends_the_sweep_with_fits_own_line(flags: list[str]) -> None:
-    told, _ = (job := run([*flags, "--trials", "4", "--model.lrr", "1"])).communicate(timeout=120)
-    assert job.returncode == 2
-    assert "unknown option --model.lrr" in [line for line in told.splitlines() if line.startswith("error: ")][-1]
+    ended = complete([sys.executable, "-m", "project.sweep", *flags, "--trials", "1", "--model.lrr", "1"], cwd=ROOT)
+    assert ended.returncode == 2
+    assert "unknown option --model.lrr" in [x for x in ended.stderr.splitlines() if x.startswith("error: ")][-1]
 
 
 def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> None:

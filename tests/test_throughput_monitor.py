@@ -28,7 +28,15 @@ from project.callbacks.throughput import ThroughputMonitor, bottleneck, rates, s
 from project.engine.cli import silence_unfounded_advice
 from project.errors import UserError
 from project.model.networks import MLP, ConvNet, recompute_activations
-from tests.monitored import FakeClock, Linear, Points, Rows, make_trainer, one_thread  # noqa: F401 - used by every test
+from tests.monitored import (
+    FakeClock,
+    Linear,
+    Points,
+    Rows,
+    in_a_fork,
+    make_trainer,
+    one_thread,  # noqa: F401 - used by every test
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -376,7 +384,7 @@ def two_rank_run(folder: Path) -> None:
 
 
 def test_two_ranks_report_their_totals_under_the_same_names(tmp_path):
-    two_rank_run(tmp_path)
+    in_a_fork(two_rank_run, tmp_path)
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert reports[0]["summary"] == pytest.approx(reports[1]["summary"])
     step, row = reports[0]["rows"][1]

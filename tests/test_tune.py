@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from project.tune import __main__ as tune
 from project.tune.batch_size import Search, advice_lines, advise, find_largest, sizes_to_time
 from project.tune.learning_rate import RateRamp, read_curve
 from project.tune.short_training import (
+    Clock,
     Measured,
     TrainingSteps,
     free_memory,
@@ -144,6 +146,12 @@ def test_memory_is_freed_on_mps_where_the_general_call_fails(monkeypatch: pytest
     monkeypatch.setattr(torch.mps, "empty_cache", lambda: freed.append("mps"))
     free_memory()
     assert freed == ["mps"]
+
+
+@pytest.fixture(autouse=True)
+def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is judged nowhere here."""
+    monkeypatch.setattr("project.tune.short_training.Clock", partial(Clock, seconds=0.01))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from project.engine.summary import RunRecord, Summary
 from project.errors import UserError
 from project.loggers import wandb as wandb_logging
 from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger, offline_folders
-from tests.commands import REPORTED, SMALL, checkpoint, command, differences, run, start, summary, wait_for
+from tests.commands import REPORTED, SMALL, checkpoint, command, complete, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
 
@@ -128,7 +128,8 @@ def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(tmp
         "import sys; from project import fit; assert fit.main(sys.argv[1:]) == 0; assert 'wandb' not in sys.modules"
     )
     words = [sys.executable, "-c", script, *SMALL, "--run_name", "without"]
-    subprocess.run(words, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"}, check=True, timeout=180)
+    done = complete(words, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"})
+    assert done.returncode == 0, done.stderr
     other = tmp_path / "checkpoints" / "without"
     assert not (other / "wandb").exists()
     weights = [checkpoint(folder / "last.ckpt")["state_dict"] for folder in (other, reported_run())]
