@@ -303,6 +303,7 @@ def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> N
         logger=logger,
         callbacks=[WandbStart(logger, Watched())],
         max_steps=1,
+        log_every_n_steps=1,
         accelerator="cpu",
         enable_progress_bar=False,
         enable_model_summary=False,
