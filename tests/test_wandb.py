@@ -259,7 +259,8 @@ def test_a_wandb_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def _wandb_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """What a logger or W&B itself sets for the process is taken back."""
+    """What a logger or W&B itself sets for the process is taken back, and nothing is left of an earlier test."""
+    wandb.teardown()  # it reads its variables once, and names its process in one
     for name in ("WANDB_SILENT", "WANDB_ERROR_REPORTING", "WANDB_DATA_DIR", "WANDB_SERVICE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
