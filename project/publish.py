@@ -10,6 +10,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project import threads
 from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.test_predictions import TestPredictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
@@ -80,6 +81,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         steps=trainer.global_step,
         fit_seconds=timer.fit_seconds,
         start_seconds=timer.start_seconds,
+        busy_seconds=round(threads.waiting.seconds_slept(), 1) or None,
         monitor=best.monitor if best.score is not None else None,
         mode=best.mode,
         best_epoch=best.epoch,

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import threads
+from project.engine.summary import Summary, closing_lines
 from tests.commands import CPU2, SMALL, checkpoint, command, run, start, summary
 
 
@@ -69,6 +70,14 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
     waiting.look(now + 0.25, switches)
     assert done[-1] == "spin"
     assert waiting.patience == 1
+
+
+def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
+    facts = Summary("r", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="fit")
+    assert "other processes" not in closing_lines(facts, tmp_path, None, None)
+    facts.busy_seconds = 3.2
+    assert "trained 5.0 s; for 3 s other processes took cores" in closing_lines(facts, tmp_path, None, None)
+    assert facts.to_plain()["busy_seconds"] == 3.2
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])

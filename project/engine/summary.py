@@ -54,6 +54,7 @@ class Summary:
     data_source: str | None = None
     train_samples: int | None = None
     start_seconds: float | None = None  # from process start to the first step
+    busy_seconds: float | None = None  # while other processes took cores, so that threads slept as they waited
     git_commit: str | None = None
     git_dirty: bool | None = None  # whether files differ from the commit, or are not under git
     date: str | None = None  # of its end, such as "2026-11-22 06:25 UTC"
@@ -271,6 +272,8 @@ def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: s
         lines.append(f"{summary.monitor}  {summary.best_score:.4f}   (best, epoch {summary.best_epoch + 1}{of})")
     speed = summary.metrics.get("throughput/samples_per_sec")
     lines.append(f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
+    if summary.busy_seconds:
+        lines[-1] += f"; for {summary.busy_seconds:.0f} s other processes took cores"
     if advice:
         lines.append(advice)
     lines.append(f"everything in {shown}/")
