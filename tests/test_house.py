@@ -148,9 +148,9 @@ def test_the_house_does_not_grow() -> None:
     lines = {path.relative_to(CLONE).as_posix(): len(path.read_text().splitlines()) for path in FILES}
     real = [count for count in lines.values() if count > 10]
     print(f"{len(lines)} files, {sum(lines.values()):,} lines, median of those above 10: {statistics.median(real):g}")
-    # where it stands; the plan's aim is 9,000 lines in 65 files
-    assert len(lines) <= 74
-    assert sum(lines.values()) <= 11_750
+    # where it stands, with hardening, FSDP, data on the device and photographs; the plan's aim is 9,000 lines in 65 files
+    assert len(lines) <= 72
+    assert sum(lines.values()) <= 11_850
     assert {name: count for name, count in lines.items() if count > 500} == {}
     if features_here() == {*FEATURES}:
         assert 100 <= statistics.median(real) <= 300

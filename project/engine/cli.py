@@ -82,40 +82,7 @@ ELSEWHERE = {
     "--group": "the variable WANDB_RUN_GROUP",
 }
 # -h of fit: what people change, on one screen; --help has the rest
-MOST_USED = """\
-usage: python -m {prog} [--config FILE ...] [--option VALUE ...]
-
-Train, keep the best checkpoint, test it once. The options that matter:
-
-  --run_name NAME          the run's folder is checkpoints/NAME (else the time)
-  --ckpt_path auto         go on with that run, or start it; also last, FILE
-  --config FILE            settings from a file; several are read in turn
-  --max_epochs N           how long; also --max_steps N, --max_time DD:HH:MM:SS
-  --model.lr X             peak learning rate
-  --model.network CLASS    ConvNet, MLP, or your own class
-  --model.optimizer NAME   any optimizer of torch.optim
-  --model.schedule NAME    linear, cosine, constant, or a scheduler of torch
-  --model.compile true     compile the network
-  --data.batch_size N      samples per device and step
-  --data.num_workers N     processes that load data
-  --data.root DIR          where the data are
-  --data.source NAME       mnist, sample (the bundled digits) or auto
-  --data.train_samples N   only the first N training samples
-  --accelerator NAME       cpu, gpu, mps or auto
-  --devices N              how many of them; --strategy ddp, fsdp for several
-  --precision NAME         32-true, 16-mixed, bf16-mixed
-  --accumulate_grad_batches N   batches per optimizer step
-  --gradient_clip_val X    largest norm of the gradient
-  --seed_everything N      the seed (default: 42)
-  --monitor METRIC         what best.ckpt follows; --mode min or max
-  --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor val/loss
-  --fast_dev_run true      one batch of everything, to try it
-  --profiler simple        where the time goes; also advanced, pytorch
-  --logger false           metrics.csv only, no Weights & Biases
-  --print_config           every setting with its value
-
---help lists every option, --model.help and --data.help those of one class.
-"""
+MOST_USED = Path(__file__).with_name("most_used.txt")
 
 
 @dataclass(frozen=True)
@@ -321,7 +288,7 @@ class ProjectCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = self.line.in_order
         if "-h" in words and parser.prog.endswith(".fit"):
-            print(MOST_USED.format(prog=parser.prog), end="")
+            print(MOST_USED.read_text().format(prog=parser.prog), end="")
             raise SystemExit(0)
         # feature: mnist
         if "--help" in words:  # that of the classes follows the Trainer's

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import importlib.metadata
 import io
 import json
@@ -68,13 +67,6 @@ class Summary:
         if self.monitor is not None:
             facts[self.monitor] = self.best_score
         return {name: value for name, value in (facts | self.metrics).items() if value is not None}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Summary:
-        """The opposite of :meth:`to_plain`."""
-        names = {entry.name for entry in dataclasses.fields(cls)}
-        facts, metrics = ({k: v for k, v in plain.items() if (k in names) is known} for known in (True, False))
-        return cls(**facts, best_score=metrics.get(plain.get("monitor", "")), metrics=metrics)
 
     def write(self, path: Path) -> None:
         """Write ``summary.json``."""
