@@ -148,7 +148,7 @@ def test_the_house_does_not_grow() -> None:
     lines = {path.relative_to(CLONE).as_posix(): len(path.read_text().splitlines()) for path in FILES}
     real = [count for count in lines.values() if count > 10]
     print(f"{len(lines)} files, {sum(lines.values()):,} lines, median of those above 10: {statistics.median(real):g}")
-    # where it stands, with hardening, FSDP, data on the device and photographs; the plan's aim is 9,000 lines in 65 files
+    # where it stands, with FSDP, data on the device and photographs; the plan asks for 9,000 lines in 65 files
     assert len(lines) <= 72
     assert sum(lines.values()) <= 11_850
     assert {name: count for name, count in lines.items() if count > 500} == {}
