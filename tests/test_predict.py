@@ -98,14 +98,18 @@ def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> Non
     assert sum(row["digit"] == Path(row["file"]).stem for row in rows) >= 7
 
 
-def test_photographs_under_uneven_light_on_ruled_paper_and_with_noise_are_read(loaded: Loaded, tmp_path: Path) -> None:
-    """Of these 60 a background that is one plane, without removal of lines, leaves 35 right; 8 of the ruled ones."""
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
+def test_photographs_under_uneven_light_on_ruled_paper_and_with_noise_are_read(
+    loaded: Loaded, tmp_path: Path, every: int
+) -> None:
+    """Of all 60 a background that is one plane, without removal of lines, leaves 35 right; 8 of the ruled ones."""
     test = loaded.datamodule.splits["test"]
-    labels = take_photographs(test.images[:, 0].numpy(), test.labels.numpy(), tmp_path)
+    taken = take_photographs(test.images[:, 0].numpy(), test.labels.numpy(), tmp_path)
+    labels = dict(list(taken.items())[::every])
     rows, _, bad = predict.predict_files(loaded, list(labels))
     assert not bad
     right = np.array([int(row["digit"]) == labels[Path(row["file"])] for row in rows]).reshape(len(KINDS), -1)
-    assert right.sum() >= 54, dict(zip(KINDS, right.sum(axis=1), strict=True))
+    assert right.mean() >= 0.9, dict(zip(KINDS, right.sum(axis=1), strict=True))
     wrong_and_sure = [row for row, fits in zip(rows, right.flat, strict=True) if not fits and not row["note"]]
     assert len(wrong_and_sure) <= 1
     assert sum(row["note"] == "more than one digit" for row in rows) <= 2

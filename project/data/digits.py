@@ -27,9 +27,9 @@ LEAST_INK = 0.15  # of full ink, from which a pixel is the digit's: above the ri
 # pixels are 5.9 to 7.0 of 255 away, not 6.3 to 9.3 (means of 1,000 digits in six kinds of file; 0.3 and 0.5 are no
 # better).
 EDGE_INK = 0.4
-# Mean of a clear picture's ink: at least 0.60 of digits whose picture is cut close around them, mostly below 0.58 of
-# photographs with lines and noise.
-CLEAR = 0.6
+# Mean of a clear picture's ink: at least 0.58 of digits on one colour, mostly below that in photographs with lines and
+# noise.
+CLEAR = 0.56
 LEAST_FILLED = 0.12  # of a picture that is cut close around a digit; lines on paper fill less
 MUCH_NOISE = 0.04  # standard deviation of the background, of 0-1
 LEAST_IN_PHOTO = 0.3  # of full ink: a photograph's noise and what its lines leave is below
