@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    silenced = logging.root.manager.disable
+    yield
+    logging.disable(silenced)
+    for number, handler in handlers.items():  # processes that later tests start would inherit SIG_IGN
+        signal.signal(number, handler)
 
 
 def no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:

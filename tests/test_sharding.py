@@ -64,6 +64,7 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
 # What differs from Lightning's strategy, piece by piece.
 
 
+@pytest.mark.filterwarnings("ignore:FSDP with `bf16-true`")
 @pytest.mark.parametrize(
     ("precision", "weights", "buffers"),
     [

@@ -207,7 +207,9 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
 
     strategy = SimpleNamespace(barrier=dist.barrier)
     trainer: Any = SimpleNamespace(save_checkpoint=save_checkpoint, strategy=strategy, is_global_zero=rank == 0)
-    checkpoint = RunCheckpoint(Run(folder), {}, Best())
+    options = SimpleNamespace(checkpoint_every="60s")
+    config: Any = SimpleNamespace(trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={})
+    checkpoint = RunCheckpoint(config, Run(folder), Best(), None)
     checkpoint.agreement = Agreement(2)
     try:
         checkpoint._save(trainer, "batch")
