@@ -35,6 +35,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A folder that the processes of this test session share; they inherit the variable that names it."""
+    # and the signals of a terminal: under nohup, or in the background of a script, some of them are ignored
+    for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+        signal.signal(number, handler)
     if not hasattr(config, "workerinput"):
         shared = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
         os.environ["TESTS_SHARED_FOLDER"] = shared.name
@@ -84,9 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    silenced = logging.root.manager.disable
     yield
-    logging.disable(silenced)
+    for logger in logging.root.manager.loggerDict.values():  # a library's own configuration switches others' off
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False
     for number, handler in handlers.items():  # processes that later tests start would inherit SIG_IGN
         signal.signal(number, handler)
 

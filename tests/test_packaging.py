@@ -184,14 +184,22 @@ TESTS = ["-m pytest", "-m pytest -m nightly"]
 
 
 @pytest.mark.parametrize(
-    ("fails", "code", "tests"), [("nothing", 0, TESTS), *((x, 1, TESTS) for x in TESTS), ("check", 1, [])]
+    ("words", "fails", "code", "tests"),
+    [
+        ([], "nothing", 0, TESTS[:1]),
+        ([], TESTS[0], 1, TESTS[:1]),
+        (["nightly"], "nothing", 0, TESTS),
+        *((["nightly"], x, 1, TESTS) for x in TESTS),
+        ([], "check", 1, []),
+    ],
 )
-def test_ci_runs_both_groups_of_tests_once_and_fails_where_one_does(
-    fails: str, code: int, tests: list[str], tmp_path: Path
+def test_ci_runs_each_group_of_tests_once_and_fails_where_one_does(
+    words: list[str], fails: str, code: int, tests: list[str], tmp_path: Path
 ) -> None:
     stand_in, calls = tmp_path / "stand-in", tmp_path / "calls"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(stand_in), "CALLS": str(calls), "FAILS": fails}
-    assert subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, timeout=60).returncode == code
+    done = subprocess.run([ROOT / ".ci" / "run", *words], env=environment, capture_output=True, timeout=60)
+    assert done.returncode == code
     assert [call for call in calls.read_text().splitlines() if "pytest" in call] == tests
