@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count chosen here, not by the user
-LOOK_SECONDS = 0.1  # how long other processes may slow a spinning thread down before it is seen
-BUSY_SWITCHES = 60  # per second: a busy core takes turns some hundred times a second, an idle one a few times
+LOOK_SECONDS = 0.25  # how long other processes may slow a spinning thread down before it is seen
+BUSY_SHARE = 0.4  # measured on two cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -85,9 +85,9 @@ class Waiting:
 
     GNU's OpenMP spins 300,000 times before it sleeps, and 100 times as long as the process has more OpenMP threads than
     the machine has cores (its manual, GOMP_SPINCOUNT). A second team of threads that has nothing to do makes it so, and
-    the end of that team undoes it; both take effect at once and change no result. The sign of other processes is how
-    often the kernel takes a core away from a thread that wants to run on. Threads that sleep lose cores for other
-    reasons, so after a while they are allowed to spin again to see; each time in vain doubles the while.
+    the end of that team undoes it; both take effect at once and change no result. The sign of other processes is the
+    time that this process' threads were ready to run and had no core (``/proc/self/task/*/schedstat``). Threads that
+    sleep show less of it, so after a while they are allowed to spin again to see; each time in vain doubles the while.
 
     Milliseconds per step of an MLP at batch 64 on two cores, beside seven busy processes: 31 to 85 spinning, 2 to 11
     sleeping (2026-11-22, 4 turns of 150 steps each).
@@ -98,7 +98,6 @@ class Waiting:
         self.slept = 0.0  # seconds of former sleeps
         self.patience = 1.0  # seconds of sleep before the next try
         self.team_may_end = threading.Event()
-        self.seen = (time.monotonic(), 0)  # seconds and switches at the last look
         self.openmp: Any = None
 
     def start(self) -> None:
@@ -109,21 +108,23 @@ class Waiting:
     def _watch(self) -> None:
         while not self._find_openmp():
             time.sleep(LOOK_SECONDS)
-        self.seen = (time.monotonic(), involuntary_switches())
+        seen, before = time.monotonic(), time_without_core()
         while True:
             time.sleep(LOOK_SECONDS)
-            self.look(time.monotonic(), involuntary_switches())
+            now, waits = time.monotonic(), time_without_core()
+            waited = sum(waits[thread] - before[thread] for thread in waits.keys() & before.keys())
+            self.look(now, waited / (now - seen))
+            seen, before = now, waits
 
-    def look(self, now: float, switches: int) -> None:
-        """Decide. ``switches``: how often this process has lost a core against its will so far."""
-        (before, others), self.seen = self.seen, (now, switches)
+    def look(self, now: float, share: float) -> None:
+        """Decide. ``share``: seconds that threads waited for a core, per second since the last look."""
         if self.sleeping_since is not None:
             if now - self.sleeping_since >= self.patience:
                 self.slept += now - self.sleeping_since
                 self.sleeping_since = None
                 self.patience = min(2 * self.patience, 60.0)
                 self.spin()
-        elif (switches - others) / (now - before) > BUSY_SWITCHES:
+        elif share > BUSY_SHARE:
             self.sleeping_since = now
             self.sleep()
         else:
@@ -156,11 +157,13 @@ class Waiting:
         return self.openmp is not None
 
 
-def involuntary_switches() -> int:
-    """How often the kernel has taken a core away from a thread of this process that wanted to run on."""
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def time_without_core() -> dict[str, float]:
+    """Seconds that each thread of this process was ready to run and had no core, by its number; Linux only."""
+    waits = {}
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended
+            waits[thread.parent.name] = int(thread.read_text().split()[1]) / 1e9
+    return waits
 
 
 waiting = Waiting()

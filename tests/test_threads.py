@@ -54,11 +54,9 @@ def test_all_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatc
 def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom() -> None:
     waiting, done = threads.Waiting(), []
     waiting.sleep, waiting.spin = lambda: done.append("sleep"), lambda: done.append("spin")  # type: ignore[method-assign]
-    waiting.seen = (0.0, 0)
-    switches, changes = 0, []
+    changes = []
     for quarter in range(1, 81):  # twenty seconds beside another process
-        switches += threads.BUSY_SWITCHES
-        waiting.look(quarter / 4, switches)
+        waiting.look(quarter / 4, 1.0)
         changes += [quarter / 4] if len(done) > len(changes) else []
     assert done[:4] == ["sleep", "spin", "sleep", "spin"]
     assert changes[:6] == [0.25, 1.25, 1.5, 3.5, 3.75, 7.75]  # seen at the next look; then 1, 2, 4 seconds of sleep
@@ -66,8 +64,8 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
     assert waiting.slept > 10
     while waiting.sleeping_since is not None:  # the other process has ended
         now += 0.25
-        waiting.look(now, switches)
-    waiting.look(now + 0.25, switches)
+        waiting.look(now, 0.01)
+    waiting.look(now + 0.25, 0.01)
     assert done[-1] == "spin"
     assert waiting.patience == 1
 
@@ -78,6 +76,21 @@ def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
     facts.busy_seconds = 3.2
     assert "trained 5.0 s; for 3 s other processes took cores" in closing_lines(facts, tmp_path, None, None)
     assert facts.to_plain()["busy_seconds"] == 3.2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_thread_that_finds_no_core_is_seen() -> None:
+    """Two processes that never rest on one core: each waits about half of the time."""
+    one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
+    other = subprocess.Popen([sys.executable, "-c", f"{one_core}while True: pass"])
+    code = "import time; from project.threads import time_without_core as waited\nbegan = time.monotonic()\n"
+    code += "while time.monotonic() - began < 2: pass\nprint(sum(waited().values()) / 2)"
+    try:
+        told = subprocess.run([sys.executable, "-c", one_core + code], capture_output=True, text=True, check=True)
+    finally:
+        other.kill()
+        other.wait()
+    assert float(told.stdout) > 0.25
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
