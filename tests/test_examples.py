@@ -124,6 +124,34 @@ class TestTabular(TaskSuite):
         return [*example("tabular"), "--max_epochs", "8"]
 
 
+# Every other example is killed and resumed, and tested on two processes, too.
+
+
+@pytest.mark.nightly
+class TestTensorFilesThatAreKilled(TestTensorFiles, PromiseSuite):
+    signal = "SIGKILL"
+
+
+@pytest.mark.nightly
+class TestFinetunedBackboneThatIsKilled(TestFinetunedBackbone, PromiseSuite):
+    signal = "SIGKILL"
+
+
+@pytest.mark.nightly
+class TestImageRegressionThatIsKilled(TestImageRegression, PromiseSuite):
+    signal = "SIGKILL"
+
+
+@pytest.mark.nightly
+class TestMultiLabelThatIsKilled(TestMultiLabel, PromiseSuite):
+    signal = "SIGKILL"
+
+
+@pytest.mark.nightly
+class TestTabularThatIsKilled(TestTabular, PromiseSuite):
+    signal = "SIGKILL"
+
+
 def example(name: str, root: Path | None = None) -> list[str]:
     return ["--config", str(CONFIGS / f"{name}.yaml"), *(["--data.root", str(root)] if root else [])]
 

@@ -294,13 +294,17 @@ class SupervisedModule(LightningModule):
         # of the loss: the mean of all samples, the mean of each of several equal parts, or values for each sample
         sums[0] += exact(loss.detach()).sum() * (len(targets) / loss.numel())
         sums[1] += len(targets)
-        metrics.update(self.predictions(outputs), self.metric_targets(targets))
+        found, wanted = self.predictions(outputs), self.metric_targets(targets)
+        if wanted.is_floating_point():  # sums in float64: a saved run counts its batches in other groups
+            metrics.set_dtype(exact(wanted).dtype)
+            found, wanted = exact(found), exact(wanted)
+        metrics.update(found, wanted)
 
     def _log(self, split: str, sums: Tensor, metrics: Any = None) -> None:
         """The mean loss and the metrics, over all ranks."""
         loss, samples = self.trainer.strategy.reduce(sums.clone(), reduce_op="sum")
         values = {"loss": (loss / samples).float(), **(metrics.compute() if metrics else {})}
-        self.log_dict({f"{split}/{name}": value for name, value in values.items()}, prog_bar=split == "val")
+        self.log_dict({f"{split}/{name}": value.float() for name, value in values.items()}, prog_bar=split == "val")
         if metrics:
             metrics.reset()
 
