@@ -124,32 +124,11 @@ class TestTabular(TaskSuite):
         return [*example("tabular"), "--max_epochs", "8"]
 
 
-# Every other example is killed and resumed, and tested on two processes, too.
-
-
-@pytest.mark.nightly
-class TestTensorFilesThatAreKilled(TestTensorFiles, PromiseSuite):
-    signal = "SIGKILL"
-
-
-@pytest.mark.nightly
-class TestFinetunedBackboneThatIsKilled(TestFinetunedBackbone, PromiseSuite):
-    signal = "SIGKILL"
-
-
-@pytest.mark.nightly
-class TestImageRegressionThatIsKilled(TestImageRegression, PromiseSuite):
-    signal = "SIGKILL"
-
-
-@pytest.mark.nightly
-class TestMultiLabelThatIsKilled(TestMultiLabel, PromiseSuite):
-    signal = "SIGKILL"
-
-
-@pytest.mark.nightly
-class TestTabularThatIsKilled(TestTabular, PromiseSuite):
-    signal = "SIGKILL"
+# Every other example is killed and resumed, and tested on two processes, too
+for suite in (TestTensorFiles, TestFinetunedBackbone, TestImageRegression, TestMultiLabel, TestTabular):
+    name = f"{suite.__name__}ThatIsKilled"
+    globals()[name] = pytest.mark.nightly(type(name, (suite, PromiseSuite), {"signal": "SIGKILL"}))
+del suite  # pytest would collect it once more
 
 
 def example(name: str, root: Path | None = None) -> list[str]:

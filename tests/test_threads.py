@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,22 @@ def test_a_thread_that_finds_no_core_is_seen() -> None:
     assert float(told.stdout) > 0.25
 
 
-@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_the_users_own_waiting_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    waiting = threads.Waiting()
-    monkeypatch.setattr(waiting, "_watch", lambda: pytest.fail("watched"))
-    monkeypatch.setenv(name, "1000" if name == "GOMP_SPINCOUNT" else "ACTIVE")
+@pytest.mark.parametrize(
+    ("chosen", "watched"),
+    [
+        ({}, True),
+        ({"GOMP_SPINCOUNT": "1000"}, False),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, False),
+        ({"OMP_NUM_THREADS": "1"}, False),
+    ],
+)
+def test_the_users_own_waiting_stays(monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], watched: bool) -> None:
+    waiting, began = threads.Waiting(), threading.Event()
+    monkeypatch.setattr(waiting, "_watch", began.set)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
     waiting.start()
+    assert began.wait(0.5) == (watched and sys.platform.startswith("linux"))
 
 
 COUNT_SLEEPS = """
@@ -113,7 +124,7 @@ def sleeps():
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
 
 sleeps()
-assert waiting._find_openmp()
+assert waiting.find_openmp()
 spinning = sleeps()
 waiting.sleep()
 time.sleep(0.3)

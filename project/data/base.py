@@ -286,7 +286,7 @@ class BatchedDataModule(SplitDataModule):
         """Restore what :meth:`description` returned in training: class names may come from a folder.
 
         Raises:
-            UserError: It is something else.
+            UserError: A value is of another kind than :meth:`description` returns, or no size of an image.
         """
         for name, kind in {"class_names": str, "image_shape": int, "mean": float, "std": float}.items():
             value = description.get(name, [])

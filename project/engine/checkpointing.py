@@ -16,7 +16,11 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
     GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
     SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -55,11 +59,11 @@ Mode = Literal["min", "max"]
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
 
 # Lightning's callbacks with which a resume is not exact, and why
-NOT_EXACT = {
-    "BatchSizeFinder": "it searches again at every start",
-    "LearningRateFinder": "it searches again at every start",
-    "ModelPruning": "a checkpoint holds the pruned weights without their masks",
-    "SpikeDetection": "Lightning cannot load its state, so its mean begins anew",
+NOT_EXACT: dict[type[Callback], str] = {
+    BatchSizeFinder: "it searches again at every start",
+    LearningRateFinder: "it searches again at every start",
+    ModelPruning: "a checkpoint holds the pruned weights without their masks",
+    SpikeDetection: "Lightning cannot load its state, so its mean begins anew",
 }
 
 
@@ -210,8 +214,9 @@ class RunCheckpoint(GracefulStop):
             if isinstance(callback, StochasticWeightAveraging):  # acts at an epoch's start, which is not repeated
                 self.loading.anywhere = False
                 self.notes.append(f"with {name} a run resumes from its last epoch's end.")
-            if reason := NOT_EXACT.get(name):
-                self.notes.append(f"a resume is not exact with {name}: {reason}.")
+            for kind, reason in NOT_EXACT.items():
+                if isinstance(callback, kind):
+                    self.notes.append(f"a resume is not exact with {name}: {reason}.")
         say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:

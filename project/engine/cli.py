@@ -288,7 +288,8 @@ class ProjectCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = self.line.in_order
         if "-h" in words and parser.prog.endswith(".fit"):
-            print(MOST_USED.read_text().format(prog=parser.prog), end="")
+            shown = re.sub(r"(?m) +#.*$", "", MOST_USED.read_text(encoding="utf-8"))  # marks of features
+            print(shown.format(prog=parser.prog), end="")
             raise SystemExit(0)
         # feature: mnist
         if "--help" in words:  # that of the classes follows the Trainer's

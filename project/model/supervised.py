@@ -157,6 +157,9 @@ class SupervisedModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Before training: take over ``mean`` and ``std`` of the data module, forget a training that was broken off."""
+        widest = exact(torch.empty(0, device=self.trainer.strategy.root_device)).dtype
+        for metrics in (self.train_metrics, self.eval_metrics):
+            metrics.set_dtype(widest)  # a resumed run counts its batches in other groups; the sums must not tell
         if stage != "fit":
             return
         self.window, self.train_sums = [], None
@@ -295,10 +298,7 @@ class SupervisedModule(LightningModule):
         sums[0] += exact(loss.detach()).sum() * (len(targets) / loss.numel())
         sums[1] += len(targets)
         found, wanted = self.predictions(outputs), self.metric_targets(targets)
-        if wanted.is_floating_point():  # sums in float64: a saved run counts its batches in other groups
-            metrics.set_dtype(exact(wanted).dtype)
-            found, wanted = exact(found), exact(wanted)
-        metrics.update(found, wanted)
+        metrics.update(*map(exact, (found, wanted)) if wanted.is_floating_point() else (found, wanted))
 
     def _log(self, split: str, sums: Tensor, metrics: Any = None) -> None:
         """The mean loss and the metrics, over all ranks."""
