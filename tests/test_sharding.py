@@ -123,3 +123,13 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
             ["--strategy", "fsdp", "--gradient_clip_val", "1", "--gradient_clip_algorithm", "value"], "project.fit"
         )
     )
+
+
+@pytest.mark.nightly
+def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
+    words = [sys.executable, "-m", "tests.sharded", *SMALL, "--limit_train_batches", "10", "--max_epochs", "1", *FSDP2]
+    ended = complete([*words, "--run_name", "mixed", "--precision", "bf16-mixed"])
+    assert ended.returncode == 0, ended.stderr
+    found = summary(Path("checkpoints/mixed"))
+    assert test_command.main(["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]) == 0
+    assert json.loads(Path("m.json").read_text())["test/loss"] == pytest.approx(found["test/loss"], rel=1e-6)
