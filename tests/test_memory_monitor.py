@@ -381,6 +381,7 @@ def test_savings_are_shares_of_the_peak_that_was_measured():
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (RuntimeError("Unable to find an engine to execute this computation"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), True),
         (RuntimeError("shapes do not match"), False),
         (RuntimeError(), False),
         (KeyError(3), False),
