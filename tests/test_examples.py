@@ -208,7 +208,6 @@ def test_a_newcomers_mistake_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.syspath_prepend(str(ROOT))
     made_data.make_picture_folder(tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3)
     root = ["--data.root", str(tmp_path / "data")] if "--data.root" not in flags and "--config" in flags else []
@@ -225,7 +224,6 @@ def test_a_newcomers_mistake_is_told_in_one_line(
 def test_fashion_mnist_reaches_090_on_the_full_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.syspath_prepend(str(ROOT))
     where = ["--default_root_dir", str(tmp_path), "--run_name", "full"]
     assert fit.main([*example("fashion_mnist", Path(os.environ["FASHION_MNIST_ROOT"])), *where]) == 0

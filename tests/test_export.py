@@ -50,11 +50,12 @@ def images(loaded: Loaded) -> torch.Tensor:
     return loaded.datamodule.splits["test"].images
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 1024])
-def test_onnx_and_torch_export_agree_with_the_checkpoint_on_every_test_image(
-    batch_size: int, folder: Path, loaded: Loaded, images: torch.Tensor
+@pytest.mark.parametrize(("batch_size", "count"), [(1, 200), (7, 200), (1024, 2000)])
+def test_onnx_and_torch_export_agree_with_the_checkpoint_on_test_images(
+    batch_size: int, count: int, folder: Path, loaded: Loaded, images: torch.Tensor
 ) -> None:
-    agree_on(images, batch_size, folder, loaded)
+    assert len(images) == 2000
+    agree_on(images[:count], batch_size, folder, loaded)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1024])

@@ -46,12 +46,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints/r"
 
 
-@pytest.fixture(autouse=True)
-def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run above has W&B's files; those of the others would prove nothing more."""
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-
-
 def test_a_run_leaves_all_its_files_and_a_summary(finished: Path) -> None:
     assert all((finished / name).is_file() and not (finished / name).is_symlink() for name in FILES)
     facts = summary(finished)
@@ -343,13 +337,10 @@ def test_h_is_one_screen_of_options_that_exist_and_help_has_those_of_model_and_d
     assert "torch.nn.LogSigmoid" not in everything, "known subclasses fill ten screens"
 
 
-def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_ended(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_ended(workplace: Path) -> None:
     flags = [*SMALL, "--max_epochs", "9", "--run_name", "seen", "--model.lr", "1e-9", "--data.batch_size", "32"]
     stop = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/accuracy"]
     words = command("fit", *flags, *stop, "--trainer.callbacks.mode", "max", "--trainer.callbacks.patience", "1")
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     shown = on_a_terminal(words)
     lines = [part for line in shown.split("\r\n") for part in line.split("\r")]
     assert [line for line in lines if len(line) > 80 and line.startswith(("epoch", "    "))] == []

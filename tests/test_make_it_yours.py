@@ -28,12 +28,11 @@ def block(language: str, containing: str) -> str:
 
 
 @pytest.mark.skipif(not PAGE, reason="the README has no such page")
-def test_the_readmes_page_for_newcomers_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_page_for_newcomers_works_as_written(tmp_path: Path) -> None:
     python, config, command = block("python", "# mine.py"), block("yaml", "# mine.yaml"), block("bash", "mine.yaml")
     assert len(python.splitlines()) <= 40
     (tmp_path / "mine.py").write_text(python)
     (tmp_path / "mine.yaml").write_text(config)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     words = [sys.executable, *shlex.split(command)[1:], "--run_name", "mine", "--accelerator", "cpu"]
     ended = complete(words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -57,8 +56,7 @@ RUN = Path("checkpoints/r")
 
 
 @pytest.fixture
-def in_folder(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+def in_folder(workplace: Path) -> Path:
     return workplace
 
 

@@ -98,7 +98,7 @@ def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> Non
     assert sum(row["digit"] == Path(row["file"]).stem for row in rows) >= 7
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.nightly)])
 def test_photographs_under_uneven_light_on_ruled_paper_and_with_noise_are_read(
     loaded: Loaded, tmp_path: Path, every: int
 ) -> None:
@@ -417,10 +417,9 @@ def test_help_and_typing_errors_come_before_torch() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path) -> None:
     from project import fit
 
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     flags = ["--data.source", "sample", "--max_epochs", "2", "--accelerator", "gpu", "--devices", "1"]
     for precision in ("32-true", "16-mixed", "bf16-mixed"):
         where = ["--default_root_dir", str(tmp_path), "--run_name", precision, "--precision", precision]

@@ -205,7 +205,6 @@ def test_a_report_that_fails_is_one_warning_and_no_failed_run(tmp_path: Path, mo
         raise OSError("no space")
 
     monkeypatch.setattr("project.report.write_report", fail)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     flags = [
         *REPORTED,
         "--accelerator",

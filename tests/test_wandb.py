@@ -40,6 +40,11 @@ EVERY_CPU_METRIC = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
     (folder,) = wandb_folders(reported_run())
