@@ -232,6 +232,7 @@ def test_the_schedule_of_overfit_batches_is_as_long_as_its_run(workplace: Path, 
     assert fit.main([*few, "--overfit_batches", batches, "--model.schedule", "linear"]) == 0
     last = checkpoint(Path("checkpoints/r/last.ckpt"))
     assert last["global_step"] == steps
+    assert summary(Path("checkpoints/r"))["train_samples"] == steps // 3 * 64
     assert last["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0, abs=1e-9)
 
 
@@ -379,4 +380,9 @@ def on_a_terminal(words: list[str]) -> str:
 def test_a_time_limit_that_ends_a_run_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL, "--max_epochs", "100000", "--max_time", "00:00:00:01", "--run_name", "short"]
     assert fit.main([*flags, "--accelerator", "cpu"]) == 0
-    assert "stopped early: --max_time is over." in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "stopped early: --max_time is over." in told
+    assert re.search(r"stopped after step [\d,]+; saved in \S+/short/last.ckpt. To go on:", told)
+    (command,) = re.findall(r"^  python -m project.fit (.*) --max_time DD:HH:MM:SS$", told, re.MULTILINE)
+    assert fit.main([*command.split(), "--max_time", "00:00:00:02"]) == 0
+    assert "going on from step" in capsys.readouterr().out
