@@ -128,11 +128,7 @@ def main(argv: list[str]) -> int:
 
 
 def train(seeds: int, name: str | None, root: str, fit_arguments: list[str]) -> list[str]:
-    """Train a run of each seed from 1, or go on with it, or find it finished; returns their names.
-
-    Raises:
-        SystemExit: A run failed or was stopped; its exit code.
-    """
+    """Train a run of each seed from 1, or go on with it, up to one that fails or is stopped; returns their names."""
     if bool(seeds) != bool(name) or seeds < 0:
         raise UserError("--seeds N, at least 1, and --run_name NAME go together: they train the runs NAME-1 to NAME-N.")
     names = [f"{name}-{seed}" for seed in range(1, seeds + 1)]

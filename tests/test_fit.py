@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -23,6 +24,8 @@ from project.data import MNISTDataModule
 from project.engine import command as entry
 from project.engine.cli import configure
 from project.engine.restore import load
+from project.engine.summary import Summary, closing_lines, stopped_lines
+from project.model import MLP, MNISTClassifier
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
 from tests.trained import trained_checkpoint
 
@@ -108,6 +111,26 @@ def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(fin
         predicted = loaded.module(test_set.images).argmax(dim=1)
     accuracy = float((predicted == test_set.labels).float().mean())
     assert accuracy == pytest.approx(summary(finished)["test/accuracy"], abs=1e-6)
+
+
+def test_a_checkpoint_that_lightning_loads_standardizes_images_itself_or_fails_loudly(finished: Path) -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):  # another network than it was trained with
+        MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", weights_only=True)
+    module = MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", network=MLP(), weights_only=True).eval()
+    images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
+    torch.testing.assert_close(module(images / 255), load(finished / "best.ckpt").module(images))
+
+
+def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
+    folder = Path("checkpoints/my run").absolute()
+    folder.mkdir(parents=True)
+    for name in ("best.ckpt", "last.ckpt"):
+        (folder / name).touch()
+    facts = Summary("my run", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="")
+    lines = [*closing_lines(facts, folder, None, None).splitlines(), *stopped_lines(folder, 5)]
+    commands = [shlex.split(line) for line in lines if line.startswith("  python")]
+    assert len(commands) >= 2
+    assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)
 
 
 def test_two_launches_in_the_same_second_make_two_folders(workplace: Path) -> None:
@@ -203,10 +226,13 @@ def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
 
 
 @pytest.mark.parametrize("flags", [["--max_steps", "90"], ["--max_time", "00:00:10:00", "--max_steps", "90"]])
-def test_a_length_in_steps_or_time_is_the_only_limit(workplace: Path, flags: list[str]) -> None:
+def test_a_length_in_steps_or_time_is_the_only_limit(
+    workplace: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     unlimited = SMALL[: SMALL.index("--max_epochs")] + SMALL[SMALL.index("--max_epochs") + 2 :]
     assert fit.main([*unlimited, "--data.train_samples", "640", *flags, "--run_name", "r"]) == 0
     assert summary(Path("checkpoints/r"))["steps"] == 90  # in 9 epochs; the default is 5
+    assert "epoch 9  train/loss" in capsys.readouterr().out  # of no number of epochs
 
 
 def max_epochs_of(flags: list[str]) -> int:

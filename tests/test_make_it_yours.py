@@ -208,7 +208,12 @@ def test_monitors_and_report_are_switched_off_and_on(in_folder: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("flag", "shown"), [("--enable_model_summary=true", "Trainable params"), ("--profiler=simple", "Profiler Report")]
+    ("flag", "shown"),
+    [
+        ("--enable_model_summary=true", "Trainable params"),
+        ("--profiler=simple", "Profiler Report"),
+        ("--profiler=advanced", "Profiler Report"),
+    ],
 )
 def test_what_is_asked_for_is_printed(
     flag: str, shown: str, in_folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
