@@ -304,6 +304,8 @@ def test_a_curve_within_epochs_has_no_peak_at_their_ends_where_the_mean_of_the_e
     assert series["train/loss"] == [(9, 0.5), (19, 0.3), (34, 0.2)]
     assert series["train/accuracy"] == [(14, 0.7), (29, 0.9)]
     assert series["val/loss"] == [(14, 0.4), (29, 0.3)]
+    (tmp_path / "metrics.csv").write_text("step,epoch,train/loss\n4,0,0.8\n9,1,0.5\n10,2,0.4\n14,2,0.3")
+    assert read_series(tmp_path / "metrics.csv", epochs=3)["train/loss"] == [(4, 0.8), (9, 0.5), (14, 0.3)]
 
 
 def test_thinned_series_keep_their_mean_and_ends() -> None:

@@ -127,7 +127,7 @@ class RunRecord:
 def read_series(path: Path, epochs: int) -> dict[str, Series]:
     """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too. Values that are not finite are left out.
 
-    So are a training metric's means of whole epochs, of which so many were completed, if it is logged within them, too.
+    Of a training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
     """
     series: dict[str, Series] = {}
     with open(path, newline="", encoding="utf-8") if path.exists() else io.StringIO() as file:
@@ -138,7 +138,8 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:
     ends = {epoch: step for step, epoch in series.get("epoch", []) if epoch < epochs}.values()
     for name in series:
         if name.startswith("train/"):
-            series[name] = [point for point in series[name] if point[0] not in ends] or series[name]
+            parts = [[point for point in series[name] if (point[0] in ends) is at_end] for at_end in (False, True)]
+            series[name] = max(parts, key=len)
     return series
 
 
