@@ -24,6 +24,7 @@ from project.data import MNISTDataModule
 from project.engine import command as entry
 from project.engine.cli import configure
 from project.engine.restore import load
+from project.engine.run_folder import choose
 from project.engine.summary import Summary, closing_lines, stopped_lines
 from project.model import MLP, MNISTClassifier
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
@@ -155,6 +156,8 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(workplace: Path, capsy
     assert steps == sorted(steps)
     assert fit.main([*arguments, "--max_steps", "120"]) == 0  # the saved max_epochs no longer counts
     assert summary(Path("checkpoints/a"))["steps"] == 120
+    (note,) = choose(workplace, None, "auto").notes
+    assert note.startswith("--ckpt_path auto without --run_name: a new run starts, ")
 
 
 def test_a_run_that_was_made_longer_and_killed_is_not_finished(
@@ -401,6 +404,23 @@ def on_a_terminal(words: list[str]) -> str:
     os.close(ours)
     assert process.wait(60) == 0, shown.decode()
     return shown.decode()
+
+
+def test_the_configs_to_debug_and_to_stop_early_do_what_they_say(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debug, early, best = (
+        ["--config", str(Path(fit.__file__).parents[1] / "configs" / f"{name}.yaml")]
+        for name in ("debug", "early_stopping", "best")
+    )
+    assert fit.main([*SMALL, *debug, "--run_name", "d"]) == 0
+    assert summary(Path("checkpoints/d"))["steps"] == 12  # of three epochs
+    flags = ["--data.train_samples", "640", "--model.lr", "1e-9", "--max_epochs", "9", "--run_name", "e"]
+    assert fit.main([*SMALL, *early, *flags]) == 0
+    assert "stopped early: Monitored metric val/accuracy did not improve in the last 3" in capsys.readouterr().out
+    assert summary(Path("checkpoints/e"))["epochs"] == 4
+    joined = configure([*best, *early], "project.fit").trainer["callbacks"]
+    assert [type(callback).__name__ for callback in joined] == ["EMAWeightAveraging", "EarlyStopping"]
 
 
 def test_a_time_limit_that_ends_a_run_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
