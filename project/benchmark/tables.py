@@ -28,10 +28,7 @@ from project.benchmark.timing import (
     scratch_run,
     wanted_devices,
 )
-from project.callbacks.memory import (
-    ACTIVATIONS,  # feature: memory
-    MemoryMonitor,  # feature: memory
-)
+from project.callbacks.memory import ACTIVATIONS, MemoryMonitor  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine.checkpointing import RunCheckpoint

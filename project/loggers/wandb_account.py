@@ -28,10 +28,7 @@ class WandbState:
 
 
 def wandb_mode(environ: Mapping[str, str]) -> WandbState:
-    """What ``WANDB_MODE`` and the like ask for; without them online where an API key is configured, else offline.
-
-    The key may stand in the environment or in a netrc; no network is touched.
-    """
+    """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc), else offline."""
     key_from = "WANDB_API_KEY" if environ.get("WANDB_API_KEY") else _netrc_with_key(environ)
     asked = environ.get("WANDB_MODE", "").lower()
     mode: Mode = "offline" if asked in ("offline", "dryrun") or not key_from else "online"
