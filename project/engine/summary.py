@@ -224,7 +224,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     """The resolved configuration, whose ``--config`` repeats the run, and how the code differs from its commit."""
     text = yaml.safe_dump(config, sort_keys=False)
     write_atomically(f"# {command_line()}\n{text}".encode(), folder / "config.yaml")
-    if difference := git("diff", "HEAD"):
+    if difference := git("diff", "--no-ext-diff", "--no-color", "HEAD"):
         write_atomically(difference.encode(), folder / "uncommitted.diff")
 
 
