@@ -29,7 +29,7 @@ from project.engine.summary import (
     git_state,
     parameter_count,
     read_series,
-    samples_of,
+    training_samples,
     versions,
 )
 from project.hardware import cpu
@@ -75,7 +75,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         precision=str(trainer.precision),
         world_size=trainer.world_size,
         data_source=getattr(config.datamodule, "data_source", None),
-        train_samples=samples_of(trainer.train_dataloader),
+        train_samples=training_samples(trainer),
         parameters=parameter_count(trainer, config.module),
         epochs=trainer.current_epoch,
         steps=trainer.global_step,
@@ -107,7 +107,7 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
     record = RunRecord(
         summary,
         config=yaml.safe_dump(config.resolved, sort_keys=False),
-        series=read_series(session.csv.path),
+        series=read_series(session.csv.path, summary.epochs),
         class_names=[str(name) for name in getattr(config.datamodule, "class_names", [])],
         stopped_by=stopped_by,
         max_epochs=session.trainer.max_epochs,
@@ -117,7 +117,7 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
     )
     # feature: memory
     if session.memory is not None:
-        record.breakdown, record.savings = session.memory.breakdown, session.memory.savings
+        record.breakdown = session.memory.breakdown
         record.remarks += session.memory.leaks
     # end feature: memory
     if session.wandb is not None:

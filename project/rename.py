@@ -51,7 +51,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
 }
 # What several features need goes with the last of them.
-SHARED = {"project/live_memory.py": {"tune", "benchmark", "memory"}}
+SHARED = {"project/live_memory.py": {"tune", "memory"}}
 
 MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no files
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z]+(?:, [a-z]+)*)(?: -->.*)?$")

@@ -3,6 +3,7 @@
 python -m project.runs
 python -m project.runs --filter optimizer=SGD --sort val/accuracy
 python -m project.runs --seeds --output seeds.csv      # mean and standard deviation over the seeds of a configuration
+python -m project.runs --seeds 5 --run_name slow --model.lr 0.01   # train five first; other options are those of fit
 
 Reads each run's summary.json, config.yaml and metrics.csv.
 """
@@ -14,7 +15,10 @@ import csv
 import fcntl
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,21 +89,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds")
     only = "only runs with this setting or state"
     parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help=only)
-    parser.add_argument("--seeds", action="store_true", help="one line per configuration: mean and std over its seeds")
+    seeds = "one line per configuration: mean and std over its seeds; with N train those first, or go on with them"
+    parser.add_argument("--seeds", nargs="?", type=int, const=0, metavar="N", help=seeds)
+    parser.add_argument("--run_name", metavar="NAME", help="of the N runs: NAME-1, NAME-2, ...")
     add_output(parser)
     # feature: report
     parser.add_argument("--report", metavar="FILE.html", help="draw the runs on one page that needs no network")
     # end feature: report
-    args = parser.parse_args(argv)
+    args, fit_arguments = parser.parse_known_args(argv)
+    if fit_arguments and not args.seeds:
+        parser.error(f"unrecognized arguments: {' '.join(fit_arguments)}")
     output = check_output(args.output) if args.output else None
     report = check_output(args.report, (".html",), "--report") if args.report else None  # feature: report
 
-    runs = read_runs(Path(args.root))
+    names = train(args.seeds or 0, args.run_name, args.root, fit_arguments)
+    runs = [run for run in read_runs(Path(args.root)) if not names or run.folder.name in names]
     for condition in args.filter:
         runs = [run for run in runs if holds(condition, run, runs)]
     if not runs:
         raise UserError(f"--filter {' '.join(args.filter)}: none of the runs in {args.root} is like that.")
-    rows = seed_rows(runs) if args.seeds else [run.row(differing(runs)) for run in runs]
+    rows = seed_rows(runs) if args.seeds is not None else [run.row(differing(runs)) for run in runs]
     if args.sort:
         if args.sort not in (known := columns_of(rows)):
             hint = nearest(args.sort, known)
@@ -116,6 +125,24 @@ def main(argv: list[str]) -> int:
         print(f"report in {report}")
     # end feature: report
     return 0
+
+
+def train(seeds: int, name: str | None, root: str, fit_arguments: list[str]) -> list[str]:
+    """Train a run of each seed from 1, or go on with it, up to one that fails or is stopped; returns their names."""
+    if bool(seeds) != bool(name) or seeds < 0:
+        raise UserError("--seeds N, at least 1, and --run_name NAME go together: they train the runs NAME-1 to NAME-N.")
+    names = [f"{name}-{seed}" for seed in range(1, seeds + 1)]
+    for seed, each in enumerate(names, 1):
+        own = {"run_name": each, "seed_everything": seed, "default_root_dir": root, "ckpt_path": "auto"}
+        words = [sys.executable, "-m", f"{__package__}.fit", *fit_arguments, *(f"--{key}={own[key]}" for key in own)]
+        process = subprocess.Popen(words, env={"WANDB_RUN_GROUP": str(name), **os.environ})
+        try:
+            if code := process.wait():
+                raise SystemExit(code)
+        finally:
+            process.terminate()  # a clean stop where this process was asked to; one that has ended hears nothing
+            process.wait()
+    return names
 
 
 def read_runs(root: Path) -> list[Run]:
@@ -223,7 +250,8 @@ def render(runs: list[Run]) -> str:
     curves: dict[str, dict[str, Series]] = {run.folder.name: {} for run in runs}
     for run in runs:
         with contextlib.suppress(OSError, ValueError, KeyError, csv.Error):  # of a damaged file
-            curves[run.folder.name] = read_series(run.folder / "metrics.csv")
+            epochs = int(run.summary.get("epochs", 0))
+            curves[run.folder.name] = read_series(run.folder / "metrics.csv", epochs)
 
     def paint(metric: str, ax: Axes) -> None:
         for name, (colour, dashes) in styles.items():

@@ -106,7 +106,7 @@ def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", ["auto", "gpu", "cpu"])
 def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_on(config: Any, epochs: int, extra: Any) -> RunClock:
+    def run_on(config: Any, epochs: int) -> RunClock:
         measured.add(config.trainer["accelerator"])
         return RunClock()
 

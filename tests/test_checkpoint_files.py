@@ -78,6 +78,14 @@ def test_a_best_of_another_run_is_set_aside_not_lost(copied: Path, capsys: pytes
     assert checkpoint(copied / "best.ckpt")["run"]["run_id"] == checkpoint(copied / "last.ckpt")["run"]["run_id"]
 
 
+def test_a_best_that_is_missing_is_not_said_to_be_set_aside(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copied / "best.ckpt").unlink()
+    assert fit.main(["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "best.ckpt is missing; the best is looked for anew." in told
+    assert "set aside" not in told
+
+
 def test_two_resumes_of_one_run_at_once_the_second_is_refused(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

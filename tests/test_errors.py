@@ -36,6 +36,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--batch_size", "8"], ["--batch_size", "Did you mean --data.batch_size?"]),
         (["--seed", "1"], ["--seed", "Did you mean --seed_everything?"]),
         (["--tags", "a"], ["--tags", "Did you mean the variable WANDB_TAGS?"]),
+        (["--seed_everything", "-3"], ["--seed_everything", "between 0 and 4294967295", "got -3"]),
+        (["--seed_everything", "true"], ["--seed_everything", "between 0 and 4294967295", "got True"]),
         (["--data.batchsize", "3"], ["--data.batchsize", "--data.batch_size"]),
         (["--model.network", "MLP", "--model.network.hiden", "[3]"], ["hiden", "hidden"]),
         (["stray"], ["stray"]),

@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -23,6 +24,9 @@ from project.data import MNISTDataModule
 from project.engine import command as entry
 from project.engine.cli import configure
 from project.engine.restore import load
+from project.engine.run_folder import choose
+from project.engine.summary import Summary, closing_lines, stopped_lines
+from project.model import MLP, MNISTClassifier
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
 from tests.trained import trained_checkpoint
 
@@ -104,6 +108,26 @@ def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(fin
     assert accuracy == pytest.approx(summary(finished)["test/accuracy"], abs=1e-6)
 
 
+def test_a_checkpoint_that_lightning_loads_standardizes_images_itself_or_fails_loudly(finished: Path) -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):  # another network than it was trained with
+        MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", weights_only=True)
+    module = MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", network=MLP(), weights_only=True).eval()
+    images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
+    torch.testing.assert_close(module(images / 255), load(finished / "best.ckpt").module(images))
+
+
+def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
+    folder = Path("checkpoints/my run").absolute()
+    folder.mkdir(parents=True)
+    for name in ("best.ckpt", "last.ckpt"):
+        (folder / name).touch()
+    facts = Summary("my run", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="")
+    lines = [*closing_lines(facts, folder, None, None).splitlines(), *stopped_lines(folder, 5)]
+    commands = [shlex.split(line) for line in lines if line.startswith("  python")]
+    assert len(commands) >= 2
+    assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)
+
+
 def test_two_launches_in_the_same_second_make_two_folders(workplace: Path) -> None:
     processes = [start(command("fit", *SMALL, "--max_epochs", "1"), workplace / f"{i}.txt") for i in range(2)]
     assert [process.wait(timeout=240) for process in processes] == [0, 0]
@@ -126,6 +150,8 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(workplace: Path, capsy
     assert steps == sorted(steps)
     assert fit.main([*arguments, "--max_steps", "120"]) == 0  # the saved max_epochs no longer counts
     assert summary(Path("checkpoints/a"))["steps"] == 120
+    (note,) = choose(workplace, None, "auto").notes
+    assert note.startswith("--ckpt_path auto without --run_name: a new run starts, ")
 
 
 def test_a_run_that_was_made_longer_and_killed_is_not_finished(
@@ -197,10 +223,13 @@ def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
 
 
 @pytest.mark.parametrize("flags", [["--max_steps", "90"], ["--max_time", "00:00:10:00", "--max_steps", "90"]])
-def test_a_length_in_steps_or_time_is_the_only_limit(workplace: Path, flags: list[str]) -> None:
+def test_a_length_in_steps_or_time_is_the_only_limit(
+    workplace: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     unlimited = SMALL[: SMALL.index("--max_epochs")] + SMALL[SMALL.index("--max_epochs") + 2 :]
     assert fit.main([*unlimited, "--data.train_samples", "640", *flags, "--run_name", "r"]) == 0
     assert summary(Path("checkpoints/r"))["steps"] == 90  # in 9 epochs; the default is 5
+    assert "epoch 9  train/loss" in capsys.readouterr().out  # of no number of epochs
 
 
 def max_epochs_of(flags: list[str]) -> int:
@@ -226,6 +255,7 @@ def test_the_schedule_of_overfit_batches_is_as_long_as_its_run(workplace: Path, 
     assert fit.main([*few, "--overfit_batches", batches, "--model.schedule", "linear"]) == 0
     last = checkpoint(Path("checkpoints/r/last.ckpt"))
     assert last["global_step"] == steps
+    assert summary(Path("checkpoints/r"))["train_samples"] == steps // 3 * 64
     assert last["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0, abs=1e-9)
 
 
@@ -367,7 +397,29 @@ def on_a_terminal(words: list[str]) -> str:
     return shown.decode()
 
 
+def test_the_configs_to_debug_and_to_stop_early_do_what_they_say(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debug, early, best = (
+        ["--config", str(Path(fit.__file__).parents[1] / "configs" / f"{name}.yaml")]
+        for name in ("debug", "early_stopping", "best")
+    )
+    assert fit.main([*SMALL, *debug, "--run_name", "d"]) == 0
+    assert summary(Path("checkpoints/d"))["steps"] == 12  # of three epochs
+    flags = ["--data.train_samples", "640", "--model.lr", "1e-9", "--max_epochs", "9", "--run_name", "e"]
+    assert fit.main([*SMALL, *early, *flags]) == 0
+    assert "stopped early: Monitored metric val/accuracy did not improve in the last 3" in capsys.readouterr().out
+    assert summary(Path("checkpoints/e"))["epochs"] == 4
+    joined = configure([*best, *early], "project.fit").trainer["callbacks"]
+    assert [type(callback).__name__ for callback in joined] == ["EMAWeightAveraging", "EarlyStopping"]
+
+
 def test_a_time_limit_that_ends_a_run_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL, "--max_epochs", "100000", "--max_time", "00:00:00:01", "--run_name", "short"]
     assert fit.main([*flags, "--accelerator", "cpu"]) == 0
-    assert "stopped early: --max_time is over." in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "stopped early: --max_time is over." in told
+    assert re.search(r"stopped after step [\d,]+; saved in \S+/short/last.ckpt. To go on:", told)
+    (command,) = re.findall(r"^  python -m project.fit (.*) --max_time DD:HH:MM:SS$", told, re.MULTILINE)
+    assert fit.main([*command.split(), "--max_time", "00:00:00:02"]) == 0
+    assert "going on from step" in capsys.readouterr().out

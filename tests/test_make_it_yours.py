@@ -104,6 +104,12 @@ def test_callbacks_loggers_and_clipping_by_a_config_file(in_folder: Path) -> Non
     assert max(float(state["exp_avg"].abs().max()) for state in averages) < 1e-9  # clipped
 
 
+def test_lightnings_checkpoints_without_a_folder_of_their_own_lie_in_the_runs(in_folder: Path) -> None:
+    run = train([*LINE, *PLAIN, "--max_epochs", "1", "--trainer.callbacks", "ModelCheckpoint"])
+    assert len([path for path in run.rglob("*.ckpt") if path.name.startswith("epoch=0")]) == 1
+    assert {"best.ckpt", "last.ckpt"} <= {path.name for path in run.iterdir()}
+
+
 def test_callbacks_of_the_command_line_replace_a_config_files_or_join_them(in_folder: Path) -> None:
     notes = "trainer: {callbacks: [{class_path: tests.other_tasks.Notes, init_args: {word: file}}]}"
     stop = ["EarlyStopping", "--trainer.callbacks.monitor", "val_loss", "--trainer.callbacks.min_delta", "100"]
@@ -206,7 +212,12 @@ def test_monitors_and_report_are_switched_off_and_on(in_folder: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("flag", "shown"), [("--enable_model_summary=true", "Trainable params"), ("--profiler=simple", "Profiler Report")]
+    ("flag", "shown"),
+    [
+        ("--enable_model_summary=true", "Trainable params"),
+        ("--profiler=simple", "Profiler Report"),
+        ("--profiler=advanced", "Profiler Report"),
+    ],
 )
 def test_what_is_asked_for_is_printed(
     flag: str, shown: str, in_folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -22,8 +22,9 @@ from project import report as page
 from project.callbacks import test_predictions
 from project.callbacks.test_predictions import TestPredictions
 from project.data import MNISTDataModule
+from project.engine import summary as summary_module
 from project.engine.restore import load
-from project.engine.summary import Mistake, RunRecord, Summary
+from project.engine.summary import Mistake, RunRecord, Summary, read_series
 from project.report import write_report
 from project.report.charts import MOST_POINTS, thinned
 from tests.commands import REPORTED, summary, two_rank_run
@@ -97,6 +98,24 @@ def test_report_says_whether_the_code_was_the_commits(commit: str | None, dirty:
     assert ("git state" in text) == (commit is not None)
 
 
+def test_what_the_commit_lacks_is_kept_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "clone" / "project" / "engine" / "summary.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("before\n")
+    git = ["git", "-C", str(tmp_path / "clone"), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(summary_module, "__file__", str(code))
+    summary_module.write_config(tmp_path, {"a": 1})
+    assert (summary_module.git_state()[1], (tmp_path / "uncommitted.diff").exists()) == (False, False)
+    code.write_text("after\n")
+    summary_module.write_config(tmp_path, {"a": 1})
+    assert summary_module.git_state()[1]
+    assert "-before\n+after\n" in (tmp_path / "uncommitted.diff").read_text()
+
+
 def test_report_names_machine_and_date() -> None:
     text = text_of(page.render(record_of(date="2026-11-22 06:25 UTC", hardware="AMD EPYC 9B14, 2 cores")))
     assert "date 2026-11-22 06:25 UTC hardware AMD EPYC 9B14, 2 cores" in text
@@ -139,14 +158,6 @@ def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked() -> None:
     record = record_of(epochs=1)
     record.series = {"epoch": [(4, 0), (9, 0), (14, 1)]}
     assert page.epoch_ends(record) == {1: 9}
-
-
-def test_what_would_save_memory_is_shown_only_where_it_is_known() -> None:
-    record = record_of()
-    record.breakdown = {"parameters": 0.5}
-    assert "What would save memory" not in page.render(record)
-    record.savings = {"--precision bf16-true": 50}
-    assert "What would save memory --precision bf16-true up to 50 %" in text_of(page.render(record))
 
 
 def trained_predictions(callback: TestPredictions, batch_size: int = 77) -> tuple[torch.Tensor, MNISTDataModule]:
@@ -253,7 +264,7 @@ def crowded_record() -> RunRecord:
         f"{hostile}$\\frac{{$ \\1": series,
         "memory/rss_gib": [(5, 0.0)],
     }
-    record.breakdown, record.savings = {hostile: 0.5, "$\\oops$": 0.1}, {hostile: 5}
+    record.breakdown = {hostile: 0.5, "$\\oops$": 0.1}
     record.confusion = confusion
     record.mistakes = [Mistake(image, 3, 149, 0.9) for image in images]
     record.remarks = [hostile]
@@ -283,6 +294,17 @@ def test_report_of_a_run_stopped_before_it_logged_anything(tmp_path: Path) -> No
     text = text_of(page.render(record))
     assert "stopped by SIGTERM at step 3, 0 of 5 epochs done" in text
     assert "No value was logged before the run ended." in text
+
+
+def test_a_curve_within_epochs_has_no_peak_at_their_ends_where_the_mean_of_the_epoch_stands(tmp_path: Path) -> None:
+    rows = ["step,epoch,train/loss,train/accuracy,val/loss", "9,0,0.5,,", "14,0,0.8,0.7,0.4", "19,1,0.3,,"]
+    (tmp_path / "metrics.csv").write_text("\n".join([*rows, "29,1,0.4,0.9,0.3", "34,2,0.2,,"]))
+    series = read_series(tmp_path / "metrics.csv", epochs=2)
+    assert series["train/loss"] == [(9, 0.5), (19, 0.3), (34, 0.2)]
+    assert series["train/accuracy"] == [(14, 0.7), (29, 0.9)]
+    assert series["val/loss"] == [(14, 0.4), (29, 0.3)]
+    (tmp_path / "metrics.csv").write_text("step,epoch,train/loss\n4,0,0.8\n9,1,0.5\n10,2,0.4\n14,2,0.3")
+    assert read_series(tmp_path / "metrics.csv", epochs=3)["train/loss"] == [(4, 0.8), (9, 0.5), (14, 0.3)]
 
 
 def test_thinned_series_keep_their_mean_and_ends() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import yaml
 
 from project import runs
 from project.engine.command import exit_code
+from tests.commands import SMALL, Process, popen
 from tests.trained import trained_checkpoint
 
 
@@ -77,6 +79,35 @@ def test_seeds_of_one_configuration_are_averaged(root: Path) -> None:
     assert slow["val/accuracy"] == pytest.approx(0.91)  # of the finished ones
     assert slow["val/accuracy std"] == pytest.approx(0.02 / 2**0.5)
     assert (fast["runs"], fast["test/accuracy"], fast["test/accuracy std"]) == ("fast", 0.94, None)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_configuration_is_trained_with_several_seeds_and_goes_on_after_a_stop(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped: list[int] = []
+
+    def start(words: list[str], env: dict[str, str]) -> Process:
+        if not stopped:  # the first is asked to stop
+            stopped.append(1)
+            words = [*words[:2], "tests.interrupted", "10", "SIGTERM", *words[3:]]
+        return popen(words, 1, 2, env=env)
+
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=start))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    small = SMALL[: SMALL.index("MLP") + 1]  # --report is the page of these runs
+    words = ["--seeds", "2", "--run_name", "s", *small, "--max_epochs", "1", "--output", "seeds.json"]
+    assert exit_code(runs.main, words) == 143
+    assert [path.name for path in Path("checkpoints").glob("s-*")] == ["s-1"]
+    Path("checkpoints/other").mkdir()  # a run of something else
+    Path("checkpoints/other/config.yaml").write_text("{}")
+    assert exit_code(runs.main, words) == 0
+    assert "going on from step 1" in capfd.readouterr().out
+    facts = [json.loads(Path(f"checkpoints/s-{seed}/summary.json").read_text()) for seed in (1, 2)]
+    (row,) = json.loads(Path("seeds.json").read_text())
+    assert (row["runs"], row["finished"]) == ("s-1 s-2", 2)
+    assert row["test/loss"] == pytest.approx(sum(fact["test/loss"] for fact in facts) / 2)
+    assert row["test/loss std"] > 0
 
 
 def test_a_run_is_running_while_its_lock_is_held_and_interrupted_without_an_end(root: Path) -> None:
@@ -157,6 +188,9 @@ def test_no_markup_of_a_run_reaches_the_page(root: Path) -> None:
         (["--filter", "model.lrr=1"], "got model.lrr=1. Did you mean model.lr?"),
         (["--filter", "lr"], "--filter must be KEY=VALUE"),
         (["--filter", "lr=5"], "--filter lr=5: none of the runs"),
+        (["--seeds", "2"], "--seeds N, at least 1, and --run_name NAME go together"),
+        (["--run_name", "s"], "--seeds N, at least 1, and --run_name NAME go together"),
+        (["--max_epochs", "2"], "unknown option --max_epochs"),
         (["--report", "x.csv"], "--report must end in .html, got x.csv"),  # feature: report
     ],
 )

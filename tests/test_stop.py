@@ -28,6 +28,24 @@ from tests.commands import (
 
 # Long enough that a stop at a random moment finds it training
 LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]
+GO_ON = "saved in checkpoints/r/last.ckpt. To go on:\n  python -m project.fit --run_name r --ckpt_path auto\n"
+# fit, which gets a signal in the final test pass, at its second batch
+IN_THE_TEST = """
+import os, signal, sys
+from functools import partial
+from lightning.pytorch import Callback
+from project import fit
+from project.engine import command
+
+class Hit(Callback):
+    def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.Signals[number])
+
+number = sys.argv.pop(1)
+fit.build = partial(fit.build, extra=[Hit()])
+command.run(fit.main)
+"""
 
 
 def stop(process, number: int, pid: int) -> float:  # type: ignore[no-untyped-def]
@@ -71,6 +89,7 @@ def test_a_signal_to_any_rank_saves_the_step_that_was_reached(
         # any rank: Lightning's own handling hears rank 0 only
         assert stop(process, number, chance.choice([process.pid, *family(process.pid)])) < 10
         assert process.returncode == code, log.read_text()[-2000:]
+        assert GO_ON in log.read_text()[size:]
         last = checkpoint(Path("checkpoints/r/last.ckpt"))
         assert last["global_step"] > reached, "no step was saved since the stop before"
         reached = last["global_step"]
@@ -109,6 +128,21 @@ def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace:
     assert not Path("checkpoints/r/summary.json").exists()
     assert fit.main(["--run_name", "r", "--ckpt_path", "auto"]) == 0
     assert summary(Path("checkpoints/r"))["finished"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 143)])
+def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(workplace: Path, name: str, code: int) -> None:
+    flags = [*SMALL, "--max_epochs", "1", "--data.eval_batch_size", "20", "--run_name", "r"]
+    ended = complete([sys.executable, "-c", IN_THE_TEST, name, *flags])
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert GO_ON in ended.stdout
+    assert not Path("checkpoints/r/summary.json").exists()
+    assert fit.main(["--run_name", "r", "--ckpt_path", "auto"]) == 0
+    facts = summary(Path("checkpoints/r"))
+    assert facts["finished"]
+    assert facts["steps"] == 50
+    assert facts["test/accuracy"] > 0.3
 
 
 @pytest.mark.nightly

@@ -138,6 +138,7 @@ def test_a_closed_terminal_saves_the_step(tmp_path: Path) -> None:
     assert process.wait(30) == 143, log.read_text()[-1000:]
     assert time.monotonic() - began < 10
     assert checkpoint(Path("checkpoints/r/last.ckpt"))["run"]["state"]["place"] in ("batch", "validation", "epoch")
+    assert "--run_name r --ckpt_path auto" in log.read_text()  # a log file: nobody sees the terminal
 
 
 @nightly

@@ -229,6 +229,17 @@ def test_online_without_a_key_is_an_error_before_anything_is_written(
     assert not list((tmp_path / "checkpoints").glob("*/*"))
 
 
+def test_a_wandb_logger_of_the_users_takes_our_ones_place_and_no_home_is_no_matter(tmp_path: Path) -> None:
+    left = {name: value for name, value in os.environ.items() if name not in ("WANDB_MODE", "HOME")}
+    environ = {**left, "NETRC": str(tmp_path / "none")}
+    done = run("fit", *SMALL, "--run_name", "r", "--trainer.logger", "WandbLogger", cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr  # offline: there is no key
+    assert not (tmp_path / "checkpoints" / "r" / "wandb").exists()
+    (theirs,) = wandb_folders(tmp_path)
+    assert of_type(wandb_records(theirs), "history")
+    assert "INFO" not in done.stdout + done.stderr  # of W&B's own log
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [

@@ -81,7 +81,8 @@ class StandIn:
             sequence = {"id": "S", "latestArtifact": None}
             made = {"id": str(len(self._names) - 1), "state": "PENDING", "artifactSequence": sequence, "digest": "d"}
             return {"createArtifact": {"artifact": made}}
-        return {"serverInfo": {"features": [], "cliVersionInfo": {}}}
+        # the project: an artifact of that name is asked for, and there is none
+        return {"serverInfo": {"features": [], "cliVersionInfo": {}}, "project": {"artifact": None}}
 
     def bucket(self) -> Json | None:
         """The run as the client resumes it."""

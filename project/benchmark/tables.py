@@ -6,11 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
@@ -29,10 +28,7 @@ from project.benchmark.timing import (
     scratch_run,
     wanted_devices,
 )
-from project.callbacks.memory import (
-    MemoryMonitor,  # feature: memory
-    memory_breakdown,  # feature: memory
-)
+from project.callbacks.memory import ACTIVATIONS, MemoryMonitor  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine.checkpointing import RunCheckpoint
@@ -41,8 +37,6 @@ from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
 from project.engine.summary import Summary
 from project.errors import UserError
-from project.hardware import GIB  # feature: memory
-from project.live_memory import LiveMemory  # feature: memory
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger
 
@@ -153,15 +147,15 @@ def device_cases(config: Configuration, settings: Settings) -> dict[Case, Config
 
 
 # feature: memory
-MIB = 1024**2
-STEPS = 3  # optimizer steps; the last is measured, the others make the optimizer's state and choose algorithms
+STEPS = 3  # optimizer steps; the first makes the optimizer's state
 
 
 def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
     """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
 
     ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
-    the whole optimizer step; ``activations_mib`` is what it holds besides weights, gradients and optimizer state.
+    the whole optimizer step, as the memory monitor tells it: on the CPU without what a library takes for itself during
+    an operation (oneDNN's scratch memory). What is not measured, as of a compiled network there, is left out.
     """
     device, model = wanted_devices(config)[-1], config.resolved["model"]
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
@@ -170,53 +164,15 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
     cases = list(product(usable(device, settings.precisions), recomputes, (1, 4), sizes))
     for precision, recompute, parts, size in progress("memory", cases):
         flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(STEPS * parts)]
-        flags += ["--limit_val_batches", "0", *(["--model.activation_checkpointing", "true"] if recompute else [])]
-        probe = PeakMemory()
+        flags += ["--limit_val_batches", "0", "--monitors", "memory"]
+        flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(settings.fit_flags, device, precision, max(1, size // parts), *flags)
-        run = run_epochs(case, 1, extra=[probe])
+        run = run_epochs(case, 1)
         row: Row = {"device": run.device, "network": network_name(config), "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
-        row |= {"peak_mib": probe.peak_bytes / MIB, "n": 1}
-        row |= {f"{name.split()[0]}_mib": used / MIB for name, used in probe.parts.items()}
-        row["activations_mib"] = max(0.0, probe.peak_bytes - sum(probe.parts.values())) / MIB
-        rows.append(row)
+        row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
+        rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
     return rows
-
-
-class PeakMemory(Callback):
-    """The most memory that tensors take during a run's last optimizer step, by what they are for.
-
-    On CUDA the allocator keeps the peak. On the CPU :class:`LiveMemory` counts tensors, without what a library takes
-    for itself during an operation (oneDNN's scratch memory).
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self.parts: dict[str, float] = {}  # bytes by use after the step, as memory_breakdown names them
-        self._meter = LiveMemory()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx != (STEPS - 1) * trainer.accumulate_grad_batches:
-            return
-        if trainer.strategy.root_device.type == "cuda":
-            synchronize(trainer.strategy.root_device)
-            torch.cuda.reset_peak_memory_stats()
-            return
-        self._meter.__enter__()
-        parameters = list(pl_module.parameters())
-        states = [state.values() for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        self._meter.count([*parameters, *pl_module.buffers(), *(parameter.grad for parameter in parameters)])
-        self._meter.count([*chain(*states), *(batch if isinstance(batch, (tuple, list)) else [batch])])
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 != STEPS * trainer.accumulate_grad_batches:
-            return
-        if trainer.strategy.root_device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-        else:
-            self._meter.__exit__(None, None, None)
-            self.peak_bytes = self._meter.peak_bytes
-        self.parts = {name: GIB * size for name, size in memory_breakdown(trainer).items()}
 
 
 # end feature: memory

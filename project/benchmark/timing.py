@@ -98,6 +98,7 @@ class RunClock(Callback):
         self.validations: list[tuple[float, float]] = []  # (seconds since training began, val/accuracy in 0-1)
         self.inside_s: dict[str, float] = {}  # class of a watched callback → seconds inside its hooks
         self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
+        self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.batches = 0  # per epoch
         self.train_samples: int | None = None  # in the training set; None where its loader does not tell
         self.device = ""  # its name
@@ -176,6 +177,7 @@ def run_epochs(
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
     if session is not None and session.memory is not None:  # feature: memory
+        clock.memory = session.memory.breakdown  # feature: memory
         clock.peak_allocated_gib = session.memory.summary().get("memory/peak_allocated_gib")  # feature: memory
     return clock
 

@@ -1,11 +1,11 @@
-"""How much memory a run uses, for what, whether it leaks, and what could be saved of it."""
+"""How much memory a run uses, for what, whether it leaks, and what to try where it is used up."""
 
 from __future__ import annotations
 
 import multiprocessing
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from project.engine.lightning_internals import record_memory_history, write_memo
 from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values
 from project.errors import UserError
 from project.hardware import GIB
-from project.live_memory import is_out_of_memory
+from project.live_memory import LiveMemory, is_out_of_memory
 
 MIB = 1024**2
 # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
@@ -53,7 +53,9 @@ class MemoryMonitor(Callback):
 
     def __init__(self, read: Callable[..., dict[str, int]] | None = None, host: HostMemory | None = None) -> None:
         self._read, self._host = read or device_memory, host or HostMemory()
-        self._device, self._precision = torch.device("cpu"), "32-true"
+        self._device = torch.device("cpu")
+        self._live: LiveMemory | None = None  # counts a step's tensors where no allocator does
+        self._counting = ExitStack()
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
         self._parts: dict[str, float] = {}
@@ -70,12 +72,10 @@ class MemoryMonitor(Callback):
     @property
     def breakdown(self) -> dict[str, float]:
         """GiB by use on this rank, see :func:`memory_breakdown`; empty before the first step."""
-        return add_activations(self._parts, self._step_peak)
-
-    @property
-    def savings(self) -> dict[str, float]:
-        """Share (0-100) that each flag would save at most, see :func:`possible_savings`."""
-        return possible_savings(self.breakdown, self._precision)
+        peak = self._step_peak
+        if self._live is not None and self._live.peak_bytes and self._parts:  # weights and state were there before
+            peak = self._live.peak_bytes + int(GIB * (self._parts["weights"] + self._parts["optimizer state"]))
+        return add_activations(self._parts, peak)
 
     @property
     def leaks(self) -> list[str]:
@@ -83,14 +83,21 @@ class MemoryMonitor(Callback):
         return list(self._leaks.values())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._device, self._precision = trainer.strategy.root_device, str(trainer.precision)
+        self._device = trainer.strategy.root_device
         self._window_peaks, self._step_peak, self._logged_at = {}, None, -1
         self._parts_due, self._at_epoch_ends = SETTLING_STEPS, {}
-        self._read(self._device, reset_peaks=True)  # what came before is not the training's
+        counted = self._read(self._device, reset_peaks=True)  # what came before is not the training's
+        # a compiled network would run eagerly while its tensors are counted
+        self._live = None if counted or pl_module.hparams.get("compile") else LiveMemory()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._live is not None and trainer.global_step == 1:  # the first step makes the optimizer's state
+            self._counting.enter_context(self._live)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._counting.close()
         if self._parts_due and is_optimizer_step(trainer, batch_idx):
             self._parts_due -= 1
             self._parts = memory_breakdown(trainer)
@@ -118,6 +125,7 @@ class MemoryMonitor(Callback):
                 self._leaks[place] = report
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._counting.close()
         if not is_out_of_memory(exception) or HEADLINE in str(exception):
             return
         now = self._read(self._device)
@@ -254,26 +262,6 @@ def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str
     if peak_bytes is None or not parts:
         return dict(parts)
     return {**parts, ACTIVATIONS: max(0.0, peak_bytes / GIB - sum(parts.values()))}
-
-
-def possible_savings(breakdown: dict[str, float], precision: str) -> dict[str, float]:
-    """Share of the peak (0-100) that each measure would save at most under a Trainer's ``precision``.
-
-    Empty where activations are unknown.
-    """
-    activations, total = breakdown.get(ACTIVATIONS), sum(breakdown.values())
-    if activations is None or not total:
-        return {}
-    saved = {
-        "half the batch size, --accumulate_grad_batches doubled": activations / 2,
-        "activation checkpointing": activations,  # what it leaves depends on the network
-    }
-    if precision.startswith("32"):
-        saved["--precision bf16-mixed"] = activations / 2  # 16-bit activations; weights stay float32
-        saved["--precision bf16-true"] = total / 2
-    elif precision.endswith("mixed"):
-        saved["--precision bf16-true"] = (total - activations) / 2
-    return {measure: 100 * gib / total for measure, gib in saved.items()}
 
 
 def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:

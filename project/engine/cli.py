@@ -309,7 +309,7 @@ class ProjectCLI(LightningCLI):
                 raise UserError(explain(str(error), known_options(parser))) from None
         self.config.pop("config", None)
         seed = self.config.get("seed_everything")
-        if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:
+        if seed is True or (isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED):  # true would be Lightning's 0
             raise UserError(f"--seed_everything must be between 0 and {LARGEST_SEED}, got {seed}.")
 
     def instantiate_classes(self) -> None:

@@ -41,8 +41,8 @@ NAMES = {
     "torchmetrics": ["Metric.update_count"],
     "torch.nn": ["Module._compiled_call_impl"],  # feature: profiler
     "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
-    "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, benchmark, memory
-    "torch.utils._pytree": ["tree_leaves"],  # feature: tune, benchmark, memory
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, memory
+    "torch.utils._pytree": ["tree_leaves"],  # feature: tune, memory
 }
 # How a value is logged, as its entry remembers it, and the reductions that there are
 HOW_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
@@ -299,7 +299,7 @@ def write_memory_snapshot(path: Path) -> None:
 # end feature: memory
 
 
-# feature: tune, benchmark, memory
+# feature: tune, memory
 def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
     """A block in which ``seen`` is called with the tensors that every operation of torch returns.
 
@@ -318,4 +318,4 @@ def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any
     return Results()
 
 
-# end feature: tune, benchmark, memory
+# end feature: tune, memory

@@ -6,11 +6,14 @@ import math
 import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
+
+from project.engine.summary import stopped_lines
 
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6
@@ -59,7 +62,8 @@ class EpochLines(Callback):
                 reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
                 print(f"stopped early: {' '.join(reason.split())}", flush=True)
             if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
-                print("stopped early: --max_time is over.", flush=True)
+                lines = stopped_lines(Path(trainer.default_root_dir), trainer.global_step, " --max_time DD:HH:MM:SS")
+                print("stopped early: --max_time is over.", *lines, sep="\n", flush=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.close_bar()

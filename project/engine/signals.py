@@ -26,7 +26,6 @@ from project.engine.ranks import is_child
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 # Python runs no handler while it waits inside a library, as for the other ranks: then a thread ends the process.
 START_UP_PATIENCE_S = 1.5
-PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
 
 
 class Stopped(BaseException):
@@ -60,8 +59,14 @@ def install() -> None:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
                 signal.signal(number, _note)
-        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Linux: SIGTERM for this process when its parent ends, also by SIGKILL. Elsewhere it then runs to its end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 def imports_are_done() -> None:

@@ -94,7 +94,6 @@ class RunRecord:
     stopped_by: str | None = None  # name of the signal; None for a run that has finished
     max_epochs: int | None = None
     breakdown: dict[str, float] = field(default_factory=dict)  # GiB of memory by use
-    savings: dict[str, float] = field(default_factory=dict)  # share (0-100) that a flag would save
     remarks: list[str] = field(default_factory=list)  # advice and warnings of the monitors
     confusion: np.ndarray | None = None  # int64 (classes, classes), row: label; None without a classifier's test
     mistakes: list[Mistake] = field(default_factory=list)
@@ -125,14 +124,22 @@ class RunRecord:
         return sorted(pairs, key=lambda pair: -pair[2])
 
 
-def read_series(path: Path) -> dict[str, Series]:
-    """The columns of a ``metrics.csv``, ``epoch`` too. Values that are not finite are left out."""
+def read_series(path: Path, epochs: int) -> dict[str, Series]:
+    """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too. Values that are not finite are left out.
+
+    Of a training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
+    """
     series: dict[str, Series] = {}
     with open(path, newline="", encoding="utf-8") if path.exists() else io.StringIO() as file:
         for row in csv.DictReader(file):
             for name, text in row.items():
                 if name != "step" and text and math.isfinite(value := float(text)):
                     series.setdefault(name, []).append((int(float(row["step"])), value))
+    ends = {epoch: step for step, epoch in series.get("epoch", []) if epoch < epochs}.values()
+    for name in series:
+        if name.startswith("train/"):
+            parts = [[point for point in series[name] if (point[0] in ends) is at_end] for at_end in (False, True)]
+            series[name] = max(parts, key=len)
     return series
 
 
@@ -185,6 +192,14 @@ def samples_of(loader: Any) -> int | None:
     return None
 
 
+def training_samples(trainer: Trainer) -> int | None:
+    """Samples that an epoch draws from: of the dataset, with ``--overfit_batches`` of its first batches."""
+    samples, batches = samples_of(trainer.train_dataloader), getattr(trainer.train_dataloader, "batches", None)
+    if trainer.overfit_batches and samples and getattr(batches, "batch_size", None):  # type: ignore[attr-defined]
+        return min(samples, int(trainer.num_training_batches) * batches.global_batch_size)  # type: ignore[union-attr]
+    return samples
+
+
 def parameter_count(trainer: Trainer, module: LightningModule) -> int:
     """Parameters of a module, of the whole one where a strategy has cut it."""
     return getattr(trainer.strategy, "whole_parameters", 0) or sum(p.numel() for p in module.parameters())
@@ -193,7 +208,7 @@ def parameter_count(trainer: Trainer, module: LightningModule) -> int:
 def start_line(trainer: Trainer, module: LightningModule) -> str:
     """Device, precision, data, parameters and samples in one line."""
     source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
-    samples = samples_of(trainer.train_dataloader)
+    samples = training_samples(trainer)
     parts = [
         device_name(trainer) + (f" × {trainer.world_size}" if trainer.world_size > 1 else ""),
         f"precision {trainer.precision}",
@@ -206,9 +221,19 @@ def start_line(trainer: Trainer, module: LightningModule) -> str:
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """The resolved configuration: ``--config`` of it repeats the run."""
+    """The resolved configuration, whose ``--config`` repeats the run, and how the code differs from its commit."""
     text = yaml.safe_dump(config, sort_keys=False)
     write_atomically(f"# {command_line()}\n{text}".encode(), folder / "config.yaml")
+    if difference := git("diff", "--no-ext-diff", "--no-color", "HEAD"):
+        write_atomically(difference.encode(), folder / "uncommitted.diff")
+
+
+def git(*words: str) -> str:
+    """What a git command prints of the clone that this code lies in; empty where it fails."""
+    command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=5).stdout
+    return ""
 
 
 def git_state() -> tuple[str | None, bool | None]:
@@ -216,16 +241,10 @@ def git_state() -> tuple[str | None, bool | None]:
 
     Outside git: the commit that the variable ``GIT_COMMIT`` names, else None, and None.
     """
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-
-    try:
-        # status: of the whole clone, where a user's own modules and configs lie; runs and data are ignored by git
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT"), None
+    if commit := git("rev-parse", "HEAD").strip():
+        # of the whole clone, where a user's own modules and configs lie; runs and data are ignored by git
+        return commit, bool(git("status", "--porcelain"))
+    return os.environ.get("GIT_COMMIT"), None
 
 
 def versions() -> dict[str, str]:
@@ -244,13 +263,13 @@ def command_line() -> str:
     return " ".join([program, *map(shlex.quote, sys.argv[1:])])
 
 
-def stopped_lines(folder: Path, step: int) -> list[str]:
-    """What is printed when a run was asked to stop: what is saved, and the command that goes on."""
+def stopped_lines(folder: Path, step: int, longer: str = "") -> list[str]:
+    """What is printed when a run was stopped: what is saved, and the command that goes on, ``longer`` at its end."""
     if not (folder / "last.ckpt").exists():
         return ["nothing was saved yet."]
     go_on = f"python -m project.fit --run_name {shlex.quote(folder.name)} --ckpt_path auto"
     root = os.path.relpath(folder.parent)
-    go_on += "" if root == "checkpoints" else f" --default_root_dir {shlex.quote(root)}"
+    go_on += ("" if root == "checkpoints" else f" --default_root_dir {shlex.quote(root)}") + longer
     return [f"stopped after step {step:,}; saved in {os.path.relpath(folder)}/last.ckpt. To go on:", f"  {go_on}"]
 
 
@@ -264,7 +283,7 @@ def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: s
         lines.append(f"{summary.monitor}  {summary.best_score:.4f}   (best, epoch {summary.best_epoch + 1}{of})")
     speed = summary.metrics.get("throughput/samples_per_sec")
     lines.append(f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
-    if summary.busy_seconds:
+    if round(summary.busy_seconds or 0):
         lines[-1] += f"; for {summary.busy_seconds:.0f} s other processes took cores"
     if advice:
         lines.append(advice)

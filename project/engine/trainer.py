@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy
@@ -141,10 +141,10 @@ def as_list(value: Any) -> list[Any]:
 
 
 def loggers_of(flags: dict[str, Any], options: Any, folder: Path, ours: list[Logger | None]) -> list[Logger]:
-    """Ours, unless ``--logger false`` leaves only metrics.csv; the user's own; TensorBoard on its flag."""
-    chosen = flags["logger"]
-    loggers = [logger for logger in (ours[:1] if chosen is False else ours) if logger is not None]
-    loggers += [logger for logger in as_list(chosen) if isinstance(logger, Logger)]
+    """metrics.csv; W&B, unless ``--logger false`` or the user's WandbLogger replace it; the user's; TensorBoard."""
+    chosen = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
+    alone = flags["logger"] is False or any(isinstance(logger, WandbLogger) for logger in chosen)
+    loggers = [logger for logger in (ours[:1] if alone else ours) if logger is not None] + chosen
     if options.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger  # imports TensorBoard, an optional package
 

@@ -56,6 +56,7 @@ def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str
         return None
     if mode == "refused":
         raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
+    os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
     project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if set(project) & set(REFUSED_IN_PROJECT):
         raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
@@ -89,6 +90,7 @@ class WandbRunLogger(WandbLogger):
         os.environ.setdefault("WANDB_SILENT", "true")  # the run's last lines say where its files lie
         # Reports of W&B's own errors look for a server offline, too, and hold up the exit where it does not answer.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("HOME", os.path.expanduser("~"))  # without it W&B's process prints its log
         import wandb  # noqa: F401 - here, so that the thread's part is short; never where W&B is disabled
 
     @property

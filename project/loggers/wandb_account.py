@@ -27,13 +27,8 @@ class WandbState:
     text: str  # for a person, without the key
 
 
-def has_wandb_key() -> bool:
-    """Whether a W&B API key is configured (environment or netrc); no network is touched."""
-    return wandb_mode(os.environ).logged_in
-
-
 def wandb_mode(environ: Mapping[str, str]) -> WandbState:
-    """What ``WANDB_MODE`` and the like ask for; without them online where an API key is configured, else offline."""
+    """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc), else offline."""
     key_from = "WANDB_API_KEY" if environ.get("WANDB_API_KEY") else _netrc_with_key(environ)
     asked = environ.get("WANDB_MODE", "").lower()
     mode: Mode = "offline" if asked in ("offline", "dryrun") or not key_from else "online"

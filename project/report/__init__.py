@@ -155,7 +155,7 @@ def other_metrics(record: RunRecord) -> dict[str, dict[str, Series]]:
 
 def origin(run: Summary) -> list[tuple[str, str]]:
     """(name, value) of what the run ran on, and with which code."""
-    state = {True: "files were changed", False: "clean", None: "not known"}[run.git_dirty]
+    state = {True: "files were changed: see uncommitted.diff", False: "clean", None: "not known"}[run.git_dirty]
     rows = [
         ("date", run.date),
         ("hardware", run.hardware),
