@@ -1,4 +1,4 @@
-"""``fit`` with FSDP on the CPU, for tests: python -m tests.sharded ARGUMENT...
+"""``fit`` with FSDP on the CPU, for tests: run_ranks("tests.sharded", ARGUMENT...).
 
 PyTorch's FSDP asks for an accelerator, but does the same with gloo on the CPU if it is told that this is the device.
 Lightning's mixed precision for it is autocast on CUDA, whatever the device is; here it is the CPU's.
@@ -6,6 +6,7 @@ Lightning's mixed precision for it is autocast on CUDA, whatever the device is; 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def main() -> None:
     FSDPPrecision.forward_context = autocast_on_the_cpu  # type: ignore[method-assign]
     StrategyRegistry.register("fsdp_on_cpu", sharding.ShardedStrategy)
     sharding.LARGE = 1000  # so that a small network is cut, too
+    sys.argv += ["--strategy", "fsdp_on_cpu"]  # the last one counts
     command.run(fit.main)
 
 

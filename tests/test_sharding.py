@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from project.engine.cli import configure
 from project.engine.sharding import LARGE, ShardedStrategy
 from project.engine.trainer import trainer_flags
 from project.errors import UserError
-from tests.commands import SMALL, checkpoint, complete, summary
+from tests.commands import SMALL, checkpoint, run_ranks, summary
 
-FSDP2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "fsdp_on_cpu", "--data.batch_size", "32"]
+HALF = ["--data.batch_size", "32"]  # of each batch for each of two processes
 
 
 def unlike(a: Any, b: Any, where: str) -> list[str]:
@@ -43,8 +42,7 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
     short = [*SMALL, *steady, "--limit_train_batches", "10", "--max_epochs"]
     assert fit.main([*short, "2", "--run_name", "whole"]) == 0
     for epochs in ("1", "2"):
-        words = [sys.executable, "-m", "tests.sharded", *short, epochs, *FSDP2]
-        ended = complete([*words, "--run_name", "sharded", "--ckpt_path", "auto"])
+        ended = run_ranks("tests.sharded", *short, epochs, *HALF, "--run_name", "sharded", "--ckpt_path", "auto")
         assert ended.returncode == 0, ended.stderr
     sharded, whole = Path("checkpoints/sharded"), Path("checkpoints/whole")
     ours, theirs = checkpoint(sharded / "last.ckpt"), checkpoint(whole / "last.ckpt")
@@ -125,10 +123,9 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
     )
 
 
-@pytest.mark.nightly
 def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
-    words = [sys.executable, "-m", "tests.sharded", *SMALL, "--limit_train_batches", "10", "--max_epochs", "1", *FSDP2]
-    ended = complete([*words, "--run_name", "mixed", "--precision", "bf16-mixed"])
+    words = [*SMALL, "--limit_train_batches", "10", "--max_epochs", "1", *HALF, "--precision", "bf16-mixed"]
+    ended = run_ranks("tests.sharded", *words, "--run_name", "mixed")
     assert ended.returncode == 0, ended.stderr
     found = summary(Path("checkpoints/mixed"))
     assert test_command.main(["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]) == 0
