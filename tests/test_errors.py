@@ -6,6 +6,7 @@ import gzip
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from project import fit
 from project import test as test_command
 from project.engine import command as entry
-from tests.commands import SMALL, finished_run
+from tests.commands import SMALL, checkpoint, finished_run
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
@@ -99,6 +100,36 @@ def test_a_refused_resume_leaves_every_file_of_the_run_as_it_was(
     before = contents(Path("checkpoints/done"))
     error_of(capsys, "--run_name", "done", "--ckpt_path", *flags)
     assert contents(Path("checkpoints/done")) == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("lr_schedulers", 0, "_step_count"), [1, "x"]),
+        (("optimizer_states", 0, "state", 0, "exp_avg"), torch.zeros(2, 3)),
+        (("optimizer_states", 0, "param_groups", 0, "betas"), None),
+        (("loops", "fit_loop", "epoch_progress", "current", "ready"), "x"),
+    ],
+)
+def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, keys: tuple[Any, ...], value: Any
+) -> None:
+    shutil.copytree(finished, "checkpoints/done", ignore_dangling_symlinks=True)
+    change(Path("checkpoints/done/last.ckpt"), keys, value)
+    before = contents(Path("checkpoints/done"))
+    assert "optimizer_states" in error_of(capsys, "--run_name", "done", "--ckpt_path", "last", "--max_epochs", "4")
+    assert contents(Path("checkpoints/done")) == before
+    assert test_command.main(["--ckpt_path", "checkpoints/done/last.ckpt"]) == 0  # only a resume needs it
+
+
+def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:
+    """Replace an entry of a checkpoint."""
+    whole = entry = checkpoint(path)
+    for key in keys[:-1]:
+        entry = entry[key]
+    assert keys[-1] in entry
+    entry[keys[-1]] = value
+    torch.save(whole, path)
 
 
 def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import zipfile
@@ -31,6 +32,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # of a ModelCheckpoint that the user added
+        if state := checkpoint.get(RUN_KEY, {}).get("state"):
+            state["outline"] = outline(checkpoint)
         try:
             data = serialize(checkpoint)
         except (MemoryError, RuntimeError) as error:  # known to every rank, as what writing raises is
@@ -140,21 +143,24 @@ LIGHTNING: dict[str, Any] = {
     "pytorch-lightning_version": str,
 }
 SECTION = (dict, type(None))
+RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 OF_RANK = {"random": dict, "loaders": list, "metrics": dict, "logged": dict, "module": dict, "device": str}
 RECORD: dict[str, Any] = {
     "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
-    "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int},
+    "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int, "outline": str},
     **dict.fromkeys(("run_name", "run_id"), str),
     **dict.fromkeys(("data", "metrics", "versions"), dict),
 }
 
 
-def record(path: Path) -> dict[str, Any]:
+def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
 
-    A UserError where the file is unusable, was not written by this project, or was changed since.
+    A UserError where the file is unusable, was not written by this project, or was changed since; ``to_resume`` also
+    where what only a resume restores was changed.
     """
-    run = read(path).get(RUN_KEY)
+    checkpoint = read(path)
+    run = checkpoint.get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
         raise UserError(
             f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
@@ -163,7 +169,26 @@ def record(path: Path) -> dict[str, Any]:
     for key in ("config", "metrics", "data_source", "versions"):
         if not all(isinstance(value, VALUES) for value in _leaves(run.get(key))):
             raise _changed(path, f"run.{key}")
+    saved = run.get("state", {}).get("outline")
+    if to_resume and saved is not None and saved != outline(checkpoint):
+        raise _changed(path, " or ".join(RESTORED))
     return run
+
+
+def outline(checkpoint: dict[str, Any]) -> str:
+    """A sum over what Lightning restores at a resume, besides weights: every value, of tensors shape and dtype.
+
+    Much of it is used at the first step only, when files of the run were changed already.
+    """
+    return hashlib.sha256(repr([_plain(checkpoint.get(key)) for key in RESTORED]).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(key, _plain(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(item) for item in (sorted(value, key=repr) if isinstance(value, set) else value)]
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from project.engine.ranks import say
+
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6
 REFRESH_STEPS = 50
@@ -57,9 +59,9 @@ class EpochLines(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
                 reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
-                print(f"stopped early: {' '.join(reason.split())}", flush=True)
+                say(f"stopped early: {' '.join(reason.split())}")
             if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
-                print("stopped early: --max_time is over.", flush=True)
+                say("stopped early: --max_time is over.")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.close_bar()
@@ -83,7 +85,7 @@ class EpochLines(Callback):
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
         if not self.wants_bar:
-            print("  ".join(parts), flush=True)
+            say("  ".join(parts))
             return
         wide, lines = shutil.get_terminal_size().columns, [parts[0]]
         for part in parts[1:]:

@@ -39,7 +39,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
         return config or configure(argv, prog), run
     if line.value("init_weights") is not None:
         raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
-    known = record(run.checkpoint)
+    known = record(run.checkpoint, to_resume=True)
     base = copy.deepcopy(known["config"])
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
