@@ -155,8 +155,19 @@ def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pyte
     assert "bad.yaml is not valid YAML, line" in error_of(capsys, "--config", "bad.yaml")
     Path("list.yaml").write_text("- 1\n")
     assert "list.yaml" in error_of(capsys, "--config", "list.yaml")
+    Path("empty.yaml").write_text("trainer:\n")
+    assert "trainer must hold flags and values" in error_of(capsys, "--config", "empty.yaml")
     Path("key.yaml").write_text("trainer: {max_epoch: 3}\n")
     assert "trainer.max_epochs" in error_of(capsys, "--config", "key.yaml")
+
+
+def test_a_share_of_the_test_set_that_is_less_than_a_batch_is_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
+) -> None:
+    share = ["--limit_test_batches", "0.001"]
+    assert "limit_test_batches" in error_of(capsys, *SMALL, "--max_epochs", "1", *share)
+    path = ["--ckpt_path", str(finished / "best.ckpt")]
+    assert "limit_test_batches" in error_of(capsys, *path, *share, main=test_command.main)
 
 
 @pytest.fixture

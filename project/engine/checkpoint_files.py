@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from project.errors import UserError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-VALUES = (type(None), bool, int, float, str)
+VALUES = (type(None), bool, int, float, str, dict, list)  # the last two: empty
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
@@ -156,8 +156,7 @@ RECORD: dict[str, Any] = {
 def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
 
-    A UserError where the file is unusable, was not written by this project, or was changed since; ``to_resume`` also
-    where what only a resume restores was changed.
+    A UserError where the file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
     """
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
@@ -180,21 +179,17 @@ def outline(checkpoint: dict[str, Any]) -> str:
 
     Much of it is used at the first step only, when files of the run were changed already.
     """
-    return hashlib.sha256(repr([_plain(checkpoint.get(key)) for key in RESTORED]).encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return [(key, _plain(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple, set)):
-        return [_plain(item) for item in (sorted(value, key=repr) if isinstance(value, set) else value)]
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+    leaves = _leaves([checkpoint.get(key) for key in RESTORED])
+    plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return hashlib.sha256(repr(plain).encode()).hexdigest()
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
+    """The values and keys in nested containers, and containers that are empty."""
+    parts = value.items() if isinstance(value, dict) else sorted(value, key=repr) if isinstance(value, set) else value
+    if isinstance(value, (dict, list, tuple, set)) and value:
+        for part in parts:
+            yield from _leaves(part)
     else:
         yield value
 

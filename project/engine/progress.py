@@ -47,8 +47,9 @@ class EpochLines(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # asking at every step would cost a third of a small model's run, and wait for the device
         if self._bar is not None and trainer.global_step >= self._bar.n + REFRESH_STEPS:
-            losses = [f"{name} {float(value):.4f}" for name, value in trainer.logged_metrics.items() if is_loss(name)]
-            self._bar.set_postfix_str(", ".join(losses[:1]), refresh=False)
+            of_training = [name for name in trainer.logged_metrics if "loss" in name and name[:3] != "val"]
+            shown = [f"{name} {float(trainer.logged_metrics[name]):.4f}" for name in of_training[:1]]
+            self._bar.set_postfix_str("".join(shown), refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,11 +93,6 @@ class EpochLines(Callback):
             fits = len(lines[-1]) + 2 + len(part) <= wide
             lines = [*lines[:-1], f"{lines[-1]}  {part}"] if fits else [*lines, f"    {part}"]
         tqdm.write("\n".join(lines))
-
-
-def is_loss(name: str) -> bool:
-    """Whether a metric is a loss of training."""
-    return "loss" in name and not name.startswith(("val", "test"))
 
 
 def progress_callback(flags: dict[str, Any]) -> Callback | None:

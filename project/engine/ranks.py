@@ -48,6 +48,17 @@ def say(*lines: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
+    """``value`` of every rank, in rank order. Every rank must call it; ``group``: default all, as NCCL or gloo."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
     """``decide()`` of rank 0, known to every rank, also a UserError that it raises. Its value must be plain (JSON).
 

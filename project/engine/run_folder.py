@@ -172,11 +172,10 @@ def _new(root: Path, run_name: str | None) -> Run:
         return Run(folder)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
-        root.mkdir(parents=True, exist_ok=True)
         for attempt in itertools.count(1):
             folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
             with contextlib.suppress(FileExistsError):  # of two launches in the same second one gets the next number
-                folder.mkdir()
+                folder.mkdir(parents=True)
                 break
     except OSError as error:
         raise UserError(

@@ -60,8 +60,14 @@ def install() -> None:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
                 signal.signal(number, _note)
-        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Linux: SIGTERM for this process when its parent dies, also by SIGKILL. Elsewhere it runs to its end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def imports_are_done() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import ctypes
 import fcntl
 import math
 import os
@@ -26,6 +25,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
 from project import threads
+from project.engine.signals import end_with_parent
 from project.errors import UserError, nearest
 from project.tables import format_cell
 
@@ -136,7 +136,7 @@ class RunningTrial:
         words = [sys.executable, "-m", f"{__name__.split('.')[0]}.fit", *fit_arguments, *flags, *goal, *run]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log_path, "ab") as log:
-            self.process = subprocess.Popen(words, stdout=log, env=environment, preexec_fn=_end_with_parent, **pipes)
+            self.process = subprocess.Popen(words, stdout=log, env=environment, preexec_fn=end_with_parent, **pipes)
 
     def watch(self) -> int | None:
         """Report epochs that are over to Optuna, stop a hopeless trial; the exit code where the process has ended."""
@@ -244,9 +244,3 @@ def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
 def trial_name(number: int) -> str:
     """Name of a trial's run."""
     return f"trial-{number:03}"
-
-
-def _end_with_parent() -> None:
-    """Linux: SIGTERM for the trial when the sweep dies, also by SIGKILL. Elsewhere trials then run to their end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
