@@ -222,7 +222,7 @@ def render(runs: list[Run]) -> str:
         styles |= {run.folder.name: style for run in group}
     curves: dict[str, dict[str, Series]] = {run.folder.name: {} for run in runs}
     for run in runs:
-        with contextlib.suppress(OSError, ValueError, KeyError, csv.Error):  # of a damaged file
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, csv.Error):  # of a damaged file
             curves[run.folder.name] = read_series(run.folder / "metrics.csv")
 
     def paint(metric: str, ax: Axes) -> None:

@@ -205,7 +205,7 @@ def _is_finished(checkpoint: Path) -> bool:
     """Whether this is the last.ckpt of a finished run: its step is the one that summary.json holds."""
     if checkpoint.name != "last.ckpt":
         return False
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds no mapping
         summary = json.loads((checkpoint.parent / "summary.json").read_text())
         return bool(summary.get("finished")) and summary.get("steps") == read(checkpoint).get("global_step")
     return False
