@@ -14,7 +14,7 @@ import torch
 from project import fit
 from project import test as test_command
 from project.engine import command as entry
-from tests.commands import SMALL, checkpoint, finished_run
+from tests.commands import SMALL, checkpoint, finished_run, summary
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
@@ -109,6 +109,8 @@ def test_a_refused_resume_leaves_every_file_of_the_run_as_it_was(
         (("optimizer_states", 0, "state", 0, "exp_avg"), torch.zeros(2, 3)),
         (("optimizer_states", 0, "param_groups", 0, "betas"), None),
         (("loops", "fit_loop", "epoch_progress", "current", "ready"), "x"),
+        (("run", "state", "ranks", 0, "random", "numpy", 3), []),
+        (("run", "state", "followed"), torch.zeros(2)),
     ],
 )
 def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written(
@@ -127,7 +129,7 @@ def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:
     whole = entry = checkpoint(path)
     for key in keys[:-1]:
         entry = entry[key]
-    assert keys[-1] in entry
+    assert type(entry[keys[-1]]) is not type(value) or keys[-1] == "exp_avg"
     entry[keys[-1]] = value
     torch.save(whole, path)
 
@@ -161,11 +163,13 @@ def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pyte
     assert "trainer.max_epochs" in error_of(capsys, "--config", "key.yaml")
 
 
-def test_a_share_of_the_test_set_that_is_less_than_a_batch_is_told_in_one_line(
+def test_a_share_of_the_test_set_that_is_less_than_a_batch_loses_no_run_and_is_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
 ) -> None:
     share = ["--limit_test_batches", "0.001"]
-    assert "limit_test_batches" in error_of(capsys, *SMALL, "--max_epochs", "1", *share)
+    assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "r", *share]) == 0
+    assert "\nnot tested: You requested to check 0.001 of the `test_dataloader`" in capsys.readouterr().out
+    assert "test/accuracy" not in summary(Path("checkpoints/r"))
     path = ["--ckpt_path", str(finished / "best.ckpt")]
     assert "limit_test_batches" in error_of(capsys, *path, *share, main=test_command.main)
 

@@ -170,16 +170,17 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
             raise _changed(path, f"run.{key}")
     saved = run.get("state", {}).get("outline")
     if to_resume and saved is not None and saved != outline(checkpoint):
-        raise _changed(path, " or ".join(RESTORED))
+        raise _changed(path, " or ".join(("run.state", *RESTORED)))
     return run
 
 
 def outline(checkpoint: dict[str, Any]) -> str:
-    """A sum over what Lightning restores at a resume, besides weights: every value, of tensors shape and dtype.
+    """A sum over what a resume restores besides weights and callbacks: every value, of tensors shape and dtype.
 
     Much of it is used at the first step only, when files of the run were changed already.
     """
-    leaves = _leaves([checkpoint.get(key) for key in RESTORED])
+    state = {**checkpoint[RUN_KEY]["state"], "outline": None}
+    leaves = _leaves([state, *(checkpoint.get(key) for key in RESTORED)])
     plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return hashlib.sha256(repr(plain).encode()).hexdigest()
 
