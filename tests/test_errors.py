@@ -180,6 +180,20 @@ def finished() -> Path:
     return finished_run()
 
 
+def test_a_refused_run_leaves_none_of_the_folders_that_it_made_and_all_that_were_there(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = ["--data.source", "sample", "--accelerator", "tpu", "--default_root_dir"]
+    for name in ([], ["--run_name", "r"]):
+        error_of(capsys, *refused, "a/b", *name)
+        assert not Path("a").exists()
+        Path("mine").mkdir(exist_ok=True)
+        error_of(capsys, *refused, "mine/b", *name)
+        error_of(capsys, *refused, "mine", *name)
+        assert Path("mine").is_dir()
+        assert not list(Path("mine").iterdir())
+
+
 def test_a_refused_run_from_another_s_checkpoint_leaves_no_folder(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
 ) -> None:
