@@ -61,15 +61,15 @@ def main(argv: list[str]) -> int:
         raise UserError(f"export needs {needs}. Run pip install '.[export]' first.")
     checkpoint = find_checkpoint(args.ckpt_path)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
+    typed = {name: value for name, value in vars(args).items() if name.startswith(("data.", "allow_")) and value}
+    loaded = load(checkpoint, [f"--{name}={value}" for name, value in typed.items()])
+    samples = find_samples(loaded, as_in_training=not typed.keys() - {"allow_imports"})
+    exported, facts = trace(loaded, samples), metadata(loaded, samples)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({error.strerror}).") from None
-    typed = {name: value for name, value in vars(args).items() if name.startswith(("data.", "allow_")) and value}
-    loaded = load(checkpoint, [f"--{name}={value}" for name, value in typed.items()])
-    samples = find_samples(loaded, as_in_training=not typed.keys() - {"allow_imports"})
-    exported, facts = trace(loaded, samples), metadata(loaded, samples)
     print(f"{checkpoint}: comparing the exports on {len(samples.inputs[0]):,} samples ({samples.source})", flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
         write_files(Path(scratch), loaded, exported, samples, facts)

@@ -124,8 +124,7 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
     trainer, status, trained = session.trainer, 1, False
     try:
         with refusals_as_errors(session.timer, job.checkpoint):
-            checkpoint = str(job.checkpoint) if job.checkpoint else None
-            trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=checkpoint, weights_only=True)
+            trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=job.checkpoint, weights_only=True)
         summary = summarize(config, job, session)  # before the test's precision is set
         summary.metrics |= final_test(trainer, config, session.checkpoint.saved_best)
         trained = True

@@ -249,7 +249,7 @@ def render(runs: list[Run]) -> str:
         styles |= {run.folder.name: style for run in group}
     curves: dict[str, dict[str, Series]] = {run.folder.name: {} for run in runs}
     for run in runs:
-        with contextlib.suppress(OSError, ValueError, KeyError, csv.Error):  # of a damaged file
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, csv.Error):  # of a damaged file
             epochs = int(run.summary.get("epochs", 0))
             curves[run.folder.name] = read_series(run.folder / "metrics.csv", epochs)
 

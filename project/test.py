@@ -19,8 +19,8 @@ from project.engine.ranks import decided_by_rank_zero, is_rank_zero
 from project.engine.restore import load
 from project.engine.run_folder import ROOT, find_checkpoint
 from project.engine.stop import GracefulStop
-from project.engine.summary import device_name, samples_of
-from project.engine.trainer import build_trainer, float32_products, lacks_for_test, trainer_flags
+from project.engine.summary import RunTimer, device_name, samples_of
+from project.engine.trainer import build_trainer, float32_products, lacks_for_test, refusals_as_errors, trainer_flags
 from project.errors import UserError
 
 OUTPUT = Option("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv.")
@@ -34,15 +34,14 @@ def main(argv: list[str]) -> int:
     if line.asks_for_help:
         configure(argv, "project.test", further=(OUTPUT,))
     root = Path(line.value("trainer.default_root_dir") or ROOT)
-    path = Path(
-        decided_by_rank_zero(lambda: str(find_checkpoint(line.value("ckpt_path"), root, line.value("run_name"))))
-    )
+    named = line.value("ckpt_path"), root, line.value("run_name")
+    path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(*named))))
     loaded = load(path, argv, "project.test", (OUTPUT,))
     if missing := lacks_for_test(loaded.module, loaded.datamodule):
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
     flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
     trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
-    with float32_products():  # like fit's own test; --precision still chooses autocast
+    with refusals_as_errors(RunTimer()), float32_products():  # like fit's own test; --precision still chooses autocast
         found = trainer.test(loaded.module, datamodule=loaded.datamodule, verbose=False)
     facts = {
         "checkpoint": str(path),

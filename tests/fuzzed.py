@@ -26,6 +26,7 @@ from typing import Any
 
 AT_ONCE = 2
 PATIENCE_S = 30.0  # then a command that goes on is asked to stop, and has as long for it
+AT_WORK = ("training samples", "--checkpoint", "trial-000  ")  # printed by what may take long: it does what was asked
 MEMORY = 16 * 2**30  # address space; torch's libraries alone take several GiB of it
 MODULES = {
     "fit": "project.fit",
@@ -210,7 +211,7 @@ def fault(folder: Path, status: int) -> str | None:
     if not os.WIFEXITED(status):
         return f"ended by signal {os.WTERMSIG(status)}"
     code = os.WEXITSTATUS(status)
-    if code == 143 and "training samples" not in told and "--checkpoint" not in told:
+    if code == 143 and not any(sign in told for sign in AT_WORK):
         return f"not done after {PATIENCE_S} s: {told[-300:]}"
     if code in (0, 143):
         return None

@@ -45,6 +45,14 @@ def copied(finished: Path, workplace: Path) -> Path:
     return Path("checkpoints/r")
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "{"])
+def test_a_summary_that_is_none_leaves_the_run_unfinished(copied: Path, finished: Path, text: str) -> None:
+    (copied / "summary.json").write_text(text)
+    assert not choose(Path("checkpoints"), "r", "auto").finished
+    shutil.copy(finished / "summary.json", copied)
+    assert choose(Path("checkpoints"), "r", "auto").finished
+
+
 def test_a_truncated_last_is_named_and_skipped_for_the_best(
     copied: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import gzip
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from project import fit
 from project import test as test_command
 from project.engine import command as entry
-from tests.commands import SMALL, finished_run
+from tests.commands import SMALL, checkpoint, finished_run, summary
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
@@ -103,6 +104,38 @@ def test_a_refused_resume_leaves_every_file_of_the_run_as_it_was(
     assert contents(Path("checkpoints/done")) == before
 
 
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("lr_schedulers", 0, "_step_count"), [1, "x"]),
+        (("optimizer_states", 0, "state", 0, "exp_avg"), torch.zeros(2, 3)),
+        (("optimizer_states", 0, "param_groups", 0, "betas"), None),
+        (("loops", "fit_loop", "epoch_progress", "current", "ready"), "x"),
+        (("run", "state", "ranks", 0, "random", "numpy", 3), []),
+        (("run", "state", "followed"), torch.zeros(2)),
+    ],
+)
+def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, keys: tuple[Any, ...], value: Any
+) -> None:
+    shutil.copytree(finished, "checkpoints/done", ignore_dangling_symlinks=True)
+    change(Path("checkpoints/done/last.ckpt"), keys, value)
+    before = contents(Path("checkpoints/done"))
+    assert "optimizer_states" in error_of(capsys, "--run_name", "done", "--ckpt_path", "last", "--max_epochs", "4")
+    assert contents(Path("checkpoints/done")) == before
+    assert test_command.main(["--ckpt_path", "checkpoints/done/last.ckpt"]) == 0  # only a resume needs it
+
+
+def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:
+    """Replace an entry of a checkpoint."""
+    whole = entry = checkpoint(path)
+    for key in keys[:-1]:
+        entry = entry[key]
+    assert type(entry[keys[-1]]) is not type(value) or keys[-1] == "exp_avg"
+    entry[keys[-1]] = value
+    torch.save(whole, path)
+
+
 def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,14 +159,41 @@ def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pyte
     assert "bad.yaml is not valid YAML, line" in error_of(capsys, "--config", "bad.yaml")
     Path("list.yaml").write_text("- 1\n")
     assert "list.yaml" in error_of(capsys, "--config", "list.yaml")
+    Path("empty.yaml").write_text("trainer:\n")
+    assert "trainer must hold flags and values" in error_of(capsys, "--config", "empty.yaml")
     Path("key.yaml").write_text("trainer: {max_epoch: 3}\n")
     assert "trainer.max_epochs" in error_of(capsys, "--config", "key.yaml")
+
+
+def test_a_share_of_the_test_set_that_is_less_than_a_batch_loses_no_run_and_is_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
+) -> None:
+    share = ["--limit_test_batches", "0.001"]
+    assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "r", *share]) == 0
+    assert "\nnot tested: You requested to check 0.001 of the `test_dataloader`" in capsys.readouterr().out
+    assert "test/accuracy" not in summary(Path("checkpoints/r"))
+    path = ["--ckpt_path", str(finished / "best.ckpt")]
+    assert "limit_test_batches" in error_of(capsys, *path, *share, main=test_command.main)
 
 
 @pytest.fixture
 def finished() -> Path:
     """A finished run's folder."""
     return finished_run()
+
+
+def test_a_refused_run_leaves_none_of_the_folders_that_it_made_and_all_that_were_there(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = ["--data.source", "sample", "--accelerator", "tpu", "--default_root_dir"]
+    for name in ([], ["--run_name", "r"]):
+        error_of(capsys, *refused, "a/b", *name)
+        assert not Path("a").exists()
+        Path("mine").mkdir(exist_ok=True)
+        error_of(capsys, *refused, "mine/b", *name)
+        error_of(capsys, *refused, "mine", *name)
+        assert Path("mine").is_dir()
+        assert not list(Path("mine").iterdir())
 
 
 def test_a_refused_run_from_another_s_checkpoint_leaves_no_folder(

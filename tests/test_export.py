@@ -297,10 +297,11 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
         (["--output", "x.onnx"], "--output must end in .json or .csv, got x.onnx"),
         (["--outputdir", "x"], "unknown option --outputdir. Did you mean --output_dir?"),
         (["--output_dir", "FILE"], "--output_dir must be a folder"),
+        (["--output_dir", "new", "--data.source", "x"], "--data.source must be one of auto, mnist, sample, got x"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], workplace: Path
 ) -> None:
     (tmp_path / "file").touch()
     words = [str(tmp_path / "file") if word == "FILE" else word for word in words]
@@ -309,6 +310,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert not Path("new").exists()
 
 
 def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(

@@ -381,8 +381,10 @@ def test_no_input_ends_in_a_traceback_and_a_refused_one_writes_nothing(kind: str
 def assert_all_right(inputs: list[Input], folder: Path) -> None:
     (folder / "inputs.json").write_text(json.dumps([vars(given) for given in inputs]))
     (folder / "each").mkdir()
+    (folder / "home").mkdir()
     words = [sys.executable, "-m", fuzzed.__name__, str(folder / "inputs.json"), str(folder / "each")]
-    environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    # a home without files: predict may be told to look through all of it
+    environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "HOME": str(folder / "home")}
     with open(folder / "wrong.jsonl", "w") as found:
         done = subprocess.run(words, env=environment, stdout=found, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

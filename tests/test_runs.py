@@ -123,6 +123,7 @@ def test_a_run_is_running_while_its_lock_is_held_and_interrupted_without_an_end(
 def test_damaged_files_of_a_run_hide_no_other_run(root: Path) -> None:
     (root / "slow-1" / "config.yaml").write_bytes(b"\xff{")
     (root / "slow-2" / "summary.json").write_text("[1")
+    (root / "slow-2" / "metrics.csv").write_text("step,epoch\n1,0,7\n")  # a value too many
     (root / "fast" / "metrics.csv").unlink()
     (root / "fast" / "config.yaml").write_text("[" * 20_000)
     assert [row["name"] for row in listed(root)] == ["fast", "slow-1", "slow-2"]

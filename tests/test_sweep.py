@@ -318,10 +318,13 @@ def test_bad_options_are_told_in_one_line(
     assert not list(workplace.iterdir())
 
 
-def test_what_fit_refuses_ends_the_sweep_with_fits_own_line(flags: list[str]) -> None:
+def test_what_fit_refuses_ends_the_sweep_with_fits_own_line_and_leaves_no_folder(
+    flags: list[str], tmp_path: Path
+) -> None:
     ended = complete([sys.executable, "-m", "project.sweep", *flags, "--trials", "1", "--model.lrr", "1"], cwd=ROOT)
     assert ended.returncode == 2
     assert "unknown option --model.lrr" in [x for x in ended.stderr.splitlines() if x.startswith("error: ")][-1]
+    assert not (tmp_path / "lr").exists()
 
 
 def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_batch_that_is_a_dictionary_is_left_alone(tmp_path):
 
 
 def test_results_of_all_ranks_are_put_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(test_predictions, "_of_all_ranks", lambda mine: [mine, None, mine])
+    monkeypatch.setattr(test_predictions, "of_all_ranks", lambda mine: [mine, None, mine])
     callback = pass_over(tmp_path, batch_of([1, 0], [[0.9, 0.1], [0.4, 0.6]]), most=3)
     assert callback.confusion is not None
     assert callback.confusion.tolist() == [[0, 2], [2, 0]]

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from project.engine.ranks import of_all_ranks
 from project.engine.summary import Mistake
 
 MOST_CLASSES = 1000  # a confusion matrix of more fills memory, and nobody reads it
@@ -63,7 +63,7 @@ class TestPredictions(Callback):
         mine = None
         if self._counts is not None:
             mine = (self._counts.long().cpu(), {key: value.cpu() for key, value in self._kept[0].items()})
-        ranks = [part for part in _of_all_ranks(mine) if part is not None]
+        ranks = [part for part in of_all_ranks(mine) if part is not None]
         self._counts, self._kept = None, []
         if not ranks:
             return
@@ -85,14 +85,6 @@ class TestPredictions(Callback):
         rows = {key: torch.cat([part[key] for part in parts]) for key in shared}
         first = rows["sureness"].topk(min(self.most, len(rows["sureness"]))).indices
         return {key: value[first] for key, value in rows.items()}
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _is_classified(outputs: Any, batch: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import zipfile
@@ -18,7 +19,7 @@ from lightning.pytorch import LightningModule
 from project.errors import UserError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-VALUES = (type(None), bool, int, float, str)
+VALUES = (type(None), bool, int, float, str, dict, list)  # the last two: empty
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
@@ -31,6 +32,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # of a ModelCheckpoint that the user added
+        if state := checkpoint.get(RUN_KEY, {}).get("state"):
+            state["outline"] = outline(checkpoint)
         try:
             data = serialize(checkpoint)
         except (MemoryError, RuntimeError) as error:  # known to every rank, as what writing raises is
@@ -140,21 +143,23 @@ LIGHTNING: dict[str, Any] = {
     "pytorch-lightning_version": str,
 }
 SECTION = (dict, type(None))
+RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 OF_RANK = {"random": dict, "loaders": list, "metrics": dict, "logged": dict, "module": dict, "device": str}
 RECORD: dict[str, Any] = {
     "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
-    "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int},
+    "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int, "outline": str},
     **dict.fromkeys(("run_name", "run_id"), str),
     **dict.fromkeys(("data", "metrics", "versions"), dict),
 }
 
 
-def record(path: Path) -> dict[str, Any]:
+def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
 
-    A UserError where the file is unusable, was not written by this project, or was changed since.
+    A UserError where the file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
     """
-    run = read(path).get(RUN_KEY)
+    checkpoint = read(path)
+    run = checkpoint.get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
         raise UserError(
             f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
@@ -163,13 +168,29 @@ def record(path: Path) -> dict[str, Any]:
     for key in ("config", "metrics", "data_source", "versions"):
         if not all(isinstance(value, VALUES) for value in _leaves(run.get(key))):
             raise _changed(path, f"run.{key}")
+    saved = run.get("state", {}).get("outline")
+    if to_resume and saved is not None and saved != outline(checkpoint):
+        raise _changed(path, " or ".join(("run.state", *RESTORED)))
     return run
 
 
+def outline(checkpoint: dict[str, Any]) -> str:
+    """A sum over what a resume restores besides weights and callbacks: every value, of tensors shape and dtype.
+
+    Much of it is used at the first step only, when files of the run were changed already.
+    """
+    state = {**checkpoint[RUN_KEY]["state"], "outline": None}
+    leaves = _leaves([state, *(checkpoint.get(key) for key in RESTORED)])
+    plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return hashlib.sha256(repr(plain).encode()).hexdigest()
+
+
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
+    """The values and keys in nested containers, and containers that are empty."""
+    parts = value.items() if isinstance(value, dict) else sorted(value, key=repr) if isinstance(value, set) else value
+    if isinstance(value, (dict, list, tuple, set)) and value:
+        for part in parts:
+            yield from _leaves(part)
     else:
         yield value
 

@@ -35,7 +35,6 @@ from project.engine.exact_resume import (
     RankState,
     apply_typed_hyperparameters,
     clean_place,
-    groups_of,
     settle_place,
     share_running_statistics,
     start_of,
@@ -44,10 +43,11 @@ from project.engine.lightning_internals import (
     add_training_sums,
     average_on_the_device,
     end_restart,
+    log_training_sums,
     release_child_processes,
 )
 from project.engine.log_steps import is_optimizer_step
-from project.engine.ranks import say
+from project.engine.ranks import of_all_ranks, say
 from project.engine.run_folder import Run, point_latest_at
 from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job
 from project.engine.summary import versions, write_config
@@ -115,10 +115,6 @@ class Best:
             self.score, self.epoch = score, epoch
             self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val")}
         return better
-
-    def forget(self) -> None:
-        """Forget the best value: the next one counts as the best."""
-        self.score, self.epoch, self.metrics = None, None, {}
 
     def go_on_from(self, saved: dict[str, Any]) -> None:
         """Take over what a checkpoint holds, unless another metric or mode is named now."""
@@ -193,7 +189,8 @@ class RunCheckpoint(GracefulStop):
         return dict(vars(self.best))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fresh_groups = groups_of(trainer.optimizers)  # the checkpoint's come next
+        groups = [optimizer.param_groups for optimizer in trainer.optimizers]  # the checkpoint's come next
+        self._fresh_groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups]
         average_on_the_device(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -232,7 +229,7 @@ class RunCheckpoint(GracefulStop):
         # files are changed last: what cannot be restored is refused before
         if note := self._set_aside_unusable_best(trainer):
             self.notes.append(note)
-            self.best.forget()
+            self.best.score, self.best.epoch, self.best.metrics = None, None, {}  # the next one counts as the best
         self.rows.keep_rows(state["metric_rows"])
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
@@ -267,7 +264,8 @@ class RunCheckpoint(GracefulStop):
         self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mine.epoch_ends(trainer)
+        log_training_sums(trainer, self._mine.sums)  # which no later batch of this epoch has logged again
+        self._mine.sums = {}
         end_restart(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -370,7 +368,7 @@ class RunCheckpoint(GracefulStop):
                 write_atomically(self.best_path.read_bytes(), self.last_path)
             except UserError as error:
                 failure = str(error)
-        if failure := next((reason for reason in self.agreement.gather(failure) if reason), None):
+        if failure := next((reason for reason in of_all_ranks(failure, self.agreement.group) if reason), None):
             raise UserError(failure)
         self._best_due = False
         self._last_save = time.monotonic()
@@ -392,7 +390,7 @@ class RunCheckpoint(GracefulStop):
         clean_place(checkpoint["loops"], self._place)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
-            "ranks": self.agreement.gather(self._mine.gather(trainer, pl_module)),
+            "ranks": of_all_ranks(self._mine.gather(trainer, pl_module), self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
             "metric_rows": self.rows.flush_rows(to_disk=True),
             "followed": self._followed,

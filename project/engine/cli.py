@@ -203,7 +203,7 @@ def _read_config(name: str) -> dict[str, Any]:
         raise UserError(f"--config {name} is not valid YAML{place}.") from None
     if not isinstance(content, dict):
         raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
-    if not isinstance(content.get("trainer") or {}, dict):
+    if not isinstance(content.get("trainer", {}), dict):
         raise UserError(f"--config {name}: trainer must hold flags and values, got {str(content['trainer'])[:40]}.")
     return content
 
@@ -228,8 +228,7 @@ class OneLineParser(LightningArgumentParser):
     """Parser whose errors are a :class:`UserError` of one line, and whose help shows Trainer flags flat."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        known = known_options(self)
-        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, ELSEWHERE))
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known_options(self), ELSEWHERE))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))

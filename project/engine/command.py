@@ -47,6 +47,7 @@ def prepare_process(name: str) -> None:
         gc.disable()
         signals.install()
         open_streams()
+        sys.excepthook = lambda _, error, __: os._exit(told(error))  # of an import, where memory is short
         refuse_junk()
         threads.configure()
         threads.waiting.start()
@@ -101,14 +102,19 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         asked = signals.requested()
         return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in ADVICE:
-            say_error(f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}")
-            return 2
-        if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
-            say_error(f"not enough memory; a smaller --data.batch_size or network takes less. {error}")
-            return 2
-        traceback.print_exc()
-        return 1
+        return told(error)
+
+
+def told(error: BaseException) -> int:
+    """Exit code of an error that no command expects. Prints it: one line for what the user can repair."""
+    if isinstance(error, OSError) and error.errno in ADVICE:
+        say_error(f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}")
+        return 2
+    if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
+        say_error(f"not enough memory; a smaller --data.batch_size or network takes less. {error}")
+        return 2
+    traceback.print_exception(error)
+    return 1
 
 
 def say_error(message: str) -> None:

@@ -8,13 +8,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from project.engine.exact_loading import ExactLoading, Start
 from project.engine.lightning_internals import (
     averaged_models,
-    log_training_sums,
     metric_states,
     restore_metric_states,
     training_sums,
@@ -99,11 +97,6 @@ class RankState:
         if state["device"] == trainer.strategy.root_device.type:
             restore_random_state(state["random"], trainer.strategy.root_device)
 
-    def epoch_ends(self, trainer: Trainer) -> None:
-        """Log the sums that no later batch of this epoch has logged again."""
-        log_training_sums(trainer, self.sums)
-        self.sums = {}
-
 
 def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> Start:
     """Where a rank's training loaders begin in a resumed run; ``state`` is what this project added for the resume."""
@@ -176,19 +169,11 @@ def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_grou
                 torch.distributed.broadcast(buffer, src=0, group=cpu_group if buffer.device.type == "cpu" else None)
 
 
-def groups_of(optimizers: list[Optimizer]) -> list[list[dict[str, Any]]]:
-    """The hyperparameters of every parameter group, as ``configure_optimizers`` has just made them."""
-    return [
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
-
-
 def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any]]], changed: bool) -> None:
     """Let typed hyperparameters win over the rate and weight decay in the checkpoint's optimizer state.
 
-    ``fresh`` are :func:`groups_of` before the restore. Where the configuration is not ``changed``, only the kernels are
-    chosen anew: a checkpoint of 16-mixed, which is not fused, may go on in another precision, which is.
+    ``fresh`` are the optimizers' parameter groups before the restore. Where the configuration is not ``changed``, only
+    the kernels are chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision, which is.
     """
     schedulers = {id(config.scheduler.optimizer): config.scheduler for config in trainer.lr_scheduler_configs}
     for optimizer, groups in zip(trainer.optimizers, fresh, strict=False):
@@ -201,18 +186,13 @@ def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any
             group.update({key: wanted[key] for key in keys})
             if changed and rate != 1.0:
                 group["lr"] *= rate
-            _put_step_counts(optimizer, group)
+            for parameter in group["params"]:
+                step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+                if isinstance(step, torch.Tensor):  # fused kernels need it on the device, others on the CPU
+                    on_device = group.get("fused") or group.get("capturable")
+                    optimizer.state[parameter]["step"] = step.to(parameter.device if on_device else "cpu")
         if changed and scheduler is not None and hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
             if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
                 for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
                     group["lr"] = group.get("initial_lr", group["lr"]) * factor(scheduler.last_epoch)
-
-
-def _put_step_counts(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Move step counts to where the optimizer's kernel needs them: fused on the device, others on the CPU."""
-    for parameter in group["params"]:
-        step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
-        if isinstance(step, torch.Tensor):
-            on_device = group.get("fused") or group.get("capturable")
-            optimizer.state[parameter]["step"] = step.to(parameter.device if on_device else "cpu")

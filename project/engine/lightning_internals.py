@@ -23,6 +23,7 @@ from lightning.pytorch.profilers import Profiler
 from torch import nn
 from torchmetrics import Metric
 
+from project.engine.ranks import of_all_ranks
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
@@ -225,8 +226,7 @@ def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
     mine = {
         key: (float(logged.value), int(getattr(logged, "cumulated_batch_size", 0))) for key, logged in entries.items()
     }
-    ranks: list[dict[str, tuple[float, int]]] = [{} for _ in range(trainer.world_size)]
-    torch.distributed.all_gather_object(ranks, mine)
+    ranks = of_all_ranks(mine)
     for key, logged in entries.items():
         values, counts = zip(*(rank[key] for rank in ranks if key in rank), strict=True)
         join: Any = max if logged.meta.is_max_reduction else min if logged.meta.is_min_reduction else sum

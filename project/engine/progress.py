@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from project.engine.ranks import say
 from project.engine.summary import stopped_lines
 
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
@@ -48,8 +49,9 @@ class EpochLines(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # asking at every step would cost a third of a small model's run, and wait for the device
         if self._bar is not None and trainer.global_step >= self._bar.n + REFRESH_STEPS:
-            losses = [f"{name} {float(value):.4f}" for name, value in trainer.logged_metrics.items() if is_loss(name)]
-            self._bar.set_postfix_str(", ".join(losses[:1]), refresh=False)
+            shown = [name for name in trainer.logged_metrics if "loss" in name and name[:3] != "val"][:1]
+            text = "".join(f"{name} {float(trainer.logged_metrics[name]):.4f}" for name in shown)
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,10 +62,10 @@ class EpochLines(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
                 reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
-                print(f"stopped early: {' '.join(reason.split())}", flush=True)
+                say(f"stopped early: {' '.join(reason.split())}")
             if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
                 lines = stopped_lines(Path(trainer.default_root_dir), trainer.global_step, " --max_time DD:HH:MM:SS")
-                print("stopped early: --max_time is over.", *lines, sep="\n", flush=True)
+                say("stopped early: --max_time is over.", *lines)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.close_bar()
@@ -87,18 +89,13 @@ class EpochLines(Callback):
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
         if not self.wants_bar:
-            print("  ".join(parts), flush=True)
+            say("  ".join(parts))
             return
         wide, lines = shutil.get_terminal_size().columns, [parts[0]]
         for part in parts[1:]:
             fits = len(lines[-1]) + 2 + len(part) <= wide
             lines = [*lines[:-1], f"{lines[-1]}  {part}"] if fits else [*lines, f"    {part}"]
         tqdm.write("\n".join(lines))
-
-
-def is_loss(name: str) -> bool:
-    """Whether a metric is a loss of training."""
-    return "loss" in name and not name.startswith(("val", "test"))
 
 
 def progress_callback(flags: dict[str, Any]) -> Callback | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -39,9 +40,23 @@ def is_rank_zero() -> bool:
 
 
 def say(*lines: str) -> None:
-    """Print lines, on rank 0."""
-    for line in lines if is_rank_zero() else ():
-        print(line, flush=True)
+    """Print lines, on rank 0. Where the reader has gone (``... | head``) they go nowhere, and the run goes on."""
+    if lines and is_rank_zero():
+        try:
+            print(*lines, sep="\n", flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
+    """``value`` of every rank, in rank order. Every rank must call it; ``group``: default all, as NCCL or gloo."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:

@@ -39,7 +39,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
         return config or configure(argv, prog), run
     if line.value("init_weights") is not None:
         raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
-    known = record(run.checkpoint)
+    known = record(run.checkpoint, to_resume=True)
     base = copy.deepcopy(known["config"])
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
@@ -112,12 +112,9 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     if name is None:
         return []
     path = find_checkpoint(name)
-
-    def shape_of(value: Any) -> Any:
-        return getattr(value, "shape", None)
-
     given, own = read(path)["state_dict"], module.state_dict()
-    fitting = {key: value for key, value in given.items() if key in own and shape_of(own[key]) == shape_of(value)}
+    shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
+    fitting = {k: value for k, value in given.items() if k in own and getattr(value, "shape", None) == shapes[k]}
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)

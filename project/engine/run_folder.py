@@ -37,7 +37,7 @@ class Run:
     fork: bool = False  # a new run that starts from another run's checkpoint
     notes: list[str] = field(default_factory=list)  # what the user should know, a line each
     run_id: str = ""  # belongs to the folder; tells its checkpoints from another run's
-
+    new_parents: int = 0  # folders above it that it makes
     changes: list[str] = field(default_factory=list)  # settings that differ from the resumed checkpoint's
     _lock: Any = None
     _created: bool = False  # this process made the folder
@@ -63,7 +63,7 @@ class Run:
         """The same run in another folder. The folder made for its name is removed."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
-        return replace(self, folder=Path(folder) / self.name, run_id="")
+        return replace(self, folder=Path(folder) / self.name, run_id="", new_parents=0)
 
     def discard(self) -> None:
         """Delete a new run's folder if the run failed before it saved a checkpoint."""
@@ -74,9 +74,11 @@ class Run:
             latest = self.folder.parent / LATEST
             if latest.is_symlink() and not latest.exists():  # it was this run
                 latest.unlink()
-                others = sorted(self.folder.parent.glob("*/last.ckpt"), key=lambda path: path.stat().st_mtime)
-                if others:
+                if others := sorted(self.folder.parent.glob("*/last.ckpt"), key=lambda path: path.stat().st_mtime):
                     point_latest_at(others[-1].parent)
+            with contextlib.suppress(OSError):  # another run is there
+                for parent in list(self.folder.parents)[: self.new_parents]:
+                    parent.rmdir()
 
     def release(self) -> None:
         """Let others write in the folder, also where this process goes on."""
@@ -165,26 +167,26 @@ def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: s
 
 
 def _new(root: Path, run_name: str | None) -> Run:
+    new_parents = sum(not os.path.exists(path) for path in (root, *root.parents))
     if run_name is not None:
         folder = root / run_name
         if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
             raise UserError(
                 f"--run_name {run_name}: {folder} already exists. Choose another name, or go on: --ckpt_path auto."
             )
-        return Run(folder)
+        return Run(folder, new_parents=new_parents)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
-        root.mkdir(parents=True, exist_ok=True)
         for attempt in itertools.count(1):
             folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
             with contextlib.suppress(FileExistsError):  # of two launches in the same second one gets the next number
-                folder.mkdir()
+                folder.mkdir(parents=True)
                 break
     except OSError as error:
         raise UserError(
             f"--default_root_dir must be a folder you may write in, got {root}: {error.strerror}."
         ) from None
-    return Run(folder)
+    return Run(folder, new_parents=new_parents)
 
 
 def _automatic(root: Path, run_name: str | None) -> Run:
@@ -208,7 +210,7 @@ def _is_finished(checkpoint: Path) -> bool:
     """Whether this is the last.ckpt of a finished run: its step is the one that summary.json holds."""
     if checkpoint.name != "last.ckpt":
         return False
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds no mapping
         summary = json.loads((checkpoint.parent / "summary.json").read_text())
         return bool(summary.get("finished")) and summary.get("steps") == read(checkpoint).get("global_step")
     return False

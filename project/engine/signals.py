@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def end_with_parent() -> None:
-    """Linux: SIGTERM for this process when its parent ends, also by SIGKILL. Elsewhere it then runs to its end."""
+    """Linux: SIGTERM for this process when its parent dies, also by SIGKILL. Elsewhere it runs to its end."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
@@ -121,10 +121,8 @@ def _note(number: int, _: FrameType | None) -> None:
     first = not _State.requested
     signum = signal.SIGTERM if number == signal.SIGHUP else number  # and a number of its own for a save: stop.SAVE_DUE
     _State.requested = signum
-    if not _State.begun and is_child():
-        _tell_rank_zero(signum)
-        if not _State.importing:
-            return
+    if not _State.begun and is_child() and _tell_rank_zero(signum):
+        return  # rank 0 ends it, and would be killed if it ended first
     if _State.importing:
         os._exit(Stopped(signum).exit_code)
     if not _State.deferring:
@@ -162,10 +160,13 @@ def _stop_watching() -> None:
             signal.set_wakeup_fd(-1)
 
 
-def _tell_rank_zero(signum: int) -> None:
+def _tell_rank_zero(signum: int) -> bool:
+    """Pass a signal on to rank 0; returns whether it is still there."""
     if (parent := os.getppid()) != 1:
         with suppress(ProcessLookupError):
             os.kill(parent, signum)
+            return True
+    return False
 
 
 def _end_ranks() -> None:

@@ -59,14 +59,6 @@ class Agreement:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return int(value)
 
-    def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order. Every rank must call it."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
     def _outcome(self) -> int:
         if self._pending is None:
             return 0

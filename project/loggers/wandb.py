@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project.engine.ranks import say
 from project.engine.stop import failure_within
 from project.engine.summary import RunRecord, parameter_count
 from project.errors import UserError
@@ -192,7 +193,7 @@ class WandbRunLogger(WandbLogger):
         if not self.offline:
             try:
                 run = wandb.init(**options, mode="online")
-                print(f"W&B: {run.url}", flush=True)
+                say(f"W&B: {run.url}")
                 return run
             except Exception as error:
                 if self._given_up:

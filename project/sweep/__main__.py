@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
 
     name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
     folder, space_file = args.root / name, args.space or default_space(Path(__file__).parents[2])
-    space = read_space(space_file)
+    space, is_new = read_space(space_file), not folder.exists()
     fit_arguments, lock = claim(folder, space_file, fit_arguments)
     with lock:
         study, left = open_study(folder, space, args.trials, args.seed)
@@ -62,9 +63,12 @@ def main(argv: list[str]) -> int:
             print(f"going on with {name}: {len(study.trials)} of {args.trials} trials were begun.", flush=True)
         try:
             run_trials(study, left, space, folder, fit_arguments, args.trials, args.jobs)
+        except UserError:
+            if is_new and not any(path.is_dir() for path in folder.iterdir()):  # no trial has begun to train
+                shutil.rmtree(folder)
+            raise
         finally:
-            rows = result_rows(study, space)
-            if rows:
+            if folder.exists() and (rows := result_rows(study, space)):
                 draw(folder / "sweep.png", study, space, f"{name}: {len(rows)} trials")
         print("\n" + format_table(rows))
         if output:
