@@ -69,8 +69,6 @@ class Run:
         """Delete a new run's folder if the run failed before it saved a checkpoint."""
         if (self.checkpoint is None or self.fork) and self._created and not any(self.folder.glob("*.ckpt")):
             shutil.rmtree(self.folder, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.folder.parent.rmdir()  # where this is the first run
             latest = self.folder.parent / LATEST
             if latest.is_symlink() and not latest.exists():  # it was this run
                 latest.unlink()
