@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, checkpoint, command, family, kill_group, start, wait_for
+from tests.commands import SMALL, checkpoint, command, family, kill_group, run, start, wait_for
 
 TINY = [
     *("--data.source", "sample", "--data.train_samples", "64", "--data.val_samples", "32", "--data.test_samples", "32"),
@@ -52,7 +52,7 @@ def assert_one_line(done: subprocess.CompletedProcess[bytes], *parts: str) -> No
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=nightly)])
 def test_a_terminal_that_cannot_show_a_character(encoding: str) -> None:
     environ = {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    assert fit(*TINY, "--run_name", "r", **environ).returncode == 0
+    assert run("fit", *TINY, "--run_name", "r").returncode == 0
     resumed = fit("--run_name", "r", "--ckpt_path", "last", "--max_epochs", "2", **environ)  # says 1 → 2, with an arrow
     assert resumed.returncode == 0, resumed.stderr
     assert b"max_epochs: 1 ? 2" in resumed.stdout
