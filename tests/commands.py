@@ -258,8 +258,8 @@ def assert_same_run(one: Path, other: Path) -> None:
     for name in ("last.ckpt", "best.ckpt"):
         a, b = checkpoint(one / name), checkpoint(other / name)
         for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"):
-            assert not differences(a[key], b[key], f"{name}:{key}")
-        assert not differences(a["run"]["state"], b["run"]["state"], f"{name}:state")
+            assert differences(a[key], b[key], f"{name}:{key}") == []
+        assert differences(a["run"]["state"], b["run"]["state"], f"{name}:state") == []
     assert rows(one) == rows(other)
 
 

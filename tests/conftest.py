@@ -16,6 +16,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; the runs that tests start inherit it
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of two cores, one for each of the two tests at a time
 
+for module in ("commands", "promises"):  # their assertions show values, too
+    pytest.register_assert_rewrite(f"tests.{module}")
+
 REPOSITORY = Path(__file__).parent.parent
 FOREIGN = (
     "RANK",

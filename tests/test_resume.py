@@ -96,6 +96,20 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     )
 
 
+@pytest.mark.parametrize(("accumulate", "step"), [(1, 17), (2, 9)])  # with 2 it falls inside a step
+def test_a_run_killed_soon_after_a_validation_inside_an_epoch_goes_on_bit_identically(
+    workplace: Path, accumulate: int, step: int
+) -> None:
+    arguments = [*SMALL, *RANDOM, "--max_epochs", "1", "--accumulate_grad_batches", str(accumulate)]
+    arguments += ["--val_check_interval", "15", "--checkpoint_every", "1000"]  # batches; so only a new best is saved
+    assert fit.main(["--run_name", "reference", *arguments]) == 0
+    words = [sys.executable, "-m", "tests.interrupted", str(step), "SIGKILL", "--run_name", "killed", *arguments]
+    assert complete(words).returncode == -9
+    assert 0 < checkpoint(Path("checkpoints/killed/last.ckpt"))["global_step"] < step
+    assert fit.main(["--run_name", "killed", "--ckpt_path", "auto"]) == 0
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
+
+
 def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace: Path) -> None:
     arguments = [*SMALL, *RANDOM, "--data.batch_size", "32", "--data.num_workers", "1", "--max_epochs", "2"]
     arguments += ["--data.train_samples", "1600"]  # 25 steps an epoch

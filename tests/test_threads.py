@@ -27,6 +27,9 @@ class WriteThreads(Callback):
         Path(f"threads-{trainer.global_rank}.json").write_text(json.dumps(torch.get_num_threads()))
 
 
+available_cores = threads.available_cores
+
+
 @pytest.fixture(autouse=True)
 def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", threads.OURS)
@@ -165,12 +168,14 @@ def test_torchruns_guess_of_one_thread_is_not_the_users_word(monkeypatch: pytest
     assert threads.configure() == 2
 
 
-def test_a_containers_quota_counts(tmp_path: Path) -> None:
+def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.container_quota(tmp_path) == math.inf
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert threads.container_quota(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert threads.container_quota(tmp_path) == math.inf
+    monkeypatch.setattr(threads, "container_quota", lambda: 1.5)
+    assert available_cores() == 1
 
 
 def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:

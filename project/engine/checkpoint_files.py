@@ -144,7 +144,7 @@ LIGHTNING: dict[str, Any] = {
 }
 SECTION = (dict, type(None))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
-OF_RANK = {"random": dict, "loaders": list, "metrics": dict, "logged": dict, "module": dict, "device": str}
+OF_RANK = dict.fromkeys(("random", "metrics", "logged", "module", "gradients"), dict) | {"loaders": list, "device": str}
 RECORD: dict[str, Any] = {
     "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
     "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int, "outline": str},

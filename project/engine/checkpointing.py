@@ -150,6 +150,7 @@ class RunCheckpoint(GracefulStop):
         self._mine = RankState(self.loading)
         self._place: Place | None = None
         self._best_due = False
+        self._validated = False  # since the last step
         self._followed: bool | None = None  # whether validations log the metric; None before the first
         self._resume: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}  # of the checkpoint: all that was logged last
@@ -289,7 +290,7 @@ class RunCheckpoint(GracefulStop):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._resume = None
+        self._resume, self._validated = None, False
         if self._mine.sums:
             add_training_sums(trainer, self._mine.sums)
         if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
@@ -316,6 +317,7 @@ class RunCheckpoint(GracefulStop):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
+        self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
         if self.best.take(trainer.callback_metrics, trainer.current_epoch):
             self._best_due = True
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
@@ -387,7 +389,7 @@ class RunCheckpoint(GracefulStop):
         }
         if self._place is None:
             return  # a checkpoint of another callback, saved inside a hook: a resume from it is not exact
-        clean_place(checkpoint["loops"], self._place)
+        clean_place(checkpoint["loops"], self._place, self._validated)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
             "ranks": of_all_ranks(self._mine.gather(trainer, pl_module), self.agreement.group),

@@ -11,12 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from project.engine.exact_loading import ExactLoading, Start
-from project.engine.lightning_internals import (
-    averaged_models,
-    metric_states,
-    restore_metric_states,
-    training_sums,
-)
+from project.engine.lightning_internals import averaged_models, metric_states, restore_metric_states, training_sums
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
@@ -69,12 +64,16 @@ class RankState:
         """The noted state and the current sums: plain values and tensors on the CPU."""
         own = getattr(module, "metric_state", None)
         sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        inside_step = done % trainer.accumulate_grad_batches and done < trainer.num_training_batches
+        gradients = {name: p.grad.cpu() for name, p in module.named_parameters() if inside_step and p.grad is not None}
         return {
             "random": self._random,
             "loaders": self._loaders,
             "metrics": metric_states(module),
             "logged": training_sums(trainer),
             "module": sums,
+            "gradients": gradients,  # where a validation falls between the batches of one step
             "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
             "untracked": [
                 name for name, part in module.named_modules() if not getattr(part, "track_running_stats", True)
@@ -88,6 +87,9 @@ class RankState:
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
         self.sums = state["logged"]
+        for name, parameter in module.named_parameters():
+            if (gradient := state.get("gradients", {}).get(name)) is not None:
+                parameter.grad = gradient.to(parameter.device)
         if "frozen" in state:  # a callback or hook may have thawed them in an earlier epoch
             for name, parameter in module.named_parameters():
                 parameter.requires_grad = name not in state["frozen"]
@@ -123,12 +125,12 @@ def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any])
     )
 
 
-def clean_place(loops: dict[str, Any], place: Place) -> None:
+def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     """Rewrite the fit loop's counters so that Lightning resumes exactly here.
 
     Inside a hook some of Lightning's counters are already advanced and others are not. Its restart then repeats or
     skips a validation, an epoch or a logging step. Here everything that was begun counts as done, or as not begun.
-    ``loops`` is the checkpoint's entry, changed in place.
+    ``loops`` is the checkpoint's entry, changed in place; ``validated``: since the last step.
     """
     fit = loops["fit_loop"]
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
@@ -141,6 +143,8 @@ def clean_place(loops: dict[str, Any], place: Place) -> None:
         optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         for progress in (batches, fit["epoch_loop.scheduler_progress"], optimizer["step"], optimizer["zero_grad"]):
             _set_all(progress["current"], 0)
+    if place == "batch" and validated:  # its restart ends this batch once more, and counts it
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place != "validation":
         batches["is_last_batch"] = False
         return
