@@ -104,9 +104,8 @@ def no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
         # set first, so that monkeypatch also removes what the test itself leaves behind
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setenv(
-        "WANDB_MODE", "disabled"
-    )  # its import is most of a short run's time; test_wandb.py has it offline
+    # W&B's import is most of a short run's time; test_wandb.py has it offline
+    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 

@@ -131,7 +131,7 @@ def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:
     whole = entry = checkpoint(path)
     for key in keys[:-1]:
         entry = entry[key]
-    assert type(entry[keys[-1]]) is not type(value) or keys[-1] == "exp_avg"
+    assert repr(entry[keys[-1]]) != repr(value)
     entry[keys[-1]] = value
     torch.save(whole, path)
 
@@ -194,6 +194,16 @@ def test_a_refused_run_leaves_none_of_the_folders_that_it_made_and_all_that_were
         error_of(capsys, *refused, "mine", *name)
         assert Path("mine").is_dir()
         assert not list(Path("mine").iterdir())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [[], ["--run_name", "r"]])
+def test_a_root_folder_that_is_a_link_to_nowhere_is_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], name: list[str]
+) -> None:
+    Path("checkpoints").symlink_to("gone")
+    assert "checkpoints" in error_of(capsys, *SMALL, *name)
+    assert not Path("gone").exists()
 
 
 def test_a_refused_run_from_another_s_checkpoint_leaves_no_folder(

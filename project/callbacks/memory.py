@@ -91,7 +91,7 @@ class MemoryMonitor(Callback):
         self._live = None if counted or pl_module.hparams.get("compile") else LiveMemory()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._live is not None and trainer.global_step == 1:  # the first step makes the optimizer's state
+        if self._live is not None and trainer.global_step == 1:  # the run's second step, resumed or not
             self._counting.enter_context(self._live)
 
     def on_train_batch_end(

@@ -175,7 +175,7 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
 
 
 def outline(checkpoint: dict[str, Any]) -> str:
-    """A sum over what a resume restores besides weights and callbacks: every value, of tensors shape and dtype.
+    """A hash of what a resume restores besides weights and callbacks: every value, of tensors shape and dtype.
 
     Much of it is used at the first step only, when files of the run were changed already.
     """
@@ -187,9 +187,9 @@ def outline(checkpoint: dict[str, Any]) -> str:
 
 def _leaves(value: Any) -> Iterator[Any]:
     """The values and keys in nested containers, and containers that are empty."""
-    parts = value.items() if isinstance(value, dict) else sorted(value, key=repr) if isinstance(value, set) else value
     if isinstance(value, (dict, list, tuple, set)) and value:
-        for part in parts:
+        parts = value.items() if isinstance(value, dict) else value
+        for part in sorted(value, key=repr) if isinstance(value, set) else parts:
             yield from _leaves(part)
     else:
         yield value

@@ -116,6 +116,10 @@ class Best:
             self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val")}
         return better
 
+    def forget(self) -> None:
+        """Forget the best value: the next one counts as the best."""
+        self.score, self.epoch, self.metrics = None, None, {}
+
     def go_on_from(self, saved: dict[str, Any]) -> None:
         """Take over what a checkpoint holds, unless another metric or mode is named now."""
         same_mode = not self.mode_is_named or self.mode == saved["mode"]
@@ -150,7 +154,7 @@ class RunCheckpoint(GracefulStop):
         self._mine = RankState(self.loading)
         self._place: Place | None = None
         self._best_due = False
-        self._validated = False  # since the last step
+        self._validated = False  # whether a validation has followed the last batch, which ended a step
         self._followed: bool | None = None  # whether validations log the metric; None before the first
         self._resume: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}  # of the checkpoint: all that was logged last
@@ -174,9 +178,8 @@ class RunCheckpoint(GracefulStop):
                 checkpoint["callbacks"].pop(callback.state_key, None)
         if self._resume:
             self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
-        before, now = (
-            flat(config).get("model.optimizer") for config in (saved.get("config", {}), self.record["config"])
-        )
+        configs = saved.get("config", {}), self.record["config"]
+        before, now = (flat(config).get("model.optimizer") for config in configs)
         if before != now:
             self.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
@@ -212,9 +215,8 @@ class RunCheckpoint(GracefulStop):
             if isinstance(callback, StochasticWeightAveraging):  # acts at an epoch's start, which is not repeated
                 self.loading.anywhere = False
                 self.notes.append(f"with {name} a run resumes from its last epoch's end.")
-            for kind, reason in NOT_EXACT.items():
-                if isinstance(callback, kind):
-                    self.notes.append(f"a resume is not exact with {name}: {reason}.")
+            reasons = [reason for kind, reason in NOT_EXACT.items() if isinstance(callback, kind)]
+            self.notes += [f"a resume is not exact with {name}: {reason}." for reason in reasons]
         say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
@@ -230,7 +232,7 @@ class RunCheckpoint(GracefulStop):
         # files are changed last: what cannot be restored is refused before
         if note := self._set_aside_unusable_best(trainer):
             self.notes.append(note)
-            self.best.score, self.best.epoch, self.best.metrics = None, None, {}  # the next one counts as the best
+            self.best.forget()
         self.rows.keep_rows(state["metric_rows"])
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:

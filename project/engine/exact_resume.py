@@ -75,9 +75,7 @@ class RankState:
             "module": sums,
             "gradients": gradients,  # where a validation falls between the batches of one step
             "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-            "untracked": [
-                name for name, part in module.named_modules() if not getattr(part, "track_running_stats", True)
-            ],
+            "untracked": [n for n, part in module.named_modules() if not getattr(part, "track_running_stats", True)],
             "device": trainer.strategy.root_device.type,
         }
 
@@ -87,9 +85,8 @@ class RankState:
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
         self.sums = state["logged"]
-        for name, parameter in module.named_parameters():
-            if (gradient := state.get("gradients", {}).get(name)) is not None:
-                parameter.grad = gradient.to(parameter.device)
+        for name, gradient in state.get("gradients", {}).items():
+            module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
         if "frozen" in state:  # a callback or hook may have thawed them in an earlier epoch
             for name, parameter in module.named_parameters():
                 parameter.requires_grad = name not in state["frozen"]
@@ -130,7 +127,7 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
 
     Inside a hook some of Lightning's counters are already advanced and others are not. Its restart then repeats or
     skips a validation, an epoch or a logging step. Here everything that was begun counts as done, or as not begun.
-    ``loops`` is the checkpoint's entry, changed in place; ``validated``: since the last step.
+    ``loops``: the checkpoint's entry, changed in place. ``validated``: a validation has followed the last batch's step.
     """
     fit = loops["fit_loop"]
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
@@ -143,7 +140,7 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
         optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         for progress in (batches, fit["epoch_loop.scheduler_progress"], optimizer["step"], optimizer["zero_grad"]):
             _set_all(progress["current"], 0)
-    if place == "batch" and validated:  # its restart ends this batch once more, and counts it
+    if place == "batch" and validated:  # Lightning's restart finds a validation due, ends this batch again, counts it
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place != "validation":
         batches["is_last_batch"] = False

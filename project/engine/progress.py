@@ -49,9 +49,9 @@ class EpochLines(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # asking at every step would cost a third of a small model's run, and wait for the device
         if self._bar is not None and trainer.global_step >= self._bar.n + REFRESH_STEPS:
-            shown = [name for name in trainer.logged_metrics if "loss" in name and name[:3] != "val"][:1]
-            text = "".join(f"{name} {float(trainer.logged_metrics[name]):.4f}" for name in shown)
-            self._bar.set_postfix_str(text, refresh=False)
+            logged = trainer.logged_metrics
+            name = next((name for name in logged if "loss" in name and not name.startswith("val")), None)
+            self._bar.set_postfix_str(f"{name} {float(logged[name]):.4f}" if name else "", refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -175,10 +175,11 @@ def _new(root: Path, run_name: str | None) -> Run:
         return Run(folder, new_parents=new_parents)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
+        root.mkdir(parents=True, exist_ok=True)  # else, as a link to nowhere, it would be tried for ever
         for attempt in itertools.count(1):
             folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
             with contextlib.suppress(FileExistsError):  # of two launches in the same second one gets the next number
-                folder.mkdir(parents=True)
+                folder.mkdir()
                 break
     except OSError as error:
         raise UserError(

@@ -224,27 +224,28 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     """The resolved configuration, whose ``--config`` repeats the run, and how the code differs from its commit."""
     text = yaml.safe_dump(config, sort_keys=False)
     write_atomically(f"# {command_line()}\n{text}".encode(), folder / "config.yaml")
-    if difference := git("diff", "--no-ext-diff", "--no-color", "HEAD"):
-        write_atomically(difference.encode(), folder / "uncommitted.diff")
+    if changes := git("status", "--porcelain"):  # names what git does not know; patch skips these lines
+        difference = git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""
+        write_atomically(f"{changes}\n{difference}".encode(), folder / "uncommitted.diff")
 
 
-def git(*words: str) -> str:
-    """What a git command prints of the clone that this code lies in; empty where it fails."""
+def git(*words: str) -> str | None:
+    """What a git command prints of the clone that this code lies in; None where it fails."""
     command = ["git", "-C", str(Path(__file__).parents[1]), *words]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=5).stdout
-    return ""
+    return None
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """The commit of the code that runs, and whether files differ from it or are unknown to git.
+    """The commit of the code that runs, and whether files of the clone differ from it or are unknown to git.
 
     Outside git: the commit that the variable ``GIT_COMMIT`` names, else None, and None.
     """
-    if commit := git("rev-parse", "HEAD").strip():
-        # of the whole clone, where a user's own modules and configs lie; runs and data are ignored by git
-        return commit, bool(git("status", "--porcelain"))
-    return os.environ.get("GIT_COMMIT"), None
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    if commit is None or changes is None:
+        return os.environ.get("GIT_COMMIT"), None
+    return commit.strip(), bool(changes)
 
 
 def versions() -> dict[str, str]:

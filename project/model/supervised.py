@@ -297,8 +297,8 @@ class SupervisedModule(LightningModule):
         # of the loss: the mean of all samples, the mean of each of several equal parts, or values for each sample
         sums[0] += exact(loss.detach()).sum() * (len(targets) / loss.numel())
         sums[1] += len(targets)
-        found, wanted = self.predictions(outputs), self.metric_targets(targets)
-        metrics.update(*map(exact, (found, wanted)) if wanted.is_floating_point() else (found, wanted))
+        both = self.predictions(outputs), self.metric_targets(targets)
+        metrics.update(*(map(exact, both) if both[1].is_floating_point() else both))
 
     def _log(self, split: str, sums: Tensor, metrics: Any = None) -> None:
         """The mean loss and the metrics, over all ranks."""
