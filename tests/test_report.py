@@ -115,9 +115,10 @@ def test_what_the_commit_lacks_is_kept_beside_the_configuration(
     assert summary_module.git_state()[1]
     assert "-before\n+after\n" in (tmp_path / "uncommitted.diff").read_text()
     code.write_text("before\n")
-    (code.parent / "new.py").touch()  # git does not know it
+    unknown = code.with_name("new.py")
+    unknown.touch()  # git does not know it
     summary_module.write_config(tmp_path, {"a": 1})
-    assert (tmp_path / "uncommitted.diff").read_text() == "?? project/engine/new.py\n\n"
+    assert (tmp_path / "uncommitted.diff").read_text() == f"?? {unknown.relative_to(tmp_path / 'clone')}\n\n"
     (tmp_path / "clone" / ".git" / "index").write_text("damaged")  # status fails, rev-parse does not
     assert summary_module.git_state()[1] is None
 
