@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +40,7 @@ REPORTED += ["--report", "true"]  # feature: report
 # With batch normalisation, whose running statistics every rank gathers from its own batches
 CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]
 CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 TIMED = ("throughput/", "memory/")  # columns that measure this machine, not the training
 
 
@@ -117,8 +119,7 @@ def start_ranks(
     """
     words = [sys.executable, "-m", module if "." in module else f"project.{module}", *arguments, *CPU2]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no free port has to be guessed
-    foreign = ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")  # left by a run in this process
-    common = {name: value for name, value in (os.environ if env is None else env).items() if name not in foreign}
+    common = without_decisions(os.environ if env is None else env)
     common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     out, err = files
@@ -127,6 +128,11 @@ def start_ranks(
         for rank in ("0", "1")
     ]
     return ranks, store
+
+
+def without_decisions(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what a run in this process has left for the ranks that it might have started."""
+    return {k: v for k, v in environment.items() if k not in ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")}
 
 
 def read(file: IO[bytes]) -> str:
@@ -169,20 +175,20 @@ def popen(
 
 
 @functools.cache
-def made_once(name: str, *arguments: str, wandb: str = "disabled", ranks: int = 1) -> Path:
+def made_once(name: str, *arguments: str, wandb: str = "disabled", launcher: tuple[str, ...] = ()) -> Path:
     """The folder of a finished run, trained once for all tests of all pytest processes. Read only.
 
-    What it printed is in ``output.txt``, two folders above.
+    What it printed is in ``output.txt``, two folders above. ``launcher`` is what Python runs the command with.
     """
     root = Path(os.environ["TESTS_SHARED_FOLDER"]) / name
-    environment = {**os.environ, "WANDB_MODE": wandb}
+    environment = {**without_decisions(os.environ), "WANDB_MODE": wandb}
     with FileLock(f"{root}.lock"):
         folder = root / "checkpoints" / name
         if not (root / "output.txt").exists():
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir()
-            words = [*arguments, "--run_name", name]
-            done = (run if ranks == 1 else run_ranks)("fit", *words, cwd=root, env=environment)
+            words = [sys.executable, *launcher, *command("fit", *arguments, "--run_name", name)[1:]]
+            done = complete(words, cwd=root, env=environment)
             assert done.returncode == 0, done.stderr
             (root / "output.txt").write_text(done.stdout + done.stderr)
     return folder
@@ -195,9 +201,9 @@ def finished_run() -> Path:
 
 
 def two_rank_run() -> Path:
-    """A small run on two processes, with a report and W&B offline; every rank takes half of each batch of 64."""
+    """A small run of torchrun on two processes, with a report and W&B offline; each takes half of a batch of 64."""
     flags = ["--data.batch_size", "32", "--data.test_samples", "199", "--model.schedule", "constant"]
-    return made_once("two", *REPORTED, *flags, wandb="offline", ranks=2)
+    return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline", launcher=TORCHRUN)
 
 
 # end feature: mnist

@@ -66,14 +66,14 @@ def light(rng: np.random.Generator, strong: bool) -> np.ndarray:
     return bright.astype(np.float32)
 
 
-def take_photographs(images: np.ndarray, labels: np.ndarray, folder: Path, seed: int = 0) -> dict[Path, int]:
-    """60 photographs of one digit each, six of every digit and twenty of every kind: file → label."""
-    rng = np.random.default_rng(seed)
+def take_photographs(images: np.ndarray, labels: np.ndarray, folder: Path, every: int = 1) -> dict[Path, int]:
+    """60 photographs of one digit each, twenty of every kind, or each ``every``-th of them: file → label."""
     taken = {}
-    for number in range(60):
+    for number in range(0, 60, every):
+        rng = np.random.default_rng(number)
         label, kind = number % 10, KINDS[number // 20]
         digit = images[rng.choice(np.flatnonzero(labels == label))]
         path = folder / f"{kind.replace(' ', '_')}_{number:02}.png"
-        photograph([digit], kind, rng).save(path)
+        photograph([digit], kind, rng).save(path, compress_level=1)
         taken[path] = label
     return taken

@@ -12,6 +12,7 @@ import pytest
 from project import rename
 from project.engine import command as entry
 from project.rename import CLONE, FEATURES, PACKAGE, SHARED, features_here, renamed, texts, without_marked
+from tests.commands import complete
 
 NAME, LONGER = "digits", "handwriting"
 MADE_UP = ["--config", "configs/examples/tabular.yaml", "--max_epochs", "2"]  # an example that brings its data
@@ -142,7 +143,9 @@ def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path, before:
     git(clone, "add", "--all")
     git(clone, "commit", "--quiet", "-m", "Rename")
 
-    shown = python(clone, "-m", f"{LONGER}.fit", "--print_config")
+    script = f"from {LONGER} import fit; from {LONGER}.engine import command; command.run(fit.main)"
+    environment = {**os.environ, "PYTHONPATH": str(clone)}
+    shown = complete([sys.executable, "-c", script, "--print_config"], cwd=clone, env=environment)
     assert shown.returncode == 0, shown.stderr
     assert f"class_path: {LONGER}." in shown.stdout
 

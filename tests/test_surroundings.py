@@ -15,10 +15,12 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.commands import SMALL, checkpoint, command, family, kill_group, run, start, wait_for
+from tests.commands import SMALL, checkpoint, command, complete, family, kill_group, run, start, summary, wait_for
 
+GIB = 1024**3
 TINY = [
     *("--data.source", "sample", "--data.train_samples", "64", "--data.val_samples", "32", "--data.test_samples", "32"),
     *("--data.batch_size", "32", "--max_epochs", "1", "--model.network", "MLP", "--model.network.hidden", "[4]"),
@@ -49,13 +51,25 @@ def assert_one_line(done: subprocess.CompletedProcess[bytes], *parts: str) -> No
     assert not Path("checkpoints").exists()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=nightly)])
+LONGER = ["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "2"]  # it says 1 → 2, with an arrow
+
+
+@nightly
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_that_cannot_show_a_character(encoding: str) -> None:
-    environ = {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     assert run("fit", *TINY, "--run_name", "r").returncode == 0
-    resumed = fit("--run_name", "r", "--ckpt_path", "last", "--max_epochs", "2", **environ)  # says 1 → 2, with an arrow
+    resumed = fit(*LONGER, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
     assert resumed.returncode == 0, resumed.stderr
     assert b"max_epochs: 1 ? 2" in resumed.stdout
+
+
+def test_a_stream_that_cannot_show_a_character() -> None:
+    ascii_only = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')"
+    script = f"{ascii_only}; from project import fit; from project.engine import command; command.run(fit.main)"
+    assert run("fit", *TINY, "--run_name", "r").returncode == 0
+    resumed = complete([sys.executable, "-c", script, *LONGER])
+    assert resumed.returncode == 0, resumed.stderr
+    assert "max_epochs: 1 ? 2" in resumed.stdout
 
 
 @pytest.mark.parametrize(
@@ -63,10 +77,14 @@ def test_a_terminal_that_cannot_show_a_character(encoding: str) -> None:
     ["{} >&- 2>&- <&-", *(pytest.param(line, marks=nightly) for line in ("{} >&-", "{} 2>&-", "{} | head -n 1"))],
 )
 def test_closed_streams(shell: str) -> None:
+    block = bytearray(GIB)  # of the process that starts the run, and not of the run
+    block[::4096] = b"x" * len(block[::4096])
     done = fit(*TINY, "--run_name", "r", shell=shell)
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr
     assert Path("checkpoints/r/summary.json").exists()
+    peak = summary(Path("checkpoints/r"))["memory/peak_rss_gib"]  # feature: memory
+    assert 0 < peak < psutil.Process().memory_info().rss / GIB - 0.25  # feature: memory
     for path in Path("checkpoints/r").glob("*.ckpt"):
         checkpoint(path)  # nothing was printed into a file that got the number of stdout
 

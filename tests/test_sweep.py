@@ -20,7 +20,7 @@ from project.engine import command as entry
 from project.errors import UserError
 from project.sweep import __main__ as sweep
 from tests import made_data
-from tests.commands import Process, complete, popen
+from tests.commands import Process, popen
 from tests.promises import ROOT
 
 optuna = pytest.importorskip("optuna")
@@ -46,6 +46,7 @@ def flags(tmp_path: Path) -> list[str]:
     config = str(ROOT / "configs" / "examples" / "tensor_dataset.yaml")
     data = ["--config", config, "--data.root", str(tmp_path / "data"), "--data.batch_size", "20"]
     short = ["--max_epochs", "3", "--accelerator", "cpu", "--model.schedule", "constant"]
+    short += ["--report", "false"]  # feature: report
     return ["--space", str(tmp_path / "space.yaml"), "--root", str(tmp_path), "--name", "lr", *data, *short]
 
 
@@ -55,13 +56,20 @@ def run(words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT)
 
 
-def test_a_sweep_ends_with_a_table_a_picture_and_the_command_of_its_best_trial(
-    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep in this process starts its trials as forks."""
+
     def forked(words: list[str], stdout: Any, env: dict[str, str], **_: Any) -> Process:
         return popen(words, stdout.fileno(), stdout.fileno(), env={**env, "WANDB_MODE": "disabled"}, cwd=ROOT)
 
     monkeypatch.setattr(room, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_sweep_ends_with_a_table_a_picture_and_the_command_of_its_best_trial(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*flags, "--trials", "3", "--jobs", "2", "--output", str(tmp_path / "trials.json")]
     assert entry.exit_code(sweep.main, words) == 0
     told = capsys.readouterr().out
@@ -318,12 +326,13 @@ def test_bad_options_are_told_in_one_line(
     assert not list(workplace.iterdir())
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_what_fit_refuses_ends_the_sweep_with_fits_own_line_and_leaves_no_folder(
-    flags: list[str], tmp_path: Path
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = complete([sys.executable, "-m", "project.sweep", *flags, "--trials", "1", "--model.lrr", "1"], cwd=ROOT)
-    assert ended.returncode == 2
-    assert "unknown option --model.lrr" in [x for x in ended.stderr.splitlines() if x.startswith("error: ")][-1]
+    assert entry.exit_code(sweep.main, [*flags, "--trials", "1", "--model.lrr", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "unknown option --model.lrr" in [line for line in lines if line.startswith("error: ")][-1]
     assert not (tmp_path / "lr").exists()
 
 

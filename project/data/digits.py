@@ -74,14 +74,16 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 def is_unclear(ink: np.ndarray, noise: float) -> bool:
-    """Whether more than a digit seems to be left of a picture without its background, whose noise is given.
+    """Whether more than a digit, or nothing, seems to be left of a picture without its background of a given noise.
 
     Much is noise, or grey (lines, light); a corner is full (a shadow); or there is ink at the picture's edge although
     the picture is not cut close around a digit.
     """
     down, across = ink.shape[0] // 4, ink.shape[1] // 4
     corners = [ink[rows, columns] for rows in np.s_[:down, -down:] for columns in np.s_[:across, -across:]]
-    if noise > MUCH_NOISE or ink[ink > 0].mean() < CLEAR or max((corner > EDGE_INK).mean() for corner in corners) > 0.9:
+    if noise > MUCH_NOISE or not ink.any() or ink[ink > 0].mean() < CLEAR:
+        return True
+    if max((corner > EDGE_INK).mean() for corner in corners) > 0.9:
         return True
     box = ink[box_around(np.where(ink > EDGE_INK, ink, 0))] > EDGE_INK
     fills = min(box.shape[0] / ink.shape[0], box.shape[1] / ink.shape[1]) > 0.75 and box.mean() > LEAST_FILLED
