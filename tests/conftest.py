@@ -68,7 +68,10 @@ LONG = {f"test_{name}.py" for name in ("fit", "export", "rename", "wandb", "exam
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Nightly tests run when asked for: ``-m nightly``, ``NIGHTLY=1``, or by name. Tests marked ``gpu`` need one."""
+    """Nightly tests run when asked for: ``-m nightly``, ``NIGHTLY=1``, or by name. Tests marked ``gpu`` need one.
+
+    ``NIGHTLY_PART=2/6`` leaves every sixth of the nightly ones, beginning with the second.
+    """
     import torch
 
     items.sort(key=lambda item: item.path.name not in LONG)
@@ -76,7 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "mnist_root" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.nightly)
     asked_for = "nightly" in config.option.markexpr or "NIGHTLY" in os.environ or any("::" in a for a in config.args)
-    nightly = [] if asked_for else [item for item in items if item.get_closest_marker("nightly")]
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if asked_for:
+        part, count = map(int, os.environ.get("NIGHTLY_PART", "1/1").split("/"))
+        nightly = [item for number, item in enumerate(nightly) if number % count != part - 1]
     if nightly:
         items[:] = [item for item in items if item not in nightly]
         config.hook.pytest_deselected(items=nightly)
