@@ -182,12 +182,15 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
     """
     fix = f"Delete {path} and run again to fetch it anew, or use --data.source sample."
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if path.suffix == ".gz":
+            data = np.frombuffer(bytearray(gzip.decompress(path.read_bytes())), np.uint8)
+        else:
+            data = np.fromfile(path, np.uint8)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}. {fix}") from None
-    magic = int.from_bytes(data[:4], "big")
+    magic = int.from_bytes(data[:4].tobytes(), "big")
     header = 16 if magic == IMAGES_MAGIC else 8
-    shape = np.frombuffer(data[4:header].ljust(header - 4, b"\0"), ">u4").tolist()
+    shape = np.frombuffer(data[4:header].tobytes().ljust(header - 4, b"\0"), ">u4").tolist()
     expected = header + math.prod(shape)
     digest = hashlib.sha256(data).hexdigest() if sha256 else None
     for is_right, fault in (
@@ -197,8 +200,7 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
     ):
         if not is_right:
             raise UserError(f"{path} is damaged: {fault}. {fix}")
-    # frombuffer is a view of read-only bytes; the copy owns writable memory
-    values = torch.from_numpy(np.frombuffer(data, np.uint8, offset=header).copy())
+    values = torch.from_numpy(data[header:])
     return values.long() if magic == LABELS_MAGIC else values.view(shape[0], 1, *shape[1:])
 
 
