@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from project import hardware
-from project.engine.command import CommandParser, run
+from project.engine.command import CommandParser, add_output, run
 from project.errors import UserError
 from project.loggers.wandb_account import wandb_mode
-from project.tables import check_output, format_table, write_rows
+from project.tables import format_table, write_rows
 
 # A GPU that computes this much for others, or has less than this part of its memory free, is taken.
 BUSY_PCT, LEAST_FREE = 30, 0.5
@@ -32,12 +32,11 @@ def main(argv: list[str]) -> int:
     """Report as ``argv`` says. The first lines appear before torch, which takes seconds, is imported."""
     parser = CommandParser("project.devices", __doc__)
     parser.add_argument("--measure", action="store_true", help="time training steps in the precisions this machine has")
-    parser.add_argument("--output", metavar="FILE.json", help="also write everything as JSON")
+    add_output(parser, endings=(".json",), what="also write everything as JSON")
     # feature: mnist
     parser.add_argument("--data.root", dest="root", default="data", metavar="DIR", help="where to look for MNIST")
     # end feature: mnist
     args = parser.parse_args(argv)
-    output = check_output(args.output, (".json",)) if args.output else None
     cpu, memory, wandb = hardware.cpu(), hardware.memory(), wandb_mode(os.environ)
     arithmetic = " and ".join(name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there)
     cores = f"{cpu['cores']} of {cpu['cores_of_machine']} cores"  # fewer by affinity or by a container's limit
@@ -59,8 +58,8 @@ def main(argv: list[str]) -> int:
     command = " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)])
     facts["recommended"] = {"command": command, "reasons": {flag.flag: flag.reason for flag in flags}}
     print(f"\n{command}\n\n{format_table([asdict(flag) for flag in flags])}")
-    if output:
-        write_rows(output, facts)
+    if args.output:
+        write_rows(args.output, facts)
     return 0
 
 

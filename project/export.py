@@ -34,7 +34,7 @@ from project import __version__
 from project.engine.restore import Loaded, load
 from project.engine.run_folder import find_checkpoint
 from project.errors import UserError
-from project.tables import check_output, format_table, write_rows
+from project.tables import format_table, write_rows
 
 Outputs = dict[str, Tensor]
 NAMES = ("model.onnx", "model.pt2", "model.safetensors")
@@ -55,7 +55,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data.root", metavar="DIR", help="where the test set is (default: as in training)")
     parser.add_argument("--data.source", metavar="auto|mnist|sample", help="which test set (default: as in training)")
     args = parser.parse_args(argv)
-    output = check_output(args.output) if args.output else None
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         needs = f"{', '.join(missing)}, which training does not"
         raise UserError(f"export needs {needs}. Run pip install '.[export]' first.")
@@ -74,8 +73,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
         write_files(Path(scratch), loaded, exported, samples, facts)
         print(format_table(rows := compare(Path(scratch), loaded, samples)))
-        if output:
-            write_rows(output, rows)
+        if args.output:
+            write_rows(args.output, rows)
         if not all(row["agrees"] for row in rows):
             print("error: an export disagrees with the checkpoint, see above; nothing was written.", flush=True)
             return 1

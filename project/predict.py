@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports, run
 from project.errors import BadImage, UserError
-from project.tables import check_output, format_cell, format_table, write_rows
+from project.tables import format_cell, format_table, write_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +52,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders (with what is below them) and globs")
     add_checkpoint(parser)
     add_output(parser)
-    parser.add_argument("--contact_sheet", metavar="FILE.png", help="draw the prepared images with their predictions")
+    add_output(parser, "--contact_sheet", (".png",), "draw the prepared images with their predictions")
     args = parser.parse_args(argv)
-    output = check_output(args.output) if args.output else None
-    sheet = check_output(args.contact_sheet, (".png",), "--contact_sheet") if args.contact_sheet else None
     find_files(args.images)  # a mistyped word is told before torch is imported
 
     with quick_imports():
@@ -73,10 +71,10 @@ def main(argv: list[str]) -> int:
         notes = Counter(row["note"] for row in rows if row.get("note"))
         if notes:
             print(f"of {len(rows)} files: " + ", ".join(f"{count} {note}" for note, count in notes.most_common()))
-        if output:
-            write_rows(output, rows)
-        if sheet:
-            draw_contact_sheet(sheet, inputs, rows)
+        if args.output:
+            write_rows(args.output, rows)
+        if args.contact_sheet:
+            draw_contact_sheet(args.contact_sheet, inputs, rows)
     for path, reason in bad:
         print(f"skipped {path}: {reason}", file=sys.stderr)
     if bad:
@@ -227,8 +225,12 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
         return prepare, "inputs: each digit scaled and centred as in MNIST"
     # end feature: mnist
     if len(shape) == 3 and shape[0] in (1, 3):
-        says = f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
-        return lambda path: (fit_picture(read_image(path), shape), ""), says
+        from project.data.base import fit_image
+
+        def fitted(path: Path) -> tuple[Any, str]:
+            return fit_image(Image.fromarray(np.round(read_image(path) * 255).astype(np.uint8)), shape), ""
+
+        return fitted, f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
     raise UserError(
         f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. Give {owner} a method "
         "prepare_file(path) that returns the input as a tensor, without a batch dimension."
@@ -281,46 +283,29 @@ def to_pixels(image: Image.Image) -> np.ndarray:
     return colours * alpha + (brightness < 0.5) * (1 - alpha)
 
 
-def fit_picture(pixels: np.ndarray, image_shape: tuple[int, int, int]) -> np.ndarray:
-    """uint8 (channels, height, width), grey or RGB: the largest middle part of that shape of what was read."""
-    channels, height, width = image_shape
-    picture = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
-    fitted = ImageOps.fit(picture.convert("L" if channels == 1 else "RGB"), (width, height))
-    return np.array(fitted).reshape(height, width, channels).transpose(2, 0, 1)
-
-
 def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]) -> None:
     """Draw inputs, (channels, height, width) uint8 or float, with the first columns of their rows and files' names."""
-    import torch
-    from torch.nn.functional import interpolate, pad
-    from torchvision.utils import make_grid
-
     across = min(20, max(3, math.ceil(math.sqrt(1.5 * len(inputs)))))
-    white = torch.full((3, TILE + CAPTION, TILE), 255.0)
-    tiles = [white] * (len(inputs) + -len(inputs) % across)  # make_grid would shrink a single row
-    texts = []  # left, top, text, colour, size
+    down, high = math.ceil(len(inputs) / across), TILE + CAPTION + MARGIN
+    sheet = Image.new("RGB", (MARGIN + across * (TILE + MARGIN), MARGIN + down * high + 16), "white")
+    pen, fonts = ImageDraw.Draw(sheet), {size: ImageFont.load_default(size) for size in (10, 14)}
     for index, (image, row) in enumerate(zip(inputs, rows, strict=False)):
         if image.ndim != 3:
             raise UserError(f"--contact_sheet draws images (channels, height, width), got {tuple(image.shape)}.")
         pixels = (image if len(image) == 3 else image[:1].expand(3, -1, -1)).float()
         if image.is_floating_point():  # in 0-1, unless somebody's own preparation has normalised them
-            low, high = min(0.0, float(pixels.min())), max(1.0, float(pixels.max()))
-            pixels = (pixels - low) / (high - low) * 255
-        tiles[index] = torch.cat([interpolate(pixels[None], (TILE, TILE))[0], white[:, TILE:]], dim=1)
-        left = MARGIN + index % across * (TILE + MARGIN)
-        top = MARGIN + index // across * (TILE + CAPTION + MARGIN) + TILE
+            low, most = min(0.0, float(pixels.min())), max(1.0, float(pixels.max()))
+            pixels = (pixels - low) / (most - low) * 255
+        left, top = MARGIN + index % across * (TILE + MARGIN), MARGIN + index // across * high
+        tile = Image.fromarray(pixels.byte().permute(1, 2, 0).numpy())
+        sheet.paste(tile.resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
         said = [f"{value:.0%}" if name == "probability" else format_cell(value) for name, value in row.items()][1:3]
         colour = UNSURE_COLOUR if row.get("note") else "black"
-        texts.append((left, top + 1, cut("  ".join(said), 11), colour, 14))
-        texts.append((left, top + 17, cut(Path(row["file"]).name, 15), "grey", 10))
-    grid = pad(make_grid(tiles, nrow=across, padding=MARGIN, pad_value=255), (0, 0, 0, 16), value=255)
-    sheet = Image.fromarray(grid.byte().permute(1, 2, 0).numpy())
+        pen.text((left, top + TILE + 1), cut("  ".join(said), 11), fill=colour, font=fonts[14])
+        pen.text((left, top + TILE + 17), cut(Path(row["file"]).name, 15), fill="grey", font=fonts[10])
     if "probability" in rows[0]:
-        texts.append((MARGIN, sheet.height - 20, f"at least {UNSURE:.0%} sure", "black", 14))
-        texts.append((2 * TILE, sheet.height - 20, "less sure, or several digits", UNSURE_COLOUR, 14))
-    pen, fonts = ImageDraw.Draw(sheet), {size: ImageFont.load_default(size) for size in (10, 14)}
-    for left, top, text, colour, size in texts:
-        pen.text((left, top), text, fill=colour, font=fonts[size])
+        pen.text((MARGIN, sheet.height - 20), f"at least {UNSURE:.0%} sure", fill="black", font=fonts[14])
+        pen.text((2 * TILE, sheet.height - 20), "less sure, or several digits", fill=UNSURE_COLOUR, font=fonts[14])
     sheet.save(path)
 
 

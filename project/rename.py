@@ -35,7 +35,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "predict": ("project/predict.py",),
     "export": ("project/export.py",),
     "tune": ("project/tune",),
-    "sweep": ("project/sweep", "configs/sweep.yaml"),
+    "sweep": ("project/sweep.py", "configs/sweep.yaml"),
     "benchmark": ("project/benchmark", ".ci/gpu", "tests/test_gpu_script.py"),
     "devices": ("project/devices.py",),
     "dashboard": ("project/dashboard.py",),

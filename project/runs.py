@@ -23,18 +23,13 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from project.engine.command import CommandParser, add_output
 from project.errors import UserError, nearest
-from project.tables import check_output, columns_of, format_cell, format_table, write_rows
-
-# feature: report
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-# end feature: report
+from project.tables import columns_of, format_cell, format_table, write_rows
 
 Row = dict[str, Any]
 SEED = "seed_everything"
@@ -94,13 +89,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run_name", metavar="NAME", help="of the N runs: NAME-1, NAME-2, ...")
     add_output(parser)
     # feature: report
-    parser.add_argument("--report", metavar="FILE.html", help="draw the runs on one page that needs no network")
+    add_output(parser, "--report", (".html",), "draw the runs on one page that needs no network")
     # end feature: report
     args, fit_arguments = parser.parse_known_args(argv)
     if fit_arguments and not args.seeds:
         parser.error(f"unrecognized arguments: {' '.join(fit_arguments)}")
-    output = check_output(args.output) if args.output else None
-    report = check_output(args.report, (".html",), "--report") if args.report else None  # feature: report
 
     names = train(args.seeds or 0, args.run_name, args.root, fit_arguments)
     runs = [run for run in read_runs(Path(args.root)) if not names or run.folder.name in names]
@@ -117,12 +110,12 @@ def main(argv: list[str]) -> int:
         keys = [(0, v, "") if is_number(v) else (2 if v is None else 1, 0, str(v)) for v in values]
         rows = [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
     print(format_table(rows))
-    if output:
-        write_rows(output, rows)
+    if args.output:
+        write_rows(args.output, rows)
     # feature: report
-    if report:
-        report.write_text(render(runs), encoding="utf-8")
-        print(f"report in {report}")
+    if args.report:
+        args.report.write_text(render(runs), encoding="utf-8")
+        print(f"report in {args.report}")
     # end feature: report
     return 0
 
@@ -241,7 +234,7 @@ def render(runs: list[Run]) -> str:
     from markupsafe import Markup
 
     from project.engine.summary import Series, read_series
-    from project.report.charts import draw
+    from project.report import draw
 
     names, styles = differing(runs), dict[str, tuple[str, str]]()
     for index, group in enumerate(by_configuration(runs)):
@@ -253,7 +246,7 @@ def render(runs: list[Run]) -> str:
             epochs = int(run.summary.get("epochs", 0))
             curves[run.folder.name] = read_series(run.folder / "metrics.csv", epochs)
 
-    def paint(metric: str, ax: Axes) -> None:
+    def paint(metric: str, ax: Any) -> None:
         for name, (colour, dashes) in styles.items():
             if series := curves[name].get(metric):
                 marker = "o" if len(series) < 2 else None  # a single value would not be seen as a line

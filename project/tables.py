@@ -11,7 +11,6 @@ import io
 import json
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,8 +56,6 @@ def write_rows(path: Path | str, rows: Sequence[Row] | Row) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         beside.write_text(text.getvalue(), encoding="utf-8", newline="")
-        if path.exists():
-            shutil.copymode(path, beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ MODULES = {
     "benchmark": "project.benchmark.__main__",  # feature: benchmark
     "devices": "project.devices",  # feature: devices
     "dashboard": "project.dashboard",  # feature: dashboard
-    "sweep": "project.sweep.__main__",  # feature: sweep
+    "sweep": "project.sweep",  # feature: sweep
     "runs": "project.runs",  # feature: runs
 }
 

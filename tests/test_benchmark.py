@@ -15,11 +15,19 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import TABLES, Settings, tables
+from project.benchmark import TABLES, Settings, tables, timing
 from project.benchmark.__main__ import main, measure_table, read_options
-from project.benchmark.by_hand import InMemory, PerSampleImages, example_network
 from project.benchmark.tables import ResNet18, time_epoch
-from project.benchmark.timing import RunClock, afresh, alternate, median_and_spread, run_epochs
+from project.benchmark.timing import (
+    InMemory,
+    PerSampleImages,
+    RunClock,
+    afresh,
+    alternate,
+    example_network,
+    median_and_spread,
+    run_epochs,
+)
 from project.engine import signals
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import configure
@@ -113,7 +121,7 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
     measured: set[str] = set()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(tables, "usable", lambda device, precisions: ["32-true"])
-    monkeypatch.setattr(tables, "run_epochs", run_on)
+    monkeypatch.setattr(timing, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
     tables.measure_memory(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}

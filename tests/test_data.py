@@ -20,7 +20,7 @@ from project.data import (
     TensorImages,
     TensorRows,
 )
-from project.data.augment import random_deformation
+from project.data.base import random_deformation
 from project.data.bundled.make_digits import stratified  # feature: mnist
 from project.data.mnist import DIGITS, read_idx, write_idx  # feature: mnist
 from project.engine.exact_loading import ExactLoader

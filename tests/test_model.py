@@ -26,8 +26,7 @@ from project.model import (
     SupervisedModule,
 )
 from project.model.networks import recompute_activations
-from project.model.optimizers import make_optimizer, rate_factor
-from project.model.supervised import MOST_BATCHES
+from project.model.supervised import MOST_BATCHES, make_optimizer, rate_factor
 
 
 def test_the_mlp_has_784_256_128_10_units() -> None:

@@ -16,12 +16,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image, ImageDraw, ImageFont
 
 from project import predict
+from project.data.base import fit_image
 from project.data.digits import find_digit, is_unclear
 from project.engine import command as entry
 from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
 from project.model import MNISTClassifier
-from project.predict import find_files, fit_picture, image_endings, read_image
+from project.predict import find_files, image_endings, read_image
 from tests.digit_files import WAYS
 from tests.photos import KINDS, photograph, take_photographs
 from tests.trained import trained_checkpoint
@@ -176,13 +177,13 @@ def test_a_picture_whose_ink_is_all_below_its_noise_is_looked_at_as_a_photograph
 
 
 def test_a_picture_for_another_networks_shape_keeps_its_middle_and_colours() -> None:
-    pixels = np.zeros((10, 30, 3), dtype=np.float32)
-    pixels[:, 10:20] = (1, 0, 0)
-    fitted = fit_picture(pixels, (3, 32, 32))
+    pixels = np.zeros((10, 30, 3), dtype=np.uint8)
+    pixels[:, 10:20] = (255, 0, 0)
+    fitted = fit_image(Image.fromarray(pixels), (3, 32, 32))
     assert fitted.shape == (3, 32, 32)
     assert (fitted[0, :, 4:28] == 255).all()
     assert (fitted[1:] == 0).all()
-    assert fit_picture(pixels, (1, 8, 8)).shape == (1, 8, 8)
+    assert fit_image(Image.fromarray(pixels), (1, 8, 8)).shape == (1, 8, 8)
 
 
 def test_bad_files_are_named_and_skipped_and_the_exit_code_says_so(

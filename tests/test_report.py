@@ -25,8 +25,7 @@ from project.data import MNISTDataModule
 from project.engine import summary as summary_module
 from project.engine.restore import load
 from project.engine.summary import Mistake, RunRecord, Summary, read_series
-from project.report import write_report
-from project.report.charts import MOST_POINTS, thinned
+from project.report import MOST_POINTS, thinned, write_report
 from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders
 

@@ -12,23 +12,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 from project import threads
 from project.engine import command as entry
 from project.errors import UserError
-from project.sweep import __main__ as sweep
 from tests import made_data
-from tests.commands import Process, popen
+from tests.commands import Process, complete, popen
 from tests.promises import ROOT
 
 optuna = pytest.importorskip("optuna")
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 
-from project.sweep import trials as room  # noqa: E402
-from project.sweep.trials import RunningTrial, Space, environment_of, read_space  # noqa: E402
+from project import sweep  # noqa: E402
+from project.sweep import RunningTrial, Space, environment_of, read_space  # noqa: E402
 
 SPACE = """
 metric: {name: val/accuracy, goal: maximize}
@@ -63,7 +63,7 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     def forked(words: list[str], stdout: Any, env: dict[str, str], **_: Any) -> Process:
         return popen(words, stdout.fileno(), stdout.fileno(), env={**env, "WANDB_MODE": "disabled"}, cwd=ROOT)
 
-    monkeypatch.setattr(room, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
 
 
 @pytest.mark.usefixtures("forked_trials")
@@ -119,19 +119,19 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
 
 def open_study(tmp_path: Path) -> optuna.Study:
     space = read_space(tmp_path / "space.yaml")
-    return room.open_study(tmp_path / "lr", space, trials=8, seed=0)[0]
+    return sweep.open_study(tmp_path / "lr", space, trials=8, seed=0)[0]
 
 
 def test_a_trial_that_a_killed_sweep_left_goes_on_with_its_own_values(tmp_path: Path) -> None:
     space = Space({"lr": FloatDistribution(0.0, 1.0)})
-    study, left = room.open_study(tmp_path, space, trials=8, seed=0)
+    study, left = sweep.open_study(tmp_path, space, trials=8, seed=0)
     assert not left
     finished, cut_off = study.ask(space.parameters), study.ask(space.parameters)
     half_drawn = study.ask()
     cut_off.report(0.5, 0)
     study.tell(finished, 0.25)
 
-    study, (trial,) = room.open_study(tmp_path, space, trials=8, seed=1)
+    study, (trial,) = sweep.open_study(tmp_path, space, trials=8, seed=1)
     assert trial.number == cut_off.number
     assert trial.params == cut_off.params
     assert half_drawn.number not in (trial.number, finished.number)
@@ -159,9 +159,9 @@ class FakeProcess:
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningTrial:
     """The fourth trial of a sweep; the three before it reached an error of 0.1 in each of their two epochs."""
-    monkeypatch.setattr(room.subprocess, "Popen", FakeProcess)
+    monkeypatch.setattr(sweep.subprocess, "Popen", FakeProcess)
     space = Space({"model.lr": FloatDistribution(0.0, 1.0)}, "val/error", maximize=False)
-    study, _ = room.open_study(tmp_path, space, trials=8, seed=0)
+    study, _ = sweep.open_study(tmp_path, space, trials=8, seed=0)
     for _ in range(3):
         good = study.ask()
         for epoch in (0, 1):
@@ -202,7 +202,7 @@ def test_a_hopeless_trial_is_stopped_and_is_told_as_stopped_early(
     trial.watch()
     assert trial.process.signals == [signal.SIGTERM]
     trial.process.exit_code = 143
-    room.finish(trial.trial.study, trial, 143)
+    sweep.finish(trial.trial.study, trial, 143)
     assert trial.trial.study.trials[3].state.name == "PRUNED"
     assert capsys.readouterr().out.endswith("stopped after 1 epochs\n")
 
@@ -220,7 +220,7 @@ def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
 ) -> None:
     write_metrics(trial, "9,0,1.5,0.3", "19,1,1.5,0.2")
     trial.process.exit_code = exit_code
-    room.finish(trial.trial.study, trial, trial.watch() or 0)
+    sweep.finish(trial.trial.study, trial, trial.watch() or 0)
     assert trial.trial.study.trials[3].state.name == "COMPLETE"
     assert trial.trial.study.trials[3].value == 0.2
     assert capsys.readouterr().out.endswith("done\n")
@@ -228,44 +228,44 @@ def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
 
 def test_a_trial_killed_in_training_has_failed(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,0.3", "14,1,1.5,")
-    room.finish(trial.trial.study, trial, 143)
+    sweep.finish(trial.trial.study, trial, 143)
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
 def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(trial: RunningTrial) -> None:
     (trial.folder / "metrics.csv").write_text("step,epoch,train/loss,val/loss\n9,0,2.0,1.0\n")
     with pytest.raises(UserError, match=r"metric val/error is not logged. trial-003 logged train/loss, val/loss\."):
-        room.finish(trial.trial.study, trial, 0)
+        sweep.finish(trial.trial.study, trial, 0)
 
 
 def test_a_value_that_is_no_number_is_no_result(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,nan", "19,1,1.5,nan")
-    room.finish(trial.trial.study, trial, 0)
+    sweep.finish(trial.trial.study, trial, 0)
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
 def test_a_resumed_sweep_waits_for_the_process_that_still_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room.wait_until_free(tmp_path / "none")  # no such run yet
+    sweep.wait_until_free(tmp_path / "none")  # no such run yet
     holder = open(tmp_path / ".lock", "w")  # noqa: SIM115
     fcntl.flock(holder, fcntl.LOCK_EX)
     waited: list[float] = []
-    monkeypatch.setattr(room.time, "sleep", lambda seconds: (waited.append(seconds), holder.close()))
-    room.wait_until_free(tmp_path)
-    assert waited == [room.POLL_SECONDS]
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: (waited.append(seconds), holder.close()))
+    sweep.wait_until_free(tmp_path)
+    assert waited == [sweep.POLL_SECONDS]
     with open(tmp_path / ".lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         clock = iter(range(0, 1000, 20))
-        monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
-        monkeypatch.setattr(room.time, "sleep", lambda _: None)
+        monkeypatch.setattr(sweep.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
         with pytest.raises(UserError, match="still written by a process of the sweep that was killed"):
-            room.wait_until_free(tmp_path)
+            sweep.wait_until_free(tmp_path)
 
 
 def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "available_cores", lambda: 4)
-    monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("OMP_NUM_THREADS", threads.OURS):
         monkeypatch.setenv(name, "4")
@@ -281,7 +281,7 @@ def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypa
 
 def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
     space = Space({"lr": FloatDistribution(0.1, 1.0, log=True), "size": CategoricalDistribution([1, 2])})
-    study, _ = room.open_study(tmp_path, space, trials=8, seed=0)
+    study, _ = sweep.open_study(tmp_path, space, trials=8, seed=0)
     for number in range(6):
         asked = study.ask(space.parameters)
         for epoch in range(3 if number % 2 else 1):
@@ -324,6 +324,13 @@ def test_bad_options_are_told_in_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert not list(workplace.iterdir())
+
+
+def test_a_sweep_without_optuna_says_how_to_install_it() -> None:
+    code = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_module('project.sweep', run_name='__main__')"
+    ended = complete([sys.executable, "-c", code], cwd=ROOT, fresh=True)
+    assert ended.returncode == 2
+    assert ended.stderr == "error: a local sweep needs Optuna. Install it: pip install -e '.[sweep]'\n"
 
 
 @pytest.mark.usefixtures("forked_trials")

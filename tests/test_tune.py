@@ -24,16 +24,18 @@ from project.errors import UserError
 from project.hardware import GIB
 from project.live_memory import is_out_of_memory
 from project.tune import __main__ as tune
-from project.tune.batch_size import Search, advice_lines, advise, find_largest, sizes_to_time
-from project.tune.learning_rate import RateRamp, read_curve
-from project.tune.short_training import (
+from project.tune.batch_size import (
     Clock,
     Measured,
+    Search,
     TrainingSteps,
+    advice_lines,
+    advise,
+    find_largest,
     free_memory,
-    one_device_flags,
-    scratch_trainer,
+    sizes_to_time,
 )
+from project.tune.short_training import RateRamp, one_device_flags, read_curve, scratch_trainer
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 
@@ -151,7 +153,7 @@ def test_memory_is_freed_on_mps_where_the_general_call_fails(monkeypatch: pytest
 @pytest.fixture(autouse=True)
 def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed is judged nowhere here."""
-    monkeypatch.setattr("project.tune.short_training.Clock", partial(Clock, seconds=0.01))
+    monkeypatch.setattr("project.tune.batch_size.Clock", partial(Clock, seconds=0.01))
 
 
 @pytest.fixture

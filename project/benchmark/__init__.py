@@ -10,10 +10,7 @@ from project.errors import UserError
 
 # Table → the column that its chart shows, and what it says.
 TABLES = {
-    "devices": (
-        "samples_per_sec",
-        "every device and precision: speed, speed-up over CPU float32, accuracy, peak memory",
-    ),
+    "devices": ("samples_per_sec", "devices × precisions: speed, speed-up over CPU float32, accuracy, peak memory"),
     "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
     # feature: memory
     "memory": ("peak_mib", "precision × activation checkpointing × accumulation × batch size: the peak and its parts"),

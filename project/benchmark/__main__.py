@@ -34,9 +34,7 @@ IN_WHOLE_PASS = {"n": 3, "each_feature": False}  # all tables together take abou
 def main(argv: list[str]) -> int:
     """Measure what ``argv`` asks for, print it, and write it where it says."""
     table, options, fit_flags = read_options(argv)
-    output = check_output(options.output) if options.output else None
-    plot = options.plot or (output.with_suffix(".png") if output else None)
-    plot = check_output(plot, (".png",), "--plot") if plot else None
+    plot = options.plot or (options.output and check_output(options.output.with_suffix(".png"), (".png",), "--plot"))
     typed = {k: v for k, v in vars(options).items() if k not in ("output", "plot") and v is not None}
     Settings(**typed)  # refuses wrong values before anything takes its time
     os.environ["WANDB_MODE"] = "offline"  # a benchmark uploads nothing
@@ -50,9 +48,9 @@ def main(argv: list[str]) -> int:
         tables[name] = measure_table(name, fit_flags, typed, whole_pass=table is None)
         print(f"\n{name}: {TABLES[name][1]}\n{format_table(tables[name])}", flush=True)
         # after every table: a stopped pass keeps what it has
-        if output is not None:
-            write(output, facts, tables)
-        if plot is not None:
+        if options.output:
+            write(options.output, facts, tables)
+        if plot:
             draw(plot, tables, line_of(facts))
     return 0
 
@@ -66,7 +64,7 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     parser = CommandParser(f"project.benchmark{f' {table}' if table else ''}", (__doc__ or "") + tables)
     add = parser.add_argument
     add_output(parser)
-    add("--plot", metavar="FILE.png", help="chart (default: beside --output; none without it)")
+    add_output(parser, "--plot", (".png",), "chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
     n = Settings.n if table else f"{IN_WHOLE_PASS['n']}, of loaders {Settings.n}"
     add("--n", type=int, metavar="N", help=f"measurements behind every median (accuracy: seeds; default: {n})")
@@ -97,9 +95,8 @@ def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_
         kind = type(config.datamodule).__name__
         raise UserError(f"--data: the table {name} needs a data module with a batch_size, {kind} has none.")
     n = min(settings.n, 2) if settings.quick else settings.n
-    rows: list[Row] = getattr(tables, f"measure_{name}")(
-        config, replace(settings, n=n, fit_flags=flags, batch_size=size)
-    )
+    settings = replace(settings, n=n, fit_flags=flags, batch_size=size)
+    rows: list[Row] = getattr(tables, f"measure_{name}")(config, settings)
     return rows
 
 

@@ -15,19 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
 from project import fit
-from project.benchmark import Row, Settings
-from project.benchmark.by_hand import PLAIN, InMemory, PerSampleImages, PlainLoop, loops_by_hand
-from project.benchmark.timing import (
-    Epoch,
-    RunClock,
-    afresh,
-    alternate,
-    median_and_spread,
-    progress,
-    run_epochs,
-    scratch_run,
-    wanted_devices,
-)
+from project.benchmark import Row, Settings, timing
 from project.callbacks.memory import ACTIVATIONS, MemoryMonitor  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
@@ -55,9 +43,8 @@ FEATURES: dict[str, type] = {
 }
 BATCHES = 200  # of a loader, per measurement; at most one epoch
 MOST_EPOCHS = 14  # what pytorch/examples trains for MNIST
-Case = tuple[
-    str, str, str, int
-]  # network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
+# Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
+Case = tuple[str, str, str, int]
 
 
 def network_name(config: Configuration) -> str:
@@ -104,15 +91,15 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
         needs = "images and a module with a network. Leave it out: --networks chosen."
         raise UserError(f"--networks ResNet18 needs {needs}")
     cases = device_cases(config, settings)
-    variants = {" ".join(map(str, case)): partial(run_epochs, of_case, 2) for case, of_case in cases.items()}
+    variants = {" ".join(map(str, case)): partial(timing.run_epochs, of_case, 2) for case, of_case in cases.items()}
     rows: list[Row] = []
-    measured = alternate("devices", variants, settings.n, PATIENCE_S).values()
+    measured = timing.alternate("devices", variants, settings.n, PATIENCE_S).values()
     for ((_, _, precision, size), of_case), runs in zip(cases.items(), measured, strict=True):
         train_samples = runs[0].train_samples
         samples = runs[0].batches * min(size, train_samples or size)
         row: Row = {"device": runs[0].device, "network": network_name(of_case)}
         row |= {"precision": precision, "batch_size": size}
-        row |= median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
+        row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
             row["epoch_s"] = train_samples / row["samples_per_sec"]
         if accuracies := [run.validations[-1][1] for run in runs if run.validations]:
@@ -132,7 +119,7 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
 def device_cases(config: Configuration, settings: Settings) -> dict[Case, Configuration]:
     """What the table ``devices`` measures."""
     cases: dict[Case, Configuration] = {}
-    for network, device in product(settings.networks, wanted_devices(config)):
+    for network, device in product(settings.networks, timing.wanted_devices(config)):
         found, sizes, flags = usable(device, settings.precisions), [settings.batch_size], []
         if network == "ResNet18":
             sizes, flags = [RESNET_BATCH[device]], RESNET_ON_CPU if device == "cpu" else []
@@ -157,17 +144,17 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
     the whole optimizer step, as the memory monitor tells it: on the CPU without what a library takes for itself during
     an operation (oneDNN's scratch memory). What is not measured, as of a compiled network there, is left out.
     """
-    device, model = wanted_devices(config)[-1], config.resolved["model"]
+    device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
     sizes = settings.batch_sizes or ([64] if settings.quick else [256, 1024])
     rows: list[Row] = []
     cases = list(product(usable(device, settings.precisions), recomputes, (1, 4), sizes))
-    for precision, recompute, parts, size in progress("memory", cases):
+    for precision, recompute, parts, size in timing.progress("memory", cases):
         flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(STEPS * parts)]
         flags += ["--limit_val_batches", "0", "--monitors", "memory"]
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(settings.fit_flags, device, precision, max(1, size // parts), *flags)
-        run = run_epochs(case, 1)
+        run = timing.run_epochs(case, 1)
         row: Row = {"device": run.device, "network": network_name(config), "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
@@ -187,33 +174,34 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
     them differs by is less than what two runs differ by.
     """
 
-    def real(**options: Any) -> Callable[[], Epoch]:
-        return lambda: run_epochs(config, 2, **options).epochs[-1]
+    def real(**options: Any) -> Callable[[], timing.Epoch]:
+        return lambda: timing.run_epochs(config, 2, **options).epochs[-1]
 
-    by_hand = loops_by_hand(config, settings.batch_size)
+    by_hand = timing.loops_by_hand(config, settings.batch_size)
     variants = {**by_hand, "all features": real()}
     if settings.each_feature:
         variants |= {f"without {name}": real(without=[kind]) for name, kind in FEATURES.items()}
         # left out of the callbacks, Lightning would put its own bar there
         variants["without progress bar"] = real(trainer={"enable_progress_bar": False})
     variants["Lightning, nothing on"] = real(bare=True)
-    alternate("overhead", by_hand, 1)  # real runs have their own warm-up
+    timing.alternate("overhead", by_hand, 1)  # real runs have their own warm-up
     rows: list[Row] = []
-    for name, epochs in alternate("overhead", variants, settings.n).items():
+    for name, epochs in timing.alternate("overhead", variants, settings.n).items():
         row: Row = {"loop": name, "network": network_name(config), "batch_size": settings.batch_size}
-        row |= median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
+        row |= timing.median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
         row["train_cpu_s"] = statistics.median(epoch.train_cpu_s for epoch in epochs)
         floor = rows[0] if rows else row
-        for quantity in ("train", "train_cpu", *(["epoch"] if name != PLAIN else [])):
+        for quantity in ("train", "train_cpu", *(["epoch"] if name != timing.PLAIN else [])):
             row[f"{quantity}_vs_floor"] = row[f"{quantity}_s"] / floor[f"{quantity}_s"]
         rows.append(row)
     watched = tuple(FEATURES.values())
-    runs = [run_epochs(config, 2, watched=watched) for _ in progress("inside the hooks", range(settings.n))]
+    rounds = timing.progress("inside the hooks", range(settings.n))
+    runs = [timing.run_epochs(config, 2, watched=watched) for _ in rounds]
     for name in runs[0].inside_s:
         pct = [100 * run.inside_s[name] / sum(epoch.epoch_s for epoch in run.epochs) for run in runs]
         row = {"loop": f"inside {name}", "batch_size": settings.batch_size}
-        rows.append(row | median_and_spread("pct_of_run", pct))
+        rows.append(row | timing.median_and_spread("pct_of_run", pct))
     return rows
 
 
@@ -223,26 +211,28 @@ def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
     ``start_ms`` is what the first batch of an epoch takes: starting workers, unless they persist. It is not part of
     ``ms_per_batch``.
     """
-    device, samples = torch.device(wanted_devices(config)[-1]), InMemory.of(config, "train")
+    device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
     batches = min(20 if settings.quick else BATCHES, max(1, len(samples.labels) // settings.batch_size))
     ways, normalize = loaders(config, samples, settings, device.type == "cuda"), samples.normalizer(device)
     timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}
-    alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
+    timing.alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
     rows: list[Row] = []
-    for name, measured in alternate("loaders", timed, settings.n).items():
+    for name, measured in timing.alternate("loaders", timed, settings.n).items():
         row: Row = {"loader": name, "device": device.type, "batch_size": settings.batch_size, "batches": batches}
-        row |= median_and_spread("ms_per_batch", [ms for ms, _ in measured])
+        row |= timing.median_and_spread("ms_per_batch", [ms for ms, _ in measured])
         row["start_ms"] = statistics.median(start for _, start in measured)
         row["batches_per_sec"] = 1000 / row["ms_per_batch"]
         rows.append({**row, "times_ours": row["ms_per_batch"] / (rows[0] if rows else row)["ms_per_batch"]})
     return rows
 
 
-def loaders(config: Configuration, samples: InMemory, settings: Settings, pinned: bool) -> dict[str, DataLoader[Any]]:
+def loaders(
+    config: Configuration, samples: timing.InMemory, settings: Settings, pinned: bool
+) -> dict[str, DataLoader[Any]]:
     """The ways to load, by name; ours comes first."""
     given = cast(Any, config.datamodule).train_dataloader()
     kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
-    plain = partial(DataLoader, PerSampleImages(samples), settings.batch_size, shuffle=True)
+    plain = partial(DataLoader, timing.PerSampleImages(samples), settings.batch_size, shuffle=True)
 
     def ours(**asked: Any) -> DataLoader[Any]:
         return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
@@ -287,12 +277,13 @@ def measure_accuracy(config: Configuration, settings: Settings) -> list[Row]:
     that of the seeds. ``fit_s`` is training with its validations and savings, from the first step. ``to_target_s`` ends
     where validation first reaches the target; it is left out where fewer than half of the seeds reach it.
     """
-    plain = PlainLoop(config) if settings.baseline else None  # refuses other data before the seeds take their time
+    # refuses other data before the seeds take their time
+    plain = timing.PlainLoop(config) if settings.baseline else None
     runs: list[Summary] = []
     times: list[float] = []  # to the target
-    for seed in progress("accuracy", range(settings.n)):
-        clock, of_seed = RunClock(), afresh(config, seed)
-        with scratch_run() as run:
+    for seed in timing.progress("accuracy", range(settings.n)):
+        clock, of_seed = timing.RunClock(), timing.afresh(config, seed)
+        with timing.scratch_run() as run:
             runs.append(fit.train(of_seed, run, fit.build(of_seed, run, extra=[clock])))
         if "test/accuracy" not in runs[0].metrics:
             kind = type(config.module).__name__
@@ -309,7 +300,7 @@ def measure_accuracy(config: Configuration, settings: Settings) -> list[Row]:
         "std": statistics.stdev(scores) if len(scores) > 1 else None,
         "lowest": min(scores),
         "at_target": f"{sum(score >= settings.target for score in scores)} of {len(scores)}",
-        **median_and_spread("fit_s", seconds),
+        **timing.median_and_spread("fit_s", seconds),
         "target": settings.target,
         **({"to_target_s": statistics.median(times)} if 2 * len(times) >= len(runs) else {}),
         "test_accuracies": scores,

@@ -13,28 +13,27 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torchvision.transforms import v2
 
-from project.data.augment import as_unit_floats, random_deformation, transformed
 from project.errors import UserError
 
 Split = Literal["train", "val", "test"]
 LARGEST_IMAGE = 2**28  # values; a file that names a larger one was changed
+LATTICE = 7  # points per axis of the coarse random field that bends an image; their distance is about a stroke's width
 
 
-class TensorRows(Dataset[tuple[Tensor, ...]]):
+class TensorRows(TensorDataset):
     """Tensors (count, ...) of equal length in memory, such as features and targets; a sample is a row of each."""
 
     def __init__(self, *tensors: Tensor) -> None:
         if not tensors or len({len(tensor) for tensor in tensors}) > 1:
             raise UserError(f"{type(self).__name__} must get tensors of equal length, got {[len(x) for x in tensors]}.")
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
+        super().__init__(*tensors)
 
     @property
     def device(self) -> torch.device:
@@ -56,9 +55,6 @@ class TensorRows(Dataset[tuple[Tensor, ...]]):
         """The batch of these samples (int64, (batch,)), in one call for each tensor, where the samples lie."""
         # copies row by row; tensor[indices] copies byte by byte, which takes eight times as long on a CPU
         return tuple(tensor.index_select(0, indices.to(self.device)) for tensor in self.tensors)
-
-    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
-        return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         return self.gather(torch.tensor(indices, dtype=torch.int64))  # a DataLoader's own way to ask for a whole batch
@@ -273,8 +269,15 @@ class BatchedDataModule(SplitDataModule):
         if found != named:
             name = f"{type(self).__name__}.image_shape"
             raise UserError(f"{name} must be the images' (channels, height, width), {found}, got {named}.")
-        if self.trainer is not None and self.trainer.training:
-            images, targets = transformed(self.augment(images), targets, self.transforms)
+        if self.trainer is None or not self.trainer.training:
+            return images, targets
+        images = self.augment(images)
+        for transform in self.transforms:
+            images = as_unit_floats(images)
+            if isinstance(transform, (v2.MixUp, v2.CutMix)):
+                images, targets = transform(images, targets)
+            else:  # called on a batch, a random one would do the same to all of its images
+                images = torch.stack([transform(image) for image in images])
         return images, targets
 
     def description(self) -> dict[str, Any]:
@@ -285,8 +288,7 @@ class BatchedDataModule(SplitDataModule):
     def describe(self, description: dict[str, Any]) -> None:
         """Restore what :meth:`description` returned in training: class names may come from a folder.
 
-        Raises:
-            UserError: A value is of another kind than :meth:`description` returns, or no size of an image.
+        A UserError for a value of another kind, or one that is no size of an image.
         """
         for name, kind in {"class_names": str, "image_shape": int, "mean": float, "std": float}.items():
             value = description.get(name, [])
@@ -323,14 +325,13 @@ def collate(samples: Any, image_shape: tuple[int, int, int] | None = None) -> An
         return default_collate(samples)
     if not samples:  # a rank of an evaluation with more ranks than samples
         return torch.empty(0, *image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
-    images, targets = default_collate([(_as_tensor(image, image_shape), target) for image, target in samples])
+    fitted = [(fit_image(x, image_shape) if isinstance(x, Image.Image) else x, target) for x, target in samples]
+    images, targets = default_collate(fitted)
     return images, targets.float() if targets.is_floating_point() else targets.long()
 
 
-def _as_tensor(image: Any, image_shape: tuple[int, int, int]) -> Any:
-    """A Pillow image as uint8 (channels, height, width), scaled and cropped at the center. Tensors stay the same."""
-    if not isinstance(image, Image.Image):
-        return image
+def fit_image(image: Image.Image, image_shape: tuple[int, int, int]) -> Tensor:
+    """The largest middle part of a Pillow image, scaled to uint8 (channels, height, width), grey or RGB."""
     channels, height, width = image_shape
     fitted = ImageOps.fit(image.convert("L" if channels == 1 else "RGB"), (width, height))
     return torch.from_numpy(np.array(fitted)).view(height, width, channels).permute(2, 0, 1)
@@ -341,3 +342,36 @@ def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
     if isinstance(dataset, TensorRows):
         return dataset.holding(dataset.gather(indices))
     return Subset(dataset, indices.tolist())
+
+
+def random_deformation(
+    images: Tensor, degrees: float, scale: float, shear: float, shift: float, elastic: float
+) -> Tensor:
+    """Rotate, scale, shear, shift and bend every image by its own random amount. Pixels from outside the image are 0.
+
+    Images are float (batch, channels, height, width). Rotation and shear are uniform in ± ``degrees`` and ± ``shear``
+    degrees, the factor of each axis in 1 ± ``scale``, the shift of each axis in ± ``shift`` pixels. Bending is the
+    elastic distortion of Simard, Steinkraus and Platt ("Best practices for convolutional neural networks", 2003): each
+    point of a coarse lattice moves by ``elastic`` pixels per axis (standard deviation), those between are interpolated.
+    """
+    count, _, height, width = images.shape
+    draw = torch.rand(count, 6, device=images.device) * 2 - 1
+    angle = draw[:, 0] * math.radians(degrees)
+    tilt = torch.tan(draw[:, 1] * math.radians(shear))
+    grow_x, grow_y = 1 + draw[:, 2] * scale, 1 + draw[:, 3] * scale
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    x_row = torch.stack([cos * grow_x, (cos * tilt - sin) * grow_y, draw[:, 4] * 2 * shift / width], dim=1)
+    y_row = torch.stack([sin * grow_x, (sin * tilt + cos) * grow_y, draw[:, 5] * 2 * shift / height], dim=1)
+    theta = torch.stack([x_row, y_row], dim=1)  # (batch, 2, 3)
+    grid = F.affine_grid(theta, [count, 1, height, width], align_corners=False)  # (batch, height, width, 2)
+    if elastic:
+        moves = torch.randn(count, 2, LATTICE, LATTICE, device=images.device)
+        moves[:, 0] *= 2 * elastic / width  # the grid spans 2
+        moves[:, 1] *= 2 * elastic / height
+        grid = grid + F.interpolate(moves, (height, width), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
+    return F.grid_sample(images, grid, align_corners=False)
+
+
+def as_unit_floats(images: Tensor) -> Tensor:
+    """uint8 images as float32 in 0-1; floats as they are."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images

@@ -42,13 +42,8 @@ LEAST_CELLS = 5  # that the largest patch of a photograph measures; the largest 
 def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     """The digit of a picture as MNIST shows it, uint8 (28, 28), bright on black; and whether there seem to be several.
 
-    An MNIST image comes out unchanged. Of several digits the image shows all.
-
-    Args:
-        pixels: float32 (height, width, 3) in 0-1, upright and without transparency.
-
-    Raises:
-        BadImage: Nothing stands out from the background.
+    The picture is float32 (height, width, 3) in 0-1, upright and without transparency. An MNIST image comes out
+    unchanged. Of several digits the image shows all. BadImage where nothing stands out from the background.
     """
     grey = pixels[..., 0]
     if grey.shape == (FIELD, FIELD) and grey.any() and np.ptp(pixels, axis=2).max() == 0:
@@ -94,11 +89,8 @@ def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
     """How far each pixel is on the way from the background's colour to the digit's: float32 (height, width), 0-1.
 
     Measured along the line between the two colours, it does not matter which one is brighter, nor that both have the
-    same grey (red on green).
-
-    Args:
-        away: What is left of the picture without its background, (height, width, 3).
-        noise: The background's standard deviation.
+    same grey (red on green). ``away``: the picture without its background, (height, width, 3); ``noise``: the
+    background's standard deviation.
     """
     squares = np.einsum("hwc,hwc->hw", away, away)
     if squares.max() < LEAST_CONTRAST**2:
@@ -213,11 +205,7 @@ def are_several(parts: list[np.ndarray]) -> bool:
 
 
 def box_around(ink: np.ndarray) -> tuple[slice, slice]:
-    """Rows and columns of the smallest box around every pixel above 0.
-
-    Raises:
-        BadImage: There is none.
-    """
+    """Rows and columns of the smallest box around every pixel above 0; BadImage where there is none."""
     rows, columns = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
     if not len(rows):
         raise BadImage("no digit in it")

@@ -192,7 +192,7 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
     header = 16 if magic == IMAGES_MAGIC else 8
     shape = np.frombuffer(data[4:header].tobytes().ljust(header - 4, b"\0"), ">u4").tolist()
     expected = header + math.prod(shape)
-    digest = hashlib.sha256(data).hexdigest() if sha256 else None
+    digest = hashlib.sha256(data.data).hexdigest() if sha256 else None
     for is_right, fault in (
         (magic in (IMAGES_MAGIC, LABELS_MAGIC), f"magic number {magic}, not {IMAGES_MAGIC} or {LABELS_MAGIC}"),
         (len(data) == expected, f"{len(data):,} bytes where its header announces {expected:,}"),

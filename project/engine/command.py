@@ -13,13 +13,14 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 from project import threads
 from project.engine import signals
 from project.errors import UserError, nearest
+from project.tables import check_output
 
 # What the user can repair, and how: no space, no quota, no permission, read-only; and impossible file names.
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -180,9 +181,15 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow_imports", metavar="PACKAGES", help=packages)
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``--output``."""
-    parser.add_argument("--output", metavar="FILE", help="also write what is printed: .json or .csv")
+def add_output(
+    parser: argparse.ArgumentParser,
+    option: str = "--output",
+    endings: Sequence[str] = (".json", ".csv"),
+    what: str = "also write what is printed: .json or .csv",
+) -> None:
+    """Add an option for a file to write, whose path is checked as it is read."""
+    metavar = "FILE" if len(endings) > 1 else f"FILE{endings[0]}"
+    parser.add_argument(option, metavar=metavar, type=lambda path: check_output(path, endings, option), help=what)
 
 
 KINDS = {

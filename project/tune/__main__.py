@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("project.tune", __doc__)
     parser.add_argument("what", metavar="lr|batch_size", help="what to find")
     add_output(parser)
-    parser.add_argument("--plot", metavar="FILE.png", help="the picture (default: tune_lr.png or tune_batch_size.png)")
+    add_output(parser, "--plot", (".png",), "the picture (default: tune_lr.png or tune_batch_size.png)")
     lr, size = parser.add_argument_group("lr"), parser.add_argument_group("batch_size")
     lr.add_argument("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
     lr.add_argument("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
@@ -38,19 +38,17 @@ def main(argv: list[str]) -> int:
     what, rest = take_word(argv, WHAT)
     options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
     check(options, fit_flags)
-    output = check_output(options.output) if options.output else None
-    options.plot = check_output(options.plot or f"tune_{options.what}.png", (".png",), "--plot")
+    options.plot = options.plot or check_output(f"tune_{options.what}.png", (".png",), "--plot")
     options.fit_flags = fit_flags  # to name them in the advice
     with quick_imports():
         from project.engine.cli import configure
         from project.tune.batch_size import tune_batch_size
-        from project.tune.learning_rate import tune_lr
-        from project.tune.short_training import one_device_flags
+        from project.tune.short_training import one_device_flags, tune_lr
     config = configure(fit_flags, "project.tune")
     tune = tune_lr if options.what == "lr" else tune_batch_size
     rows, facts = tune(config, one_device_flags(config), options)
-    if output:
-        write_rows(output, facts if output.suffix.lower() == ".json" else rows)
+    if options.output:
+        write_rows(options.output, facts if options.output.suffix.lower() == ".json" else rows)
     print(f"picture in {options.plot}")
     return 0
 

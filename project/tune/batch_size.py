@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import shlex
+import statistics
 import sys
+import time
 from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 
+from project import hardware
 from project.engine.cli import Configuration
+from project.engine.log_steps import synchronize
+from project.engine.summary import samples_of
 from project.errors import UserError
 from project.hardware import GIB
+from project.live_memory import LiveMemory, is_out_of_memory
 from project.tables import format_table
-from project.tune.short_training import Measured, TrainingSteps, picture
+from project.tune.short_training import ShortTraining, picture, scratch_trainer
 
 FIRST = 16  # the smallest size that is timed, where larger ones fit
 WORTH = 0.05  # of the best rate: a smaller gain does not count
@@ -24,6 +33,129 @@ WORTH = 0.05  # of the best rate: a smaller gain does not count
 # after five epochs, and 70 gave 0.983.
 LEAST_STEPS = 50
 CEILING = 65_536  # for data that do not tell how many samples they have
+# Of the free host memory: temporary memory inside operations is not counted, and other programs need memory, too.
+CPU_SHARE = 0.6
+
+
+class Clock(ShortTraining):
+    """Times windows of steps, waiting for the device at their edges only, and ends the training when it has enough.
+
+    Every step of the warm-up is a window; the following ones take about ``seconds``, as the window before them says.
+    """
+
+    def __init__(self, warm_up_steps: int = 3, windows: int = 3, seconds: float = 0.4) -> None:
+        self.warm_up_steps, self.windows, self.seconds = warm_up_steps, windows, seconds
+        self.step_ms: list[float] = []
+        self._began, self._first, self._next = 0.0, 0, 1  # the window: when it began, after and up to which step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._began = time.perf_counter()
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self.steps_done < self._next:
+            return
+        synchronize(trainer.strategy.root_device)  # a clock tells nothing before the device has done its work
+        now, steps = time.perf_counter(), self.steps_done - self._first
+        step_seconds, length = (now - self._began) / steps, 1
+        if self.steps_done > self.warm_up_steps:
+            self.step_ms.append(1000 * step_seconds)
+            trainer.should_stop = len(self.step_ms) >= self.windows
+        if self.steps_done >= self.warm_up_steps:
+            length = max(1, int(self.seconds / max(step_seconds, 1e-6)))
+        self._began, self._first, self._next = now, self.steps_done, self.steps_done + length
+
+
+@dataclass
+class Measured:
+    """What steps at one batch size took."""
+
+    batch_size: int
+    step_ms: float
+    spread_pct: float | None = None  # of the windows: (largest − smallest) / median
+    peak_bytes: int | None = None  # None where the device does not tell
+    steps_per_epoch: int | None = None  # optimizer steps; None where the data do not tell how many samples they have
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Of one device."""
+        return 1000 * self.batch_size / self.step_ms
+
+
+class TrainingSteps:
+    """Trains for moments at any batch size, each time with a new module; the data module's ``batch_size`` changes.
+
+    Lightning's batch-size finder keeps memory of failed tries and works with one trainer whose state it must restore
+    (Lightning issues 19789, 20231). With ``memory_limit_gib`` the device is taken to have no more than this.
+    """
+
+    def __init__(self, config: Configuration, flags: dict[str, Any], memory_limit_gib: float | None = None) -> None:
+        self.config, self.flags, self.datamodule = config, flags, cast(Any, config.datamodule)
+        limits = [] if memory_limit_gib is None else [memory_limit_gib]
+        if flags["accelerator"] == "cpu" or not torch.accelerator.is_available():
+            limits.append(CPU_SHARE * hardware.memory()["available_gib"])
+        self.memory_limit_bytes = int(min(limits) * GIB) if limits else None
+        self.datamodule.prepare_data()
+        self.datamodule.setup("fit")
+        self.training_samples = samples_of(self.datamodule.train_dataloader())  # None if unknown
+
+    def measure(self, batch_size: int, full_speed: bool = False) -> Measured:
+        """Train for a second or two at full speed, or two optimizer steps; on the CPU only these count memory.
+
+        A batch that does not fit raises ``torch.OutOfMemoryError``.
+        """
+        # The second step takes the most memory: gradients and optimizer state exist from the first one on.
+        clock = Clock() if full_speed else Clock(warm_up_steps=1, windows=1, seconds=0)
+        self.datamodule.batch_size, failure, peak_bytes = batch_size, None, None
+        try:
+            with scratch_trainer(self.flags, clock) as trainer:
+                peak_bytes = self._fit(trainer, count_memory=not full_speed)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = str(error)
+        # Outside of the except clause: the error's traceback holds the frames that hold the tensors. So do the trainer
+        # and what Lightning has put on the callback.
+        times, self.datamodule.trainer = clock.step_ms, None
+        del trainer, clock
+        free_memory()
+        if failure is not None:
+            raise torch.OutOfMemoryError(failure)
+        median = statistics.median(times)
+        spread = 100 * (max(times) - min(times)) / median if len(times) > 1 else None
+        step_samples = batch_size * self.flags["accumulate_grad_batches"]
+        steps = None if self.training_samples is None else max(1, self.training_samples // step_samples)
+        return Measured(batch_size, median, spread, peak_bytes, steps)
+
+    def _fit(self, trainer: Trainer, count_memory: bool) -> int | None:
+        """Train within the memory limit; returns the peak in bytes, None where it is not counted."""
+        module, device, limit = self.config.fresh_module(), trainer.strategy.root_device, self.memory_limit_bytes
+        if device.type == "cpu":
+            memory = LiveMemory(limit)
+            with memory if count_memory else contextlib.nullcontext():
+                memory.count([*module.parameters(), *module.buffers()])
+                trainer.fit(module, datamodule=self.datamodule)
+            return memory.peak_bytes if count_memory else None
+        backend = torch.get_device_module(device)  # torch.cuda or torch.mps, whose allocator keeps to the limit
+        where = (device,) if device.type == "cuda" else ()
+        total = torch.cuda.get_device_properties(device).total_memory if where else backend.recommended_max_memory()
+        try:
+            if limit is not None:
+                backend.set_per_process_memory_fraction(min(1.0, limit / total), *where)
+            if where:
+                torch.cuda.reset_peak_memory_stats(device)
+            trainer.fit(module, datamodule=self.datamodule)
+            return torch.cuda.max_memory_allocated(device) if where else None
+        finally:
+            if limit is not None:
+                backend.set_per_process_memory_fraction(1.0, *where)
+
+
+def free_memory() -> None:
+    """Free the memory of a finished or failed training."""
+    gc.collect()  # Trainer, module and loops hold each other
+    if torch.accelerator.is_available():  # its own empty_cache fails on MPS (PyTorch issue 186430)
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
 @dataclass
@@ -57,12 +189,10 @@ def tune_batch_size(
     notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
     rows: list[dict[str, Any]] = []
     for size in measured:
+        peak = size.peak_bytes and size.peak_bytes / GIB
         row: dict[str, Any] = {"batch_size": size.batch_size, "samples_per_sec": size.samples_per_sec}
         row |= {"step_ms": size.step_ms, "spread_pct": size.spread_pct}
-        row |= {
-            "peak_allocated_gib": size.peak_bytes and size.peak_bytes / GIB,
-            "steps_per_epoch": size.steps_per_epoch,
-        }
+        row |= {"peak_allocated_gib": peak, "steps_per_epoch": size.steps_per_epoch}
         row["note"] = ", ".join(note for note, noted in notes.items() if noted is size)
         rows.append({name: value for name, value in row.items() if value is not None})
     print(format_table(rows))
