@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from typing import Any
 
 from project.engine.command import CommandParser, run
 from project.errors import UserError
-from project.loggers import PANELS, STEP
-from project.loggers.wandb_account import wandb_mode
+from project.loggers import PANELS, STEP, wandb_state
 
 # Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.
 LINES: dict[str, dict[str, list[str]]] = {
@@ -55,7 +53,7 @@ def main(argv: list[str]) -> int:
     for option in ("entity", "project", "name"):
         if not (getattr(options, option) or "").strip():
             raise UserError(f"--{option} must be given, to save a workspace. To look at it: --print.")
-    if not wandb_mode(os.environ).logged_in:
+    if not wandb_state().logged_in:
         no_key = "saving a workspace needs a W&B login, and no API key is configured. Run wandb login"
         raise UserError(f"{no_key}, or look at it with --print.")
     workspace = build_workspace(options.entity, options.project, options.name)

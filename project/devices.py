@@ -7,7 +7,6 @@ python -m project.devices --output devices.json --data.root /data
 
 from __future__ import annotations
 
-import os
 import shlex
 import statistics
 import time
@@ -19,7 +18,7 @@ from typing import Any
 from project import hardware
 from project.engine.command import CommandParser, add_output, run
 from project.errors import UserError
-from project.loggers.wandb_account import wandb_mode
+from project.loggers import wandb_state
 from project.tables import format_table, write_rows
 
 # A GPU that computes this much for others, or has less than this part of its memory free, is taken.
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data.root", dest="root", default="data", metavar="DIR", help="where to look for MNIST")
     # end feature: mnist
     args = parser.parse_args(argv)
-    cpu, memory, wandb = hardware.cpu(), hardware.memory(), wandb_mode(os.environ)
+    cpu, memory, wandb = hardware.cpu(), hardware.memory(), wandb_state()
     arithmetic = " and ".join(name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there)
     cores = f"{cpu['cores']} of {cpu['cores_of_machine']} cores"  # fewer by affinity or by a container's limit
     print(f"CPU     {cpu['name']}, {cores}, {arithmetic or 'no bfloat16 arithmetic'}", flush=True)

@@ -31,8 +31,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from project import __version__
-from project.engine.restore import Loaded, load
-from project.engine.run_folder import find_checkpoint
+from project.engine.restore import Loaded, find_checkpoint, load
 from project.errors import UserError
 from project.tables import format_table, write_rows
 

@@ -26,11 +26,9 @@ from project.callbacks.throughput import ThroughputMonitor  # feature: throughpu
 from project.engine import signals
 from project.engine.checkpointing import Best, RunCheckpoint
 from project.engine.cli import Configuration
-from project.engine.progress import progress_callback
 from project.engine.ranks import is_rank_zero, say
-from project.engine.restore import read_configuration, start_from
-from project.engine.run_folder import Run
-from project.engine.summary import RunTimer, Summary, closing_lines, stopped_lines
+from project.engine.restore import Run, read_configuration, start_from
+from project.engine.summary import RunTimer, Summary, closing_lines, progress_callback, stopped_lines
 from project.engine.trainer import build_trainer, final_test, loggers_of, refusals_as_errors, trainer_flags
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders
@@ -52,12 +50,9 @@ def main(argv: list[str]) -> int:
             say(*start_from(config.module, config.options.init_weights))
             session = build(config, job)
             summary = train(config, job, session)
-        except Exception:
-            job.discard()  # nothing was saved: the name is free again
-            raise
-        except signals.Stopped:
-            if not signals.begun():
-                job.discard()
+        except BaseException as error:
+            if not (isinstance(error, signals.Stopped) and signals.state.begun):
+                job.discard()  # nothing was saved: the name is free again
             raise
         finally:
             job.release()
@@ -67,10 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), without: Collection[type] = ()) -> Session:
-    """The Trainer of a run, with its callbacks and loggers.
-
-    Callbacks in ``extra`` come last; classes in ``without`` (callbacks, loggers) are left out.
-    """
+    """The Trainer of a run; callbacks in ``extra`` come last, classes in ``without`` (callbacks, loggers) stay out."""
     flags, options, off = trainer_flags(config), config.options, tuple(without)
     timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
     csv, predictions = MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
@@ -116,19 +108,15 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), witho
 
 
 def train(config: Configuration, job: Run, session: Session) -> Summary:
-    """Train, test the best checkpoint once, publish, write the summary. Returns the summary.
-
-    Raises:
-        signals.Stopped: The run was asked to stop; last.ckpt holds the step it reached.
-    """
-    trainer, status, trained = session.trainer, 1, False
+    """Train, test the best once, publish, write the summary. :class:`signals.Stopped`: last.ckpt holds the step."""
+    trainer, checkpoint, status, trained = session.trainer, session.checkpoint, 1, False
     try:
         with refusals_as_errors(session.timer, job.checkpoint):
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=job.checkpoint, weights_only=True)
         summary = summarize(config, job, session)  # before the test's precision is set
-        summary.metrics |= final_test(trainer, config, session.checkpoint.saved_best)
+        summary.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)
         trained = True
-        signals.resume_immediate()  # every step is saved
+        signals.state.deferring = False  # every step is saved
         publish(config, job, session, summary)
         if trainer.is_global_zero:  # last: a run with a summary is complete
             summary.write(job.folder / "summary.json")

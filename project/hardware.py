@@ -1,7 +1,4 @@
-"""What this machine has: CPU, memory and accelerators, as plain rows. A fact that cannot be had is left out.
-
-Nothing here needs a GPU, NVIDIA's library (NVML) or a driver; torch is imported only by :func:`accelerators`.
-"""
+"""What this machine has: CPU, memory and accelerators, as plain rows. A fact that cannot be had is left out."""
 
 from __future__ import annotations
 
@@ -54,9 +51,9 @@ def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> dict[str, float]:
     for most, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
         folder = cgroup if most == "max" else cgroup / "memory"
         with suppress(OSError, ValueError):  # "max" is no number: no limit
-            limit = int((folder / f"memory.{most}").read_text())
-            free = limit - int((folder / f"memory.{used}").read_text())
-            return {"total_gib": min(total, limit) / GIB, "available_gib": max(0, min(available, free)) / GIB}
+            limit, taken = (int((folder / f"memory.{name}").read_text()) for name in (most, used))
+            total, available = min(total, limit), max(0, min(available, limit - taken))
+            break
     return {"total_gib": total / GIB, "available_gib": available / GIB}
 
 
@@ -75,8 +72,8 @@ def accelerators() -> list[dict[str, Any]]:
                 row["memory_free_gib"] = (properties.total_memory - torch.cuda.device_memory_used(index)) / GIB
             with suppress(Exception):
                 row["utilization_pct"] = int(torch.cuda.utilization(index))
-            if "memory_free_gib" not in row:
-                with suppress(Exception):
+            with suppress(Exception):
+                if "memory_free_gib" not in row:
                     row["memory_free_gib"] = torch.cuda.mem_get_info(index)[0] / GIB  # costs a context, half a GiB
             rows.append({**row, **driver})
         return rows
@@ -89,10 +86,9 @@ def accelerators() -> list[dict[str, Any]]:
 
 def cuda_facts(properties: Any, rocm: bool = False) -> dict[str, Any]:
     """What follows from ``torch.cuda.get_device_properties``; of an AMD GPU only name and memory are told."""
-    # Tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA C++ programming guide).
     name, capability = properties.name, (properties.major, properties.minor)
     facts = {"type": "rocm" if rocm else "cuda", "name": name, "memory_total_gib": properties.total_memory / GIB}
-    if not rocm:
+    if not rocm:  # tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA programming guide)
         facts["compute_capability"] = f"{properties.major}.{properties.minor}"
         facts["tensor_cores"] = capability >= (7, 0) and not WITHOUT_TENSOR_CORES.search(name)
         facts |= {"bf16": capability >= (8, 0), "tf32": capability >= (8, 0)}

@@ -57,8 +57,7 @@ def main(argv: list[str]) -> int:
     find_files(args.images)  # a mistyped word is told before torch is imported
 
     with quick_imports():
-        from project.engine.restore import load
-        from project.engine.run_folder import find_checkpoint
+        from project.engine.restore import find_checkpoint, load
 
     allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
     loaded = load(find_checkpoint(args.ckpt_path), allowed)

@@ -18,7 +18,7 @@ from project.engine import signals
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
-from project.engine.run_folder import Run
+from project.engine.restore import Run
 from project.engine.stop import failure_within
 from project.engine.summary import (
     RunRecord,
@@ -97,10 +97,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
 
 
 def publish(config: Configuration, run: Run, session: Session, summary: Summary, stopped_by: str | None = None) -> None:
-    """Write the report and complete the W&B run, on rank 0. A failure is a warning: the run itself is safe.
-
-    ``stopped_by`` names the signal that ended the run early.
-    """
+    """Write the report and complete the W&B run, on rank 0; a failure is a warning. ``stopped_by`` names the signal."""
     if not session.trainer.is_global_zero:
         return
     session.csv.save()
@@ -140,7 +137,7 @@ def publish_stopped(config: Configuration, run: Run, session: Session, stop: sig
     release_child_processes()  # the other ranks end now
     if session.trainer.is_global_zero and session.timer.begun:
         if session.trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
-            signals.resume_immediate()
+            signals.state.deferring = False
         summary = summarize(config, run, session, finished=False)
         publish(config, run, session, summary, stopped_by=signal.Signals(stop.signum).name)
 

@@ -40,7 +40,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "devices": ("project/devices.py",),
     "dashboard": ("project/dashboard.py",),
     "runs": ("project/runs.py", "project/runs.html.j2"),
-    "throughput": ("project/callbacks/throughput.py", "project/callbacks/gpu.py"),
+    "throughput": ("project/callbacks/throughput.py",),
     "memory": ("project/callbacks/memory.py",),
     "optimizer": ("project/callbacks/optimizer.py",),
     "profiler": ("project/callbacks/profiler.py", "configs/profile.yaml"),
@@ -50,8 +50,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("configs/best.yaml", "configs/fast.yaml", "configs/mlp.yaml", "configs/examples/fashion_mnist.*"),
     ),
 }
-# What several features need goes with the last of them.
-SHARED = {"project/live_memory.py": {"tune", "memory"}}
 
 MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no files
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z]+(?:, [a-z]+)*)(?: -->.*)?$")
@@ -144,7 +142,6 @@ def remove(leave_out: Collection[str]) -> None:
     """Remove features: their files, marked lines, then tests that import or need what is gone."""
     gone = {*FEATURES} - (features_here() - {*leave_out})
     patterns = [pattern for name in gone for pattern in FEATURES[name]]
-    patterns += [path for path, owners in SHARED.items() if owners <= gone]
     git("rm", "-r", "--ignore-unmatch", "--", *patterns)
     rewrite(lambda path, text: without_marked(path, text, gone))
     tests = {path: text for path, text in texts().items() if path.match("tests/*.py")}

@@ -14,16 +14,13 @@ from project.engine.command import prepare_process, run
 prepare_process(__name__)  # threads and signals, before torch is imported
 
 from project import tables
-from project.engine.cli import CommandLine, Option, configure
+from project.engine.cli import CommandLine, configure
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero
-from project.engine.restore import load
-from project.engine.run_folder import ROOT, find_checkpoint
+from project.engine.restore import ROOT, find_checkpoint, load
 from project.engine.stop import GracefulStop
 from project.engine.summary import RunTimer, device_name, samples_of
 from project.engine.trainer import build_trainer, float32_products, lacks_for_test, refusals_as_errors, trainer_flags
 from project.errors import UserError
-
-OUTPUT = Option("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv.")
 
 
 def main(argv: list[str]) -> int:
@@ -32,11 +29,11 @@ def main(argv: list[str]) -> int:
     if output := line.value("output"):
         tables.check_output(output)
     if line.asks_for_help:
-        configure(argv, "project.test", further=(OUTPUT,))
+        configure(argv, "project.test")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     named = line.value("ckpt_path"), root, line.value("run_name")
     path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(*named))))
-    loaded = load(path, argv, "project.test", (OUTPUT,))
+    loaded = load(path, argv)
     if missing := lacks_for_test(loaded.module, loaded.datamodule):
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
     flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}

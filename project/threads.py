@@ -1,9 +1,8 @@
 """CPU threads for a process: how many, and what they do while they wait.
 
 PyTorch's OpenMP threads spin while they wait for each other: the fastest on an idle machine, and a trap on a busy one,
-where every tiny operation waits for a thread that is not running. So they spin while the machine is idle, and sleep
-while it is not: see :class:`Waiting`. ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the
-environment win.
+where every tiny operation waits for a thread that is not running. So they sleep while the machine is busy: see
+:class:`Waiting`. ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the environment win.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def container_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def configure() -> int:
-    """Set this process's OpenMP thread count; must run before torch is imported.
-
-    What the user has set in the environment wins. Returns the number of threads.
-    """
+    """Set this process's OpenMP thread count, before torch is imported, unless the user did; returns it."""
     # torchrun sets OMP_NUM_THREADS=1 for its workers when the user did not, so this is not the user's choice.
     guessed = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     # processes of this job that share this machine, as torchrun or SLURM announce them
@@ -70,9 +66,8 @@ def share(processes: int) -> dict[str, str]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks above 128 KiB, such as a batch's activations (mallopt(3)).
-
-    It otherwise maps, zeroes and unmaps them at every step. ``MALLOC_MMAP_THRESHOLD_`` in the environment wins.
+    """Let glibc reuse freed blocks above 128 KiB, such as a batch's activations (mallopt(3)), instead of unmapping them
+    at every step. ``MALLOC_MMAP_THRESHOLD_`` in the environment wins.
     """
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ and sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -83,11 +78,11 @@ def keep_freed_memory() -> None:
 class Waiting:
     """Lets OpenMP's threads spin while they wait if the cores are free, and sleep if other processes use them.
 
-    GNU's OpenMP spins 300,000 times before it sleeps, and 100 times as long as the process has more OpenMP threads than
-    the machine has cores (its manual, GOMP_SPINCOUNT). A second team of threads that has nothing to do makes it so, and
-    the end of that team undoes it; both take effect at once and change no result. The sign of other processes is the
-    time that this process' threads were ready to run and had no core (``/proc/self/task/*/schedstat``). Threads that
-    sleep show less of it, so after a while they are allowed to spin again to see; each time in vain doubles the while.
+    GNU's OpenMP spins 300,000 times before it sleeps, and 100 times while the process has more OpenMP threads than the
+    machine has cores (its manual, GOMP_SPINCOUNT). A second team of threads that has nothing to do makes it so, and its
+    end undoes it, at once. The sign of other processes is the time that this process' threads were ready to run and had
+    no core (``/proc/self/task/*/schedstat``). Threads that sleep show less of it, so after a while they spin again to
+    see; each time in vain doubles the while.
 
     Milliseconds per step of an MLP at batch 64 on two cores (2026-11-22, 4 turns of 150 steps each): 31 to 85 spinning
     and 2 to 11 sleeping under a load average of 4.5; 1.4 to 2.5 and 3.7 to 4.4 on the idle machine.

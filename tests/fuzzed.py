@@ -169,7 +169,7 @@ def attempt(given: Input) -> None:
     sys.argv = [str(module.__file__), *given.words]
     sys.modules["__main__"].__spec__ = importlib.util.find_spec(f"project.{given.command}")  # of ranks that it starts
     signals.install()
-    signals.imports_are_done()
+    signals.state.importing = False
     began = time.monotonic()
     code = command.exit_code(module.main, given.words)
     after = seen() if code == 2 else before

@@ -37,7 +37,7 @@ class AskToStop(Callback):
 
     def __init__(self, batch: int, dies: bool) -> None:
         self.batch = batch
-        self.do = self.die if dies else partial(signals.note, signal.SIGTERM)
+        self.do = self.die if dies else partial(setattr, signals.state, "requested", signal.SIGTERM)
 
     def die(self) -> None:
         raise InterruptedError
@@ -60,7 +60,7 @@ def train_until(batch: int, name: str, *flags: str, dies: bool = False) -> Path:
         try:
             assert entry.exit_code(fit.main, [*flags, "--run_name", name]) == (1 if dies else 143)
         finally:
-            signals.note(0)
+            signals.state.requested = 0
     return RUNS / name
 
 

@@ -72,7 +72,7 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
     for name in ("MemoryMonitor", "RunCheckpoint"):
         assert 0 < rows[f"inside {name}"]["pct_of_run"] < 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
-    assert not signals._State.deferring  # between two runs a signal ends the benchmark at once
+    assert not signals.state.deferring  # between two runs a signal ends the benchmark at once
     assert Image.open(tmp_path / "out.png").size[0] > 1000
 
 

@@ -15,7 +15,7 @@ import torch
 from project import fit
 from project.engine import command as entry
 from project.engine.checkpoint_files import AtomicCheckpointIO, damage, serialize, write_atomically
-from project.engine.run_folder import choose, find_checkpoint
+from project.engine.restore import choose, find_checkpoint
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
 from tests.commands import (

@@ -23,8 +23,7 @@ from project import fit
 from project.data import MNISTDataModule
 from project.engine import command as entry
 from project.engine.cli import configure
-from project.engine.restore import load
-from project.engine.run_folder import choose
+from project.engine.restore import choose, load
 from project.engine.summary import Summary, closing_lines, stopped_lines
 from project.model import MLP, MNISTClassifier
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary

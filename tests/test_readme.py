@@ -76,12 +76,11 @@ def test_every_command_is_there_and_knows_its_options(
 ) -> None:
     name, arguments = words_of(line)
     if name in ("fit", "test"):
-        further = importlib.import_module(f"{PACKAGE}.test").OUTPUT
         words = [word for word in arguments if word != "--print_config"]
         if not HAS_MNIST and not any(word.startswith(("--config", "--model.class_path")) for word in words):
             words = ["--config", "mine.yaml", *words]
         with pytest.raises(SystemExit) if "-h" in words else nullcontext():
-            configure(words, f"{PACKAGE}.{name}", further=(further,) if name == "test" else ())
+            configure(words, f"{PACKAGE}.{name}")
         return
     found = importlib.util.find_spec(f"{PACKAGE}.{name}")
     assert found is not None, f"there is no command {name}"

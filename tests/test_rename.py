@@ -11,7 +11,7 @@ import pytest
 
 from project import rename
 from project.engine import command as entry
-from project.rename import CLONE, FEATURES, PACKAGE, SHARED, features_here, renamed, texts, without_marked
+from project.rename import CLONE, FEATURES, PACKAGE, features_here, renamed, texts, without_marked
 from tests.commands import complete
 
 NAME, LONGER = "digits", "handwriting"
@@ -125,7 +125,7 @@ def test_every_mark_names_features_and_ends_and_every_pattern_finds_a_file() -> 
                     open_marks += [] if mark[2] else [mark[3]]
         assert not open_marks, f"{path}: {open_marks} does not end"
     if features_here() == {*FEATURES}:
-        for pattern in [*SHARED, *(pattern for patterns in FEATURES.values() for pattern in patterns)]:
+        for pattern in [pattern for patterns in FEATURES.values() for pattern in patterns]:
             assert git(CLONE, "ls-files", "--", pattern), pattern
 
 

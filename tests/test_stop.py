@@ -8,10 +8,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from project import fit
+from project.engine.stop import SAVE_DUE, Agreement
 from tests.commands import (
     CPU2,
     SMALL,
@@ -155,3 +158,18 @@ def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
     began = time.monotonic()
     assert process.wait(timeout=60) != 0
     assert time.monotonic() - began < 30
+
+
+def test_ranks_agree_a_step_later_and_at_the_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = iter([signal.SIGTERM, 0, signal.SIGINT])  # what the other rank has received, at each call
+
+    def reduce(value: Any, **_: Any) -> Any:
+        value.fill_(max(int(value), next(others)))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr("torch.distributed.all_reduce", reduce)
+    agreement = Agreement(world_size=1)
+    assert agreement.settle(SAVE_DUE) == SAVE_DUE, "alone"
+    agreement.group = "two ranks"
+    assert [agreement.latest(0), agreement.latest(0)] == [0, signal.SIGTERM]
+    assert agreement.settle(0) == signal.SIGINT

@@ -17,14 +17,17 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
-from project.callbacks.gpu import (
+from project.callbacks.throughput import (
     GpuUtilization,
+    ThroughputMonitor,
+    bottleneck,
     may_use_tf32,
     mfu_per_sample_per_sec,
     peak_flops,
+    rates,
+    samples_in,
     training_flops_per_sample,
 )
-from project.callbacks.throughput import ThroughputMonitor, bottleneck, rates, samples_in
 from project.engine.cli import silence_unfounded_advice
 from project.errors import UserError
 from project.model.networks import MLP, ConvNet, recompute_activations
@@ -421,7 +424,7 @@ def test_gpu_metrics_join_the_window(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setattr("project.callbacks.throughput.mfu_per_sample_per_sec", lambda *_: 0.001)
-    monkeypatch.setattr(GpuUtilization, "of", classmethod(lambda cls, device: Steady()))
+    monkeypatch.setattr("project.callbacks.throughput.GpuUtilization", lambda read: Steady())
     _, row = Known(tmp_path).fit()[1]
     assert row["gpu_utilization_pct"] == 42.0
     assert row["mfu_pct"] == pytest.approx(0.001 * 32 / 0.060)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from project.loggers.wandb_account import wandb_mode
+from project.loggers import wandb_state
 
 
 @pytest.mark.parametrize(
@@ -35,6 +34,6 @@ def test_where_runs_go_follows_the_variables_and_the_login_and_no_key_is_shown(
     monkeypatch.delenv("WANDB_MODE")
     for key, value in {"NETRC": str(tmp_path / "netrc"), **environ}.items():
         monkeypatch.setenv(key, value)
-    state = wandb_mode(os.environ)
+    state = wandb_state()
     assert (state.mode, state.logged_in) == (mode, logged_in)
     assert "password" not in state.text

@@ -22,7 +22,7 @@ from project.engine.checkpoint_files import AtomicCheckpointIO
 from project.engine.checkpointing import Best, RunCheckpoint
 from project.engine.exact_resume import share_running_statistics
 from project.engine.lightning_internals import average_on_the_device, averaged_models
-from project.engine.run_folder import Run
+from project.engine.restore import Run
 from project.engine.stop import Agreement
 from project.engine.summary import git_state
 from project.engine.trainer import final_test, float32_products

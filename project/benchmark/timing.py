@@ -36,7 +36,7 @@ from project.engine import signals
 from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
-from project.engine.run_folder import Run, choose
+from project.engine.restore import Run, choose
 from project.engine.summary import command_line, device_name, git_state, samples_of, versions
 from project.engine.trainer import as_list, build_trainer, trainer_flags
 from project.errors import UserError
@@ -184,7 +184,7 @@ def run_epochs(
         finally:
             if session is not None and session.wandb is not None:
                 session.wandb.finish(0)
-            signals.resume_immediate()  # between two runs there is no step to wait for
+            signals.state.deferring = False  # between two runs there is no step to wait for
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
     if session is not None and session.memory is not None:  # feature: memory

@@ -16,11 +16,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from project.engine.lightning_internals import record_memory_history, write_memory_snapshot
-from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values
+from project.engine.command import is_out_of_memory
+from project.engine.lightning_internals import LiveMemory, memory_history
+from project.engine.log_steps import is_log_step, is_optimizer_step, log_values
+from project.engine.ranks import of_all_ranks
 from project.errors import UserError
 from project.hardware import GIB
-from project.live_memory import LiveMemory, is_out_of_memory
 
 MIB = 1024**2
 # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
@@ -38,8 +39,7 @@ class MemoryMonitor(Callback):
 
     Logged metrics, GiB of 1024³ bytes:
 
-    - ``memory/rss_gib``: resident host memory now, of all ranks and their loader workers together (pages that
-      processes share count in each)
+    - ``memory/rss_gib``: resident host memory now, of all ranks and their loader workers (shared pages count in each)
     - ``memory/allocated_gib``, ``memory/reserved_gib``: device memory now in tensors, and held by PyTorch. CUDA, MPS
     - ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib``: the most since the last logged value, validation
       included. CUDA
@@ -47,8 +47,6 @@ class MemoryMonitor(Callback):
 
     Device metrics are those of the rank with the highest value. Growth over epochs that looks like a leak is reported
     in a warning, with numbers. An out-of-memory error is raised again with advice in its message.
-
-    ``read`` is :func:`device_memory` or its like, ``host`` reads the host's memory.
     """
 
     def __init__(self, read: Callable[..., dict[str, int]] | None = None, host: HostMemory | None = None) -> None:
@@ -113,13 +111,10 @@ class MemoryMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log(trainer, pl_module, epoch_end=True)
-        used = {"host": self._host.process_rss(), "device": self._read(self._device).get("allocated")}
+        used = {"host": self._host.process_rss(), "device": self._read(self._device).get("allocated", 0)}
         for place, size in used.items():
-            if size is None:
-                continue
-            mib = self._at_epoch_ends.setdefault(place, [])
-            mib.append(size / MIB)
-            if report := leak_report(place, mib):
+            self._at_epoch_ends.setdefault(place, []).append(size / MIB)
+            if report := leak_report(place, self._at_epoch_ends[place]):
                 if place not in self._leaks:
                     rank_zero_warn(report)
                 self._leaks[place] = report
@@ -149,7 +144,7 @@ class MemoryMonitor(Callback):
         if "peak_reserved" in sizes:
             metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
         host = [self._host.rss() / GIB, self._host.peak_rss() / GIB]
-        rss, peak_rss, *columns = zip(*gather_over_ranks(trainer, [*host, *metrics.values()]), strict=True)
+        rss, peak_rss, *columns = zip(*of_all_ranks([*host, *metrics.values()]), strict=True)
         metrics = {name: max(ranks) for name, ranks in zip(metrics, columns, strict=True)}
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
         for name, value in {**peaks, "memory/peak_rss_gib": max(sum(rss), sum(peak_rss))}.items():
@@ -161,10 +156,9 @@ class MemoryMonitor(Callback):
 
 
 def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
-    """Bytes, as PyTorch's allocator of a device tells them; nothing on the CPU.
+    """Bytes, as a device's allocator tells them: ``allocated`` in tensors, ``reserved`` from the device, its ``total``.
 
-    ``allocated`` in tensors, ``reserved`` from the device, its ``total``, and on CUDA ``peak_allocated`` and
-    ``peak_reserved``, the most since the last reset.
+    On CUDA also ``peak_allocated`` and ``peak_reserved``, the most since the last reset. Nothing on the CPU.
     """
     if device.type == "mps":
         now = {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
@@ -182,15 +176,13 @@ def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, 
 
 def is_measurable() -> bool:
     """Whether the system tells what a process uses; without ``/proc`` Linux does not."""
-    try:
-        psutil.Process().memory_info()
-    except psutil.Error:
-        return False
-    return True
+    with suppress(psutil.Error):
+        return bool(psutil.Process().memory_info())
+    return False
 
 
 class HostMemory:
-    """Resident set sizes (bytes) of this rank. Pages that processes share count once in each of them."""
+    """Resident set sizes (bytes) of this rank."""
 
     def process_rss(self) -> int:
         """Of this process alone."""
@@ -206,10 +198,7 @@ class HostMemory:
         return total
 
     def peak_rss(self) -> int:
-        """The most this process has had, 0 if the system does not report it.
-
-        Not ``getrusage``: its ``ru_maxrss`` begins with the size of the process that started this one.
-        """
+        """The most this process has had, 0 if unknown. ``ru_maxrss`` begins with the size of the process's parent."""
         with suppress(OSError):
             if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
                 return int(found[1]) * 1024
@@ -217,10 +206,8 @@ class HostMemory:
 
 
 def leak_report(place: str, mib: list[float]) -> str | None:
-    """What to tell, with numbers, where memory at epoch ends (``mib``, in MiB) looks like a leak.
-
-    That is: each of the last four epochs added ``LEAST_MIB``, and a third of what the one that added most did (a cache
-    that fills up adds less and less). The first epoch fills caches: its end is the baseline.
+    """What to tell where memory at epoch ends (``mib``, in MiB) looks like a leak: each of the last four epochs after
+    the first added ``LEAST_MIB``, and a third of what the one that added most did (a cache adds less and less).
     """
     recent = mib[-EPOCHS - 1 :]
     added = [after - before for before, after in pairwise(recent)]
@@ -234,12 +221,9 @@ def leak_report(place: str, mib: list[float]) -> str | None:
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
-    """GiB of this rank's ``weights`` (with buffers), ``gradients`` and ``optimizer state``: exact, from the tensors.
+    """GiB of this rank's ``weights`` (with buffers), ``gradients`` and ``optimizer state``, from the tensors.
 
-    And ``data``, where a data module keeps them on a device that is not the CPU.
-
-    Taken right after an optimizer step: Lightning clears gradients in the next one, and some optimizers make their
-    state in the first.
+    And ``data``, where they lie on a GPU. Taken right after an optimizer step: the next one clears gradients.
     """
 
     def size_gib(tensors: Iterable[object]) -> float:
@@ -265,10 +249,7 @@ def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str
 
 
 def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
-    """The advice after an out-of-memory error: batch size, peak, memory by use, and three things to try in order.
-
-    ``peak_gib`` is 0 where the device does not tell how much was allocated, ``total_bytes`` None where it is unknown.
-    """
+    """The advice after an out-of-memory error: batch size, peak (0: unknown), memory by use, three things to try."""
     evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
     flag = "eval_batch_size" if evaluating else "batch_size"
     size = getattr(getattr(trainer, "datamodule", None), flag, None)
@@ -281,9 +262,9 @@ def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
         f"{name} {gib:.2f} GiB" if gib >= 1 else f"{name} {1024 * gib:.1f} MiB"
         for name, gib in sorted(parts.items(), key=lambda part: -part[1])
     ]
-    lines = [f"{facts}.", f"Memory by use: {', '.join(used)}.", "Try, in this order:"]
-    lines += [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
-    return "\n".join([*lines, "The last checkpoint is whole: go on from it with --ckpt_path last and one of these."])
+    tries = (f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1))
+    last = "The last checkpoint is whole: go on from it with --ckpt_path last and one of these."
+    return "\n".join([f"{facts}.", f"Memory by use: {', '.join(used)}.", "Try, in this order:", *tries, last])
 
 
 def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
@@ -304,15 +285,14 @@ def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
 
 
 class MemorySnapshot(Callback):
-    """Records every allocation and free with its stack, and writes them when training ends or fails.
+    """Records the last 100,000 allocations and frees with their stacks, and writes them when training ends or fails.
 
-    The last 100,000 events are kept (a few hundred steps, some ten megabytes), so that after an out-of-memory error the
-    file at ``path`` shows what led to it. Every further rank adds its number to the file's name.
+    So the file at ``path`` shows what led to an out-of-memory error. A further rank adds its number to the name.
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self._recording = False
+        self._recording = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device.type
@@ -322,19 +302,15 @@ class MemorySnapshot(Callback):
             raise UserError(f"--memory_snapshot {self.path}: there is no folder {self.path.parent}. Make it first.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        record_memory_history(100_000)
-        self._recording = True
+        path, rank = self.path, trainer.global_rank
+        if rank == 0:
+            where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
+            self._recording.callback(print, f"memory snapshot: {where}", flush=True)
+        path = path if rank == 0 else path.with_stem(f"{path.stem}.rank{rank}")
+        self._recording.enter_context(memory_history(path, 100_000))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._recording:
-            return
-        self._recording, rank = False, trainer.global_rank
-        path = self.path if rank == 0 else self.path.with_stem(f"{self.path.stem}.rank{rank}")
-        write_memory_snapshot(path)
-        record_memory_history(None)
-        if rank == 0:
-            viewer = "https://pytorch.org/memory_viz"
-            print(f"memory snapshot: {path} (open it at {viewer}; the file stays in your browser)", flush=True)
+        self._recording.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)

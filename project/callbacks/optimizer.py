@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from project.engine.log_steps import log_values, logs_next_step
+from project.engine.log_steps import SHARDING, log_values, logs_next_step
 
 
 class OptimizerMonitor(Callback):
-    """Logs values of the optimizer step at every log step.
-
-    Lightning's LearningRateMonitor names rates after the optimizer's class, so that a chart ends when the class
-    changes; it has no gradient norm and no loss scale.
+    """Logs values of the optimizer step. Lightning's LearningRateMonitor names rates after the optimizer's class.
 
     Logged metrics, at log steps, of the first optimizer where a module has several:
 
     - ``optimizer/lr``: learning rate of the first parameter group
-    - ``optimizer/grad_norm``: 2-norm of all gradients of the step, after unscaling and before clipping; left out where
-      a strategy shards them
+    - ``optimizer/grad_norm``: 2-norm of the step's gradients, unscaled, before clipping; not where a strategy shards
     - ``optimizer/loss_scale``: the gradient scaler's factor, under 16-mixed only
     """
 
@@ -32,7 +27,7 @@ class OptimizerMonitor(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             metrics["optimizer/loss_scale"] = scaler.get_scale()
-        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+        if not isinstance(trainer.strategy, SHARDING):
             norm = torch.nn.utils.get_total_norm(
                 p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,9 @@ ENDS = ("train_dataloader_next", "batch_to_device", "training_step", "backward",
 class StepProfiler(Profiler):
     """Profiles training steps ``wait + warmup`` to ``wait + warmup + active``, then stops.
 
-    Lightning's PyTorchProfiler runs one schedule over training and validation, cannot tell forward from loss, and its
-    range for the optimizer holds the forward and backward pass. Here every step has the regions ``data`` (waiting for
-    the batch and moving it), ``forward`` (the network), ``loss`` (the rest of ``training_step``), ``backward`` and
-    ``optimizer`` (clipping included).
+    Lightning's PyTorchProfiler runs one schedule over training and validation, and cannot tell forward from loss. Here
+    every step has the regions ``data`` (waiting for the batch and moving it), ``forward`` (the network), ``loss`` (the
+    rest of ``training_step``), ``backward`` and ``optimizer`` (clipping included).
 
     Written into the run's folder, under ``profile/``: ``rank0.*.pt.trace.json``, a trace for Chrome, Perfetto and
     TensorBoard, one per rank; ``top_operations.txt``, the time of every region and the operations that take most.
@@ -101,8 +100,9 @@ class StepProfiler(Profiler):
         if self._profile is not None:
             self._end()
             if self.folder is None:
-                needed = f"wait, warmup and active take {self.steps_needed} training steps together"
-                rank_zero_warn(f"nothing was profiled: {needed}.")
+                rank_zero_warn(
+                    f"nothing was profiled: wait, warmup and active take {self.steps_needed} training steps."
+                )
         super().teardown(stage)
 
     def _switch(self, region: str | None) -> None:
@@ -111,24 +111,20 @@ class StepProfiler(Profiler):
             self._region.__exit__(None, None, None)
         self._region = None if region is None else record_function(region).__enter__()
 
-    def _enter_forward(self, *_: Any) -> None:
-        if self._in_training_step:
-            self._switch("forward")
-
-    def _leave_forward(self, *_: Any) -> None:
-        if self._in_training_step:
-            self._switch("loss")
+    def _in_step(self, region: str) -> Callable[..., None]:
+        """What begins a region, where it is called within ``training_step``."""
+        return lambda *_: self._switch(region) if self._in_training_step else None
 
     def _begin(self) -> None:
-        self._module = profiled_module(self)
+        self._module, enter, leave = profiled_module(self), self._in_step("forward"), self._in_step("loss")
         for network in self._module.children():
             if not any(True for _ in network.parameters()):
                 continue
-            if (undo := surround_compiled_call(network, self._enter_forward, self._leave_forward)) is not None:
+            if (undo := surround_compiled_call(network, enter, leave)) is not None:
                 self._hooks.callback(undo)  # hooks would be compiled as well
             else:
-                self._hooks.callback(network.register_forward_pre_hook(self._enter_forward).remove)
-                self._hooks.callback(network.register_forward_hook(self._leave_forward).remove)
+                self._hooks.callback(network.register_forward_pre_hook(enter).remove)
+                self._hooks.callback(network.register_forward_hook(leave).remove)
         for optimizer in self._module.trainer.optimizers:
             # inside PyTorch's own range around step(), which must not end before ours
             self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
@@ -167,10 +163,9 @@ class StepProfiler(Profiler):
 
 
 def region_times(events: Iterable[Any]) -> dict[str, tuple[float, float]]:
-    """Microseconds of every region, from ``profile.events()``: on the CPU, and of the kernels that it launched.
+    """Microseconds of every region, from ``profile.events()``: on the CPU, and of the kernels launched during it.
 
-    A kernel belongs to the region during which it was launched, by any thread: autograd has its own for the backward
-    pass. The device's copies of the regions, which the profiler adds on CUDA, are not counted a second time.
+    By any thread: autograd has its own for the backward pass. The device's copies of the regions are not counted.
     """
     on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
     launches = [(e.time_range.start, sum(kernel.duration for kernel in e.kernels)) for e in on_cpu if e.kernels]

@@ -19,19 +19,16 @@ class TestPredictions(Callback):
     """Counts predictions by class during the test pass, and keeps the most confident mistakes.
 
     For classifiers: ``test_step`` returns logits, float (batch, classes), for a batch of (inputs, labels), labels being
-    integers (batch,). For other tasks nothing is counted. Inputs are kept if they are images: (batch, 1 or 3,
-    height, width), uint8 or 0-1. Results are of all ranks together. Nothing waits for the device before the pass ends.
-    Kept are ``most`` mistakes.
+    integers (batch,). For other tasks nothing is counted. Of the ``most`` confident mistakes of all ranks inputs are
+    kept if they are images: (batch, 1 or 3, height, width), uint8 or 0-1. Nothing waits for the device meanwhile.
     """
 
     __test__ = False  # pytest: this is no test class
 
     def __init__(self, most: int = 24) -> None:
         self.most = most
-        self.confusion: np.ndarray | None = None
-        """int64 (classes, classes): row is the label, column the prediction. None before a test pass."""
-        self.mistakes: list[Mistake] = []
-        """Surest first."""
+        self.confusion: np.ndarray | None = None  # int64 (classes, classes), row: label; None before a test pass
+        self.mistakes: list[Mistake] = []  # surest first
         self._counts: Tensor | None = None  # (classes × classes,)
         self._kept: list[dict[str, Tensor]] = []  # of the surest mistakes so far: sureness, label, prediction, image
 

@@ -1,8 +1,10 @@
-"""How fast a run trains, and how much of its time it waits for data."""
+"""How fast a run trains, how much of its time it waits for data, and how busy it keeps a GPU."""
 
 from __future__ import annotations
 
+import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,12 +14,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from project import threads
-from project.callbacks.gpu import GpuUtilization, mfu_per_sample_per_sec
 from project.engine.lightning_internals import tell_profiled_module
-from project.engine.log_steps import gather_over_ranks, is_log_step, is_optimizer_step, log_values, synchronize
+from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
+from project.engine.ranks import of_all_ranks
 from project.errors import UserError
 
 WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
@@ -25,6 +29,8 @@ LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a fl
 # Ends of the names that Lightning gives to what it does
 FETCHING = ".train_dataloader_next"
 READ = BEFORE_VALIDATION, SAVING = ".on_validation_model_zero_grad", "save_checkpoint"
+# First word of a Trainer's precision → data type of the matrix products, where peak rates are known for it
+MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
@@ -32,11 +38,9 @@ class ThroughputMonitor(Callback):
     """Measures training in windows of ``--log_every_n_steps`` optimizer steps, and the rest at each epoch's end.
 
     Lightning's own waits for the device at every step, logs nothing for 100 steps, and asks the user for the FLOPs.
-    This one waits for the device at the ends of a window only. A window leaves out the first two optimizer steps (a run
-    of only two reports the last one), validation with its loader's start, checkpoint saving, the sanity check, and what
-    happens between two epochs. Logging and progress display count.
-
-    The Trainer needs ``profiler=monitor.profiler(...)``: it reports waits for data, saving, and a validation to come.
+    This one waits at the ends of a window only. A window leaves out the first two optimizer steps (a run of only two
+    reports the last one), validation with its loader's start, saving, and what happens between two epochs. The Trainer
+    needs ``profiler=monitor.profiler(...)``, which reports waits for data, saving, and a validation to come.
 
     Logged metrics, at every log step and epoch end, the same on any number of devices:
 
@@ -48,16 +52,10 @@ class ThroughputMonitor(Callback):
     - ``throughput/mfu_pct``: model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): the FLOPs that the network
       needs, as a share (0-100) of the GPU's dense peak. Known CUDA devices only
     - ``throughput/gpu_utilization_pct``: share of the time (0-100) in which a kernel ran, by NVML. CUDA only
-
-    ``clock`` returns seconds; ``wait_for_device`` is called at the edges of windows.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        wait_for_device: Callable[[torch.device], None] = synchronize,
-    ) -> None:
-        self.clock, self.wait_for_device = clock, wait_for_device
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, wait_for_device: Any = synchronize) -> None:
+        self.clock, self.wait_for_device = clock, wait_for_device  # seconds; called at the edges of windows
         self.windows: list[dict[str, float]] = []  # what was logged, in order
         self.window = Window(started=0.0)
         # The pause for a validation. One without a batch has no on_validation_end: the next training batch ends it.
@@ -105,10 +103,10 @@ class ThroughputMonitor(Callback):
         return bottleneck(self.summary(), self._trainer) if self.windows and self._trainer else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trainer, self._device = trainer, trainer.strategy.root_device
+        self._trainer, self._device, self._measuring = trainer, trainer.strategy.root_device, True
         self._warm_up, self._last_of_warm_up = WARM_UP_STEPS, None
-        self._utilization = GpuUtilization.of(self._device)
-        self._measuring = True
+        on_gpu, device = self._device.type == "cuda", self._device
+        self._utilization = GpuUtilization((lambda: torch.cuda.utilization(device)) if on_gpu else None)
         self._restart()  # a run resumed in mid-epoch has no start of an epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -167,7 +165,7 @@ class ThroughputMonitor(Callback):
     def _log(
         self, trainer: Trainer, module: LightningModule, totals: list[float], steps: int, epoch_end: bool = False
     ) -> dict[str, float]:
-        metrics = rates(gather_over_ranks(trainer, totals), steps)
+        metrics = rates(of_all_ranks(totals), steps)
         profiler = trainer.profiler  # type: ignore[attr-defined]
         if not (isinstance(profiler, LoaderTimer) and profiler.monitor is self):  # nobody has reported the waits
             metrics.pop("throughput/data_wait_pct", None)
@@ -240,9 +238,8 @@ class Window:
 
 
 def rates(totals: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
-    """The ``throughput/*`` metrics of a window of so many optimizer steps.
-
-    ``totals`` of every rank: seconds, batches, samples, seconds waited, GPU utilization (%), GPUs that tell it (0, 1).
+    """The ``throughput/*`` metrics of a window of so many optimizer steps. ``totals`` of every rank: seconds, batches,
+    samples, seconds waited, GPU utilization (%), GPUs that tell it (0, 1).
     """
     seconds, batches, samples, waited, gpu_pct, gpus = (sum(column) for column in zip(*totals, strict=True))
     if seconds <= 0 or not steps:
@@ -252,13 +249,11 @@ def rates(totals: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
         "throughput/batches_per_sec": batches / seconds_per_rank,
         "throughput/step_ms": 1000 * seconds_per_rank / steps,
         "throughput/data_wait_pct": 100 * waited / seconds,
+        "throughput/samples_per_sec": samples / seconds_per_rank if samples else None,
+        "throughput/device_samples_per_sec": samples / seconds if samples else None,
+        "throughput/gpu_utilization_pct": gpu_pct / gpus if gpus else None,
     }
-    if samples:
-        metrics["throughput/samples_per_sec"] = samples / seconds_per_rank
-        metrics["throughput/device_samples_per_sec"] = samples / seconds
-    if gpus:
-        metrics["throughput/gpu_utilization_pct"] = gpu_pct / gpus
-    return metrics
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def samples_in(batch: Any) -> int:
@@ -289,3 +284,130 @@ def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
         flag = "--data.num_workers " if hasattr(datamodule, "num_workers") else "the DataLoader's num_workers="
         measured += f" Try {flag}{cores}."
     return f"loader-bound: {measured}"
+
+
+class GpuUtilization:
+    """Samples the share of time in which the GPU ran a kernel, in a thread of its own, so that training never waits.
+
+    ``read`` returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU.
+    NVML averages over up to a second: a shorter interval than half a second gives nothing new.
+    """
+
+    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
+        self.paused = False  # whether what the GPU does now is not to be counted
+        self._samples: list[float] = []
+        self._mean: float | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
+        if read is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; returns when it has."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def mean(self) -> float | None:
+        """Mean (percent) of the samples since the last call, or the last mean; None if the driver gives none."""
+        samples, self._samples = self._samples, []
+        if samples:
+            self._mean = sum(samples) / len(samples)
+        return self._mean
+
+    def forget(self) -> None:
+        """Drop what was sampled so far."""
+        self._samples, self._mean = [], None
+
+    def _run(self, read: Callable[[], float], interval_seconds: float) -> None:
+        while not self._ended.wait(interval_seconds):
+            try:
+                sample = float(read())
+            except Exception:  # whatever the driver's library raises: the metric is left out
+                self.forget()
+                return
+            if not self.paused:
+                self._samples.append(sample)
+
+
+def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any) -> float | None:
+    """Model FLOPs utilization (0-100) of a CUDA device per sample per second; None, with a warning, where unknown."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    if isinstance(trainer.strategy, SHARDING):
+        why = "FLOPs cannot be counted where a strategy shards the weights"
+    else:
+        name, dtype = torch.cuda.get_device_name(device), MATMUL_DTYPES.get(str(trainer.precision).split("-")[0])
+        why = f"no known peak of {name} at precision {trainer.precision}"
+        if dtype and (peak := peak_flops(name, dtype, tf32=may_use_tf32(module))):
+            try:
+                return 100 * training_flops_per_sample(module, batch) / peak
+            except Exception as error:
+                why = f"the network's FLOPs cannot be counted ({error})"
+    rank_zero_warn(f"throughput/mfu_pct is left out: {why}.")
+    return None
+
+
+def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
+    """FLOPs of one forward and backward pass per sample (a multiply-add counts 2).
+
+    Counted on the meta device, where nothing is computed or changed, and in evaluation mode, which leaves out the
+    second forward pass of activation checkpointing. Any exception: the module's ``forward`` cannot run that way.
+    """
+    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"the batch must begin with a tensor to count FLOPs, not {type(inputs).__name__}")
+    modes = [(part, part.training) for part in module.modules()]
+    state = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+    try:
+        module.eval()
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            outputs = torch.func.functional_call(module, state, (torch.empty_like(inputs, device="meta"),))
+            outputs.float().sum().backward()
+    finally:
+        for part, training in modes:
+            part.training = training
+    return counter.get_total_flops() / len(inputs)
+
+
+def may_use_tf32(module: nn.Module) -> bool:
+    """Whether float32 products of a network may run in TF32 (``--matmul_precision``; convolutions do by default)."""
+    products = torch.backends.cuda.matmul.fp32_precision == "tf32"  # the older getters raise here
+    convolves = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in module.modules())
+    return products or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
+# Dense TFLOP/s: float32, TF32, 16 bits with float32 accumulation (as cuBLAS and cuDNN do). From NVIDIA's data sheets,
+# half of the figures that are printed "with sparsity" only, and from the appendices of the white papers on GA102, Ada
+# and RTX Blackwell. 0: the chip has no such mode. Names as the devices call themselves: "h100" is the SXM form.
+PEAK_TFLOPS = """
+    b200 75 1125 2250, h200 67 494.5 989.5, h200 nvl 60 417.5 835.5, gh200 67 494.5 989.5, h100 66.9 494.7 989.4,
+    h100 pcie 51.2 378 756, h100 nvl 60 417.5 835.5, a100 19.5 156 312, a30 10.3 82 165, a40 37.4 74.8 149.7,
+    a10 31.2 62.5 125, a10g 31.5 35 70, l4 30.3 60 121, l40 90.5 90.5 181, l40s 91.6 183 362, t4 8.1 0 65,
+    v100 sxm2 15.7 0 125, v100 pcie 14 0 112, rtx 5090 104.8 104.8 209.6, rtx 5080 56.3 56.3 112.6,
+    rtx 5070 ti 43.9 43.9 87.8, rtx 4090 82.6 82.6 165.2, rtx 4080 super 52.2 52.2 104.4, rtx 4080 48.7 48.7 97.4,
+    rtx 4070 29.1 29.1 58.2, rtx 4060 15.1 15.1 30.2, rtx 3090 ti 40 40 80, rtx 3090 35.6 35.6 71.2,
+    rtx 3080 29.8 29.8 59.6, rtx 3070 20.3 20.3 40.6, rtx 3060 12.7 12.7 25.4
+"""
+
+
+def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """FLOP/s of a GPU in dense matrix products, where they are known; ``tf32``: float32 products may be done in TF32.
+
+    ``device_name`` is CUDA's, such as ``NVIDIA A100-SXM4-40GB``. A laptop's or a slice's (MIG) chip is another one.
+    """
+    # without maker, brand, memory size and memory kind: NVIDIA H100 80GB HBM3 → h100
+    words = re.split(r"[\s\-]+", device_name.lower())
+    chip = " ".join(word for word in words if not re.fullmatch(r"nvidia|tesla|geforce|\d+gb|hbm3e?", word))
+    chip = re.sub(r"^(a100|a30) (sxm4|pcie)$", r"\1", chip)  # equally fast in either form
+    rows = (row.strip().rsplit(None, 3) for row in PEAK_TFLOPS.split(","))
+    full, with_tf32, half = map(float, {name: rates for name, *rates in rows}.get(chip, [0, 0, 0]))
+    if dtype is torch.bfloat16 and chip.startswith(("t4", "v100")):  # tensor cores before Ampere do not multiply it
+        half = 0.0
+    rate = {torch.float32: (tf32 and with_tf32) or full, torch.float16: half, torch.bfloat16: half}.get(dtype)
+    return 1e12 * rate if rate else None

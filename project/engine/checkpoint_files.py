@@ -26,8 +26,7 @@ RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, confi
 class AtomicCheckpointIO(CheckpointIO):
     """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old or new.
 
-    Lightning's own goes through the system's temporary folder, where a rename across file systems is a copy, does not
-    flush, and swallows a PermissionError (Lightning issue 21800).
+    Lightning's own renames from the temporary folder, does not flush, swallows a PermissionError (issue 21800).
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -56,10 +55,7 @@ def serialize(checkpoint: dict[str, Any]) -> memoryview:
 
 
 def write_atomically(data: bytes | memoryview, path: Path) -> None:
-    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place.
-
-    A UserError where the folder cannot be written or the disk is full; what was at ``path`` is untouched.
-    """
+    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
     beside = path.with_name(f".{path.name}.part")
     try:
         with open(beside, "wb") as file:
@@ -75,10 +71,8 @@ def write_atomically(data: bytes | memoryview, path: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise UserError(
-            f"{path} could not be saved: {error.strerror or error}. The run has stopped; what was saved before is "
-            "whole. Free space or make the folder writable, then go on with --ckpt_path auto."
-        ) from error
+        fix = "what was saved before is whole. Free space or make the folder writable, then go on with --ckpt_path auto"
+        raise UserError(f"{path} could not be saved: {error.strerror or error}. The run has stopped; {fix}.") from error
 
 
 class Unreadable(UserError):
@@ -88,9 +82,7 @@ class Unreadable(UserError):
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint's contents, on the CPU. Nothing in the file is ever executed.
 
-    Raises:
-        Unreadable: The system cannot read the file now.
-        UserError: There is no such file, or it is damaged, holds pickled code, or is no Lightning checkpoint.
+    Unreadable where the system cannot read it now; a UserError where it is damaged, pickled code, or no checkpoint.
     """
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
@@ -107,13 +99,10 @@ def read(path: Path) -> dict[str, Any]:
             raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
         # torch's own message advises weights_only=False, which would run the code in a malicious file
         if "eights only" in str(error) or "eights_only" in str(error):
-            raise UserError(
-                f"--ckpt_path {path} holds pickled Python objects, which could run code; it was refused and nothing in "
-                "it was run. Give a checkpoint written by this project."
-            ) from None
-        raise UserError(
-            f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}). Give another one."
-        ) from None
+            danger = "pickled Python objects, which could run code; it was refused and nothing in it was run"
+            raise UserError(f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project.") from None
+        kind = type(error).__name__
+        raise UserError(f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one.") from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     _check(checkpoint, LIGHTNING, path, "checkpoint")
@@ -128,9 +117,9 @@ def damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be whole."""
     try:
         read(path)
-    except Unreadable:
-        raise
     except UserError as error:
+        if isinstance(error, Unreadable):
+            raise
         return str(error).removeprefix("--ckpt_path ")
     return None
 
@@ -161,9 +150,8 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
-        raise UserError(
-            f"--ckpt_path {path} was not written by this project: it does not say which network it belongs to."
-        )
+        reason = "was not written by this project: it does not say which network it belongs to"
+        raise UserError(f"--ckpt_path {path} {reason}.")
     _check(run, RECORD, path, "run")
     for key in ("config", "metrics", "data_source", "versions"):
         if not all(isinstance(value, VALUES) for value in _leaves(run.get(key))):
@@ -175,10 +163,7 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
 
 
 def outline(checkpoint: dict[str, Any]) -> str:
-    """A hash of what a resume restores besides weights and callbacks: every value, of tensors shape and dtype.
-
-    Much of it is used at the first step only, when files of the run were changed already.
-    """
+    """A hash of what a resume restores besides weights and callbacks; a misfit would show only after files changed."""
     state = {**checkpoint[RUN_KEY]["state"], "outline": None}
     leaves = _leaves([state, *(checkpoint.get(key) for key in RESTORED)])
     plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -227,7 +212,5 @@ def _require_plain(value: Any, where: str) -> None:
         for index, item in enumerate(value):
             _require_plain(item, f"{where}[{index}]")
     elif kind not in PLAIN and not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not load again: "
-            "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)."
-        )
+        plain = "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)"
+        raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not load again: {plain}.")

@@ -9,46 +9,18 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import NoneType
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Callback,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import LightningModule, Trainer, callbacks
 
-from project.engine import signals
+from project.engine import exact_resume, lightning_internals, signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
 from project.engine.cli import Configuration, flat
 from project.engine.exact_loading import ExactLoading
-from project.engine.exact_resume import (
-    Place,
-    RankState,
-    apply_typed_hyperparameters,
-    clean_place,
-    settle_place,
-    share_running_statistics,
-    start_of,
-)
-from project.engine.lightning_internals import (
-    add_training_sums,
-    average_on_the_device,
-    end_restart,
-    log_training_sums,
-    release_child_processes,
-)
 from project.engine.log_steps import is_optimizer_step
 from project.engine.ranks import of_all_ranks, say
-from project.engine.run_folder import Run, point_latest_at
+from project.engine.restore import Run, point_latest_at
 from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job
 from project.engine.summary import versions, write_config
 from project.engine.trainer import requeue_signal
@@ -59,22 +31,19 @@ Mode = Literal["min", "max"]
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
 
 # Lightning's callbacks with which a resume is not exact, and why
-NOT_EXACT: dict[type[Callback], str] = {
-    BatchSizeFinder: "it searches again at every start",
-    LearningRateFinder: "it searches again at every start",
-    ModelPruning: "a checkpoint holds the pruned weights without their masks",
-    SpikeDetection: "Lightning cannot load its state, so its mean begins anew",
+NOT_EXACT: dict[type[callbacks.Callback], str] = {
+    callbacks.BatchSizeFinder: "it searches again at every start",
+    callbacks.LearningRateFinder: "it searches again at every start",
+    callbacks.ModelPruning: "a checkpoint holds the pruned weights without their masks",
+    callbacks.SpikeDetection: "Lightning cannot load its state, so its mean begins anew",
 }
 
 
 @dataclass
 class Best:
-    """The metric that a run follows, and its best value so far.
+    """The metric that a run follows, and its best value so far."""
 
-    ``monitor`` is None until it is known, or where nothing is logged that could be followed.
-    """
-
-    monitor: str | None = None
+    monitor: str | None = None  # None: not known yet, or nothing is logged that could be followed
     mode: Mode = "max"  # whether the largest or the smallest value is the best
     asked: Literal["typed", "module"] | None = None  # who named it: it must be logged; a module's after a validation
     mode_is_named: bool = False  # by the command line or the module
@@ -116,16 +85,12 @@ class Best:
             self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val")}
         return better
 
-    def forget(self) -> None:
-        """Forget the best value: the next one counts as the best."""
-        self.score, self.epoch, self.metrics = None, None, {}
-
     def go_on_from(self, saved: dict[str, Any]) -> None:
         """Take over what a checkpoint holds, unless another metric or mode is named now."""
         same_mode = not self.mode_is_named or self.mode == saved["mode"]
         if self.monitor in (None, saved["monitor"]) and same_mode:
-            names = ("monitor", "mode", "score", "epoch", "metrics")
-            vars(self).update({name: saved[name] for name in names})
+            for name in ("monitor", "mode", "score", "epoch", "metrics"):
+                setattr(self, name, saved[name])
 
 
 class RunCheckpoint(GracefulStop):
@@ -134,10 +99,7 @@ class RunCheckpoint(GracefulStop):
     Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and logging steps,
     forgets the best when its folder changes, and numbers its files (Lightning issues 17543, 21800, 11379). Here every
     checkpoint is taken at a step boundary: the last step, its validation and its logging are done, the next step has
-    not begun. A save that becomes due during a step waits for the step's end.
-
-    Every checkpoint holds the run's whole configuration. ``last.ckpt`` is saved at least every ``--checkpoint_every``,
-    besides every epoch's end and every new best. A resumed run goes on with its ``rows`` of metrics.csv.
+    not begun. It holds the run's whole configuration. A resumed run goes on with its ``rows`` of metrics.csv.
     """
 
     def __init__(self, config: Configuration, run: Run, best: Best, rows: Any) -> None:
@@ -151,8 +113,8 @@ class RunCheckpoint(GracefulStop):
         self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.saves = config.trainer["enable_checkpointing"] is not False
         self.notes: list[str] = []
-        self._mine = RankState(self.loading)
-        self._place: Place | None = None
+        self._mine = exact_resume.RankState(self.loading)
+        self._place: exact_resume.Place | None = None
         self._best_due = False
         self._validated = False  # whether a validation has followed the last batch, which ended a step
         self._followed: bool | None = None  # whether validations log the metric; None before the first
@@ -161,23 +123,18 @@ class RunCheckpoint(GracefulStop):
         self._fresh_groups: list[list[dict[str, Any]]] = []
         self._last_save = time.monotonic()
 
-    @property
-    def saved_best(self) -> Path | None:
-        """``best.ckpt``; None where nothing is saved."""
-        return self.best_path if self.saves else None
-
     # Start and resume
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
             return
+        saved = checkpoint.get(RUN_KEY) or {}
         self._resume, self._metrics = saved.get("state"), saved.get("metrics", {})
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SpikeDetection):
+            if isinstance(callback, callbacks.SpikeDetection):
                 checkpoint["callbacks"].pop(callback.state_key, None)
         if self._resume:
-            self.loading.start = start_of(checkpoint, self._resume, trainer.global_rank)
+            self.loading.start = exact_resume.start_of(checkpoint, self._resume, trainer.global_rank)
         configs = saved.get("config", {}), self.record["config"]
         before, now = (flat(config).get("model.optimizer") for config in configs)
         if before != now:
@@ -185,7 +142,7 @@ class RunCheckpoint(GracefulStop):
             checkpoint["optimizer_states"] = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not isinstance(state_dict["score"], (float, NoneType)) or state_dict["mode"] not in ("min", "max"):
+        if not isinstance(state_dict["score"], float | None) or state_dict["mode"] not in ("min", "max"):
             raise TypeError("the best value so far is no number")
         self.best.go_on_from(state_dict)
 
@@ -195,7 +152,7 @@ class RunCheckpoint(GracefulStop):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         groups = [optimizer.param_groups for optimizer in trainer.optimizers]  # the checkpoint's come next
         self._fresh_groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups]
-        average_on_the_device(trainer)
+        lightning_internals.average_on_the_device(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
@@ -212,7 +169,8 @@ class RunCheckpoint(GracefulStop):
                     (self.folder / name).unlink(missing_ok=True)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             name = type(callback).__name__
-            if isinstance(callback, StochasticWeightAveraging):  # acts at an epoch's start, which is not repeated
+            # acts at an epoch's start, which is not repeated
+            if isinstance(callback, callbacks.StochasticWeightAveraging):
                 self.loading.anywhere = False
                 self.notes.append(f"with {name} a run resumes from its last epoch's end.")
             reasons = [reason for kind, reason in NOT_EXACT.items() if isinstance(callback, kind)]
@@ -224,15 +182,15 @@ class RunCheckpoint(GracefulStop):
         for name, value in self._metrics.items():  # a plateau scheduler may follow an earlier epoch's validation
             if isinstance(value, float):
                 trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-        if note := settle_place(trainer, self.loading, state):
+        if note := exact_resume.settle_place(trainer, self.loading, state):
             self.notes.append(note)
-        apply_typed_hyperparameters(trainer, self._fresh_groups, self.changed)
+        exact_resume.apply_typed_hyperparameters(trainer, self._fresh_groups, self.changed)
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
         # files are changed last: what cannot be restored is refused before
         if note := self._set_aside_unusable_best(trainer):
             self.notes.append(note)
-            self.best.forget()
+            self.best.score, self.best.epoch, self.best.metrics = None, None, {}
         self.rows.keep_rows(state["metric_rows"])
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
@@ -255,7 +213,7 @@ class RunCheckpoint(GracefulStop):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._resume is not None:  # Lightning leaves on_train_epoch_start out of a resumed epoch
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, GradientAccumulationScheduler):
+                if isinstance(callback, callbacks.GradientAccumulationScheduler):
                     callback.on_train_epoch_start(trainer)
         if self._request or self._best_due:
             self._boundary(trainer, "batch")
@@ -267,12 +225,13 @@ class RunCheckpoint(GracefulStop):
         self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        log_training_sums(trainer, self._mine.sums)  # which no later batch of this epoch has logged again
+        # which no later batch of this epoch has logged again
+        lightning_internals.log_training_sums(trainer, self._mine.sums)
         self._mine.sums = {}
-        end_restart(trainer)
+        lightning_internals.end_restart(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._request = max(self._request, self.agreement.settle(signals.requested()))
+        self._request = max(self._request, self.agreement.settle(signals.state.requested))
         self._follow_training(trainer)
         if self.best.score is None:
             self._best_due = True  # no metric was followed: the last is the best
@@ -281,25 +240,22 @@ class RunCheckpoint(GracefulStop):
         self._boundary(trainer, "epoch", save_last=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resume is None:
-            return
-        # nothing is left to train; only the test is repeated
-        self.rows.keep_rows(self._resume["metric_rows"])
-        # resumed from best.ckpt after the run's end: replace the damaged last.ckpt, which nothing else would do
-        if trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
-            write_atomically(self.best_path.read_bytes(), self.last_path)
+        if self._resume is not None:  # nothing is left to train; only the test is repeated
+            self.rows.keep_rows(self._resume["metric_rows"])
+            # resumed from best.ckpt after the run's end: replace the damaged last.ckpt, which nothing else would do
+            if trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
+                write_atomically(self.best_path.read_bytes(), self.last_path)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._resume, self._validated = None, False
         if self._mine.sums:
-            add_training_sums(trainer, self._mine.sums)
+            lightning_internals.add_training_sums(trainer, self._mine.sums)
         if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
             return  # a partly accumulated gradient cannot be saved
-        request = signals.requested()
-        if not request and trainer.is_global_zero and self.every_steps is None:
-            request = SAVE_DUE if time.monotonic() - self._last_save >= self.every_seconds else 0
+        overdue = self.every_steps is None and time.monotonic() - self._last_save >= self.every_seconds
+        request = signals.state.requested or (SAVE_DUE if overdue and trainer.is_global_zero else 0)
         self._request = max(self._request, self.agreement.latest(request))
         if self.every_steps is not None and trainer.global_step % self.every_steps == 0:
             self._request = max(self._request, SAVE_DUE)
@@ -307,12 +263,12 @@ class RunCheckpoint(GracefulStop):
             self._mine.note(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        share_running_statistics(trainer, pl_module, self.agreement.group)
+        exact_resume.share_running_statistics(trainer, pl_module, self.agreement.group)
         self._mine.note(trainer)
 
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging):  # put the trained weights back before they are saved
+            if isinstance(callback, callbacks.WeightAveraging):  # put the trained weights back before they are saved
                 callback.on_validation_epoch_end(trainer, pl_module)
         self._boundary(trainer, "validation", save_last=True)
 
@@ -335,7 +291,7 @@ class RunCheckpoint(GracefulStop):
         if self.best.asked and self.best.take(logged, trainer.current_epoch - 1):
             self._best_due = True
 
-    def _boundary(self, trainer: Trainer, place: Place, save_last: bool = False) -> None:
+    def _boundary(self, trainer: Trainer, place: exact_resume.Place, save_last: bool = False) -> None:
         stop = self._request if self._request > SAVE_DUE else 0
         with self.exclude():
             if place == "epoch":  # nothing has drawn a random number since the epoch ended
@@ -351,10 +307,10 @@ class RunCheckpoint(GracefulStop):
                 stop = signal.SIGTERM
         self._request = 0
         if stop:
-            release_child_processes()
+            lightning_internals.release_child_processes()
             raise signals.Stopped(stop)
 
-    def _save(self, trainer: Trainer, place: Place) -> None:
+    def _save(self, trainer: Trainer, place: exact_resume.Place) -> None:
         self._place = place
         path, failure = self.best_path if self._best_due else self.last_path, None
         try:
@@ -366,8 +322,8 @@ class RunCheckpoint(GracefulStop):
             self._place = None
         goes_on_here = place == "epoch" or self.loading.anywhere
         if self._best_due and trainer.is_global_zero and failure is None and goes_on_here:
-            # best first: if the run is killed in between, it repeats the steps to the best. A copy, not a link:
-            # damage to one file must not damage the other.
+            # best first: if the run is killed in between, it repeats the steps to the best. A copy: damage to one file
+            # must not damage the other
             try:
                 write_atomically(self.best_path.read_bytes(), self.last_path)
             except UserError as error:
@@ -391,7 +347,7 @@ class RunCheckpoint(GracefulStop):
         }
         if self._place is None:
             return  # a checkpoint of another callback, saved inside a hook: a resume from it is not exact
-        clean_place(checkpoint["loops"], self._place, self._validated)
+        exact_resume.clean_place(checkpoint["loops"], self._place, self._validated)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
             "ranks": of_all_ranks(self._mine.gather(trainer, pl_module), self.agreement.group),

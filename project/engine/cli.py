@@ -85,39 +85,29 @@ ELSEWHERE = {
 MOST_USED = Path(__file__).with_name("most_used.txt")
 
 
-@dataclass(frozen=True)
-class Option:
-    """One of our own flags."""
-
-    name: str
-    type: Any
-    default: Any
-    help: str
-
-
-OPTIONS = (
-    Option("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
-    Option("ckpt_path", str | None, None, "Go on from last, best, auto (last whole one, else afresh) or a file."),
-    Option("init_weights", str | None, None, "Start a new run from the weights of another run's checkpoint."),
-    Option("monitor", str | None, None, "The metric that best.ckpt follows (default: the module's own choice)."),
-    Option("mode", str | None, None, "Whether its largest (max) or smallest (min) value is the best."),
-    Option("monitors", str, "all", f"Any of {','.join(MONITORS)}; all or none."),
-    Option("report", bool, True, "Write report.html at the end."),  # feature: report
-    Option("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
-    Option("matmul_precision", str | None, None, "float32 matrix products: highest, high (TF32) or medium (bfloat16)."),
+# Our own flags: name, type, default, help
+Option = tuple[str, Any, Any, str]
+OPTIONS: tuple[Option, ...] = (
+    ("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
+    ("ckpt_path", str | None, None, "Go on from last, best, auto (last whole one, else afresh) or a file."),
+    ("init_weights", str | None, None, "Start a new run from the weights of another run's checkpoint."),
+    ("monitor", str | None, None, "The metric that best.ckpt follows (default: the module's own choice)."),
+    ("mode", str | None, None, "Whether its largest (max) or smallest (min) value is the best."),
+    ("monitors", str, "all", f"Any of {','.join(MONITORS)}; all or none."),
+    ("report", bool, True, "Write report.html at the end."),  # feature: report
+    ("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
+    ("matmul_precision", str | None, None, "float32 matrix products: highest, high (TF32) or medium (bfloat16)."),
     # feature: memory
-    Option("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),
+    ("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),
     # end feature: memory
-    Option("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
-    Option("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
+    ("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
+    ("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
 )
+OF_TEST: tuple[Option, ...] = (("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv."),)
 
 
 class CommandLine:
-    """The words of a command line and its ``--config`` files, read before anything is parsed.
-
-    A UserError where a file cannot be read, or holds no mapping.
-    """
+    """The words of a command line and its ``--config`` files, read before all is parsed; a UserError for a bad file."""
 
     def __init__(self, argv: list[str]) -> None:
         self.files: list[str] = []
@@ -125,11 +115,8 @@ class CommandLine:
         words = iter(argv)
         for word in words:
             name, equals, value = word.partition("=")
-            file = value if equals else next(words, None) if name in ("--config", "-c") else None
-            if name in ("--config", "-c") and file is not None:
-                self.files.append(file)
-            else:
-                self.words.append(word)
+            file = (value if equals else next(words, None)) if name in ("--config", "-c") else None
+            (self.words if file is None else self.files).append(word if file is None else file)
         self.given: dict[str, Any] = {}  # by full name without init_args; what is typed beats the files
         for file in self.files:
             self._note(_read_config(file))
@@ -242,22 +229,17 @@ class ProjectCLI(LightningCLI):
     is a configuration that beats the defaults and is beaten by everything typed: a resumed run's own.
     """
 
-    def __init__(
-        self, line: CommandLine, prog: str, base: dict[str, Any] | None = None, further: tuple[Option, ...] = ()
-    ) -> None:
-        self.line, self.base, self.further = line, base, further
+    def __init__(self, line: CommandLine, prog: str, base: dict[str, Any] | None = None) -> None:
+        self.line, self.base = line, base
+        usage = f"python -m {prog} [--config FILE ...] [--option VALUE ...]"
+        description = "What is typed wins over config files, and these win over the defaults."
         silence_unfounded_advice()
         super().__init__(
             LightningModule,
             None,  # any data module, or none where the module brings its loaders
             save_config_callback=None,  # ours writes one resolved file into the run's folder
             seed_everything_default=42,
-            parser_kwargs={
-                "prog": prog,
-                "usage": f"python -m {prog} [--config FILE ...] [--option VALUE ...]",
-                "allow_abbrev": False,
-                "description": "What is typed wins over config files, and these win over the defaults.",
-            },
+            parser_kwargs={"prog": prog, "usage": usage, "description": description, "allow_abbrev": False},
             parser_class=OneLineParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
@@ -267,8 +249,8 @@ class ProjectCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for option in (*OPTIONS, *self.further):
-            parser.add_argument(f"--{option.name}", type=option.type, default=option.default, help=option.help)
+        for name, kind, default, text in OPTIONS + (OF_TEST if parser.prog.endswith(".test") else ()):
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
         parser.set_defaults(DEFAULTS)
         if self.line.sets_a_length:  # then that is the limit
             parser.set_defaults({"trainer.max_epochs": -1})
@@ -351,12 +333,6 @@ class Configuration:
     _make: Callable[[], Any] = field(repr=False)  # a namespace with a new module
 
     @cached_property
-    def seed(self) -> int:
-        """The run's seed."""
-        chosen = self.options.seed_everything
-        return chosen if isinstance(chosen, int) and not isinstance(chosen, bool) else 42
-
-    @cached_property
     def monitors(self) -> list[str]:
         """The monitors that ``--monitors`` names."""
         text = self.options.monitors
@@ -368,20 +344,15 @@ class Configuration:
 
     def fresh_module(self, seed: int | None = None) -> LightningModule:
         """A new module of the same class and arguments, its random weights made by ``seed`` (default: the run's)."""
-        seed_everything(self.seed if seed is None else seed, verbose=False)
+        chosen = self.options.seed_everything if seed is None else seed
+        seed_everything(chosen if type(chosen) is int else 42, verbose=False)
         module: LightningModule = self._make().model
         return module
 
 
-def configure(
-    argv: list[str], prog: str, base: dict[str, Any] | None = None, further: tuple[Option, ...] = ()
-) -> Configuration:
-    """Parse a command line; make the module, the data module and the Trainer's arguments that it names.
-
-    ``prog`` is the command's module name, ``further`` its own options; for ``base`` see :class:`ProjectCLI`. What is
-    typed or configured wrong is a UserError.
-    """
-    cli = ProjectCLI(CommandLine(argv), prog, base, further)
+def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) -> Configuration:
+    """What a command line of the command ``prog`` means, or a UserError; for ``base`` see :class:`ProjectCLI`."""
+    cli = ProjectCLI(CommandLine(argv), prog, base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
@@ -391,7 +362,7 @@ def configure(
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """A line per setting that differs, such as ``model.lr: 0.01 -> 0.003``."""
+    """A line per setting that differs, such as ``model.lr: 0.01 → 0.003``."""
     old, new = flat(before), flat(after)
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key)} → {new.get(key)}" for key in changed]
+    pairs = {key: (old.get(key), new.get(key)) for key in sorted(old | new)}
+    return [f"{key}: {a} → {b}" for key, (a, b) in pairs.items() if a != b]

@@ -33,16 +33,19 @@ NUMBERED = (
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"),
 )
 NO_MEMORY = "t allocate memory|failed to map segment"  # what torch on the CPU and the loader of libraries say
+# feature: tune, memory
+# What devices, the CPU, cuBLAS and cuDNN (three ways) say when memory is used up
+USED_UP = "out of memory|t allocate memory|_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|nable to find an engine"
+# end feature: tune, memory
 LONGEST = 800  # characters of an error: a value of a thousand is not shown whole
 
 
 def prepare_process(name: str) -> None:
     """Set up the process of a command. Call it above the command's imports: torch reads thread settings only once.
 
-    Importing torch and Lightning creates 650,000 objects that live as long as the process. The garbage collector would
-    visit them again and again during the imports: 4.3 s against 2.8 s for ``import torch, lightning.pytorch`` (2 cores,
-    warm caches, median of 3). It stays off until :func:`run`. Where another module imports the command, ``name`` is not
-    ``__main__`` and nothing is done.
+    The garbage collector stays off until :func:`run`: it would visit the 650,000 objects that torch and Lightning make
+    again and again as they are imported (4.3 s against 2.8 s; 2 cores, median of 3). Where another module imports the
+    command, ``name`` is not ``__main__`` and nothing is done.
     """
     if name == "__main__":
         gc.disable()
@@ -74,7 +77,7 @@ def refuse_junk() -> None:
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Run a command's ``main(argv)`` and end the process with the matching exit code."""
     prepare_process("__main__")
-    signals.imports_are_done()
+    signals.state.importing = False
     gc.freeze()
     gc.enable()
     # PYTHONWARNINGS wins; otherwise users see no deprecation notes of other packages.
@@ -100,7 +103,7 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         return 0
     except SystemExit as end:
         # Lightning turns a Ctrl-C that reaches it into sys.exit(1)
-        asked = signals.requested()
+        asked = signals.state.requested
         return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
     except Exception as error:
         return told(error)
@@ -110,19 +113,29 @@ def told(error: BaseException) -> int:
     """Exit code of an error that no command expects. Prints it: one line for what the user can repair."""
     if isinstance(error, OSError) and error.errno in ADVICE:
         say_error(f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}")
-        return 2
-    if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
+    elif isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
         say_error(f"not enough memory; a smaller --data.batch_size or network takes less. {error}")
-        return 2
-    traceback.print_exception(error)
-    return 1
+    else:
+        traceback.print_exception(error)
+        return 1
+    return 2
+
+
+# feature: tune, memory
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device's or the host's memory is used up."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return True
+    return isinstance(error, RuntimeError) and re.search(USED_UP, str(error)) is not None
+
+
+# end feature: tune, memory
 
 
 def say_error(message: str) -> None:
     """Print ``error: message`` on stderr as one line, of a readable length."""
     message = " ".join(message.split())
-    message = message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {message[:LONGEST]}{' ...' if message[LONGEST:] else ''}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -142,28 +155,20 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """:class:`argparse.ArgumentParser` without abbreviations, whose errors are a :class:`UserError`.
-
-    ``doc`` is the module's docstring: its first line says what the command does, the rest are examples.
-    """
+    """Parser without abbreviations, whose errors are a :class:`UserError`; its help is a module's docstring ``doc``."""
 
     def __init__(self, prog: str, doc: str | None) -> None:
-        super().__init__(
-            prog=f"python -m {prog}",
-            description=doc,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        as_written = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"python -m {prog}", description=doc, formatter_class=as_written, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(explain(message, option_names(self)))
 
 
 def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...] = ()) -> tuple[str | None, list[str]]:
-    """The first of ``words`` on a command line that is not an option's value, or None; and the line without it.
+    """The first of ``words`` on a command line that is no option's value, or None; and the line without it.
 
-    argparse would take the value of an option that it does not know, one of ``fit``'s, for the word. ``switches`` are
-    options that take no value.
+    argparse does not know ``fit``'s options, and would take their values for the word. ``switches`` take no value.
     """
     for place, word in enumerate(argv):
         before = argv[place - 1] if place else ""
@@ -192,20 +197,14 @@ def add_output(
     parser.add_argument(option, metavar=metavar, type=lambda path: check_output(path, endings, option), help=what)
 
 
-KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "dict": "key: value pairs",
-}
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+KINDS |= {"dict": "key: value pairs"}
 
 
 def explain(message: str, options: list[str], elsewhere: Mapping[str, str] = {}) -> str:
-    """A parser's error, which lists every type that was tried, as one line that names the fix.
+    """A parser's error, which lists every type that was tried, as one line: option, value, what is allowed.
 
-    It names the option, the value received, what is allowed, and where it is a typing error the nearest of ``options``
-    or what it is called here if it is an option of other tools (``elsewhere``).
+    A mistyped option is followed by the nearest of ``options``, one of other tools by its name here (``elsewhere``).
     """
     message = " ".join(str(message).split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
@@ -236,10 +235,9 @@ def _explain_value(message: str, option: str, options: list[str]) -> str:
         return f"unknown option {name}.{nearest(name, [known[2:] for known in options])} See --help."
     if found := re.search(r"File does not exist: '?([^']+)'?", message):
         return f"{option or '--config'}: there is no file {found[1]}."
-    if found := re.search(
-        r"(?:Problems parsing config|while parsing|while scanning).*?(?:line (\d+), column (\d+)|$)", message
-    ):
-        place = f" at line {found[1]}, column {found[2]}" if found[1] else ""
+    if re.search("Problems parsing config|while parsing|while scanning", message):
+        found = re.search(r"line (\d+), column (\d+)", message)
+        place = f" at line {found[1]}, column {found[2]}" if found else ""
         return f"--config: a config file is not valid YAML{place}."
     if found := re.search(r"argument (\S+): expected one argument", message):
         return f"{found[1].split('/')[-1]} needs a value."

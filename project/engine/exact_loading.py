@@ -1,9 +1,8 @@
 """Replaces a run's loaders by ones with order by (seed, epoch), start at any batch, and exact sharding.
 
-PyTorch and Lightning shuffle from a global generator, so a resumed run sees other batches than the run that was killed,
-and pad or drop samples to make ranks equal, so metrics depend on the number of devices. Here a plain ``DataLoader``
-that a module or data module returns keeps its dataset, batch size, collate function, workers and pinning, and gets
-another sampler and seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
+PyTorch and Lightning shuffle from a global generator, so a resumed run sees other batches, and pad or drop samples to
+make ranks equal, so metrics depend on the number of devices. Here a user's plain ``DataLoader`` keeps all but its
+sampler and seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,23 +24,15 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader
 
 from project.errors import UserError
 
 # Samplers that draw from torch's generator only, which is seeded here.
-SEEDABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+SEEDABLE = (data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
+# What an exact loader takes over as it is
+KEPT = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "pin_memory", "timeout")
 SEED_STRIDE = 1_000_003  # between two seeds' epochs
 END = object()  # of a loader
 
@@ -56,47 +48,39 @@ class Start:
     over: bool = False  # whether nothing of the epoch's training is left: only its validation, and the states after it
 
 
-class ExactBatches(Sampler[Any]):
+@dataclass(eq=False)
+class ExactBatches(data.Sampler[Any]):
     """What one rank's loader asks its dataset for: ``(epoch, number, keys)`` per batch.
 
     Training: global batch ``k`` is ``order[k·B·W : (k+1)·B·W]`` and rank ``r`` takes its ``r``-th part, so W ranks with
     batch B train on what one rank with batch B·W trains on. What does not fill a global batch is shared out evenly as a
     last, smaller one, or left out with ``drop_last`` (and where it has fewer samples than ranks).
 
-    Evaluation: one rank has the batches of the loader that was given. Of several ranks each takes a contiguous part
-    of the set and makes equally many batches of it, whose sizes differ by at most one, so that a collective in a step
-    never waits for a rank that has finished. Every sample comes once.
-
-    ``source`` is the sampler whose order is cut into batches of ``batch_size`` samples per rank, or a batch sampler
-    where that is None. ``may_be_empty``: the dataset can make a batch of no samples (more ranks than samples).
-    ``device``: where the dataset is asked; an order is put there once.
+    Evaluation: every sample comes once. One rank has the batches of the loader that was given. On several ranks global
+    batches differ by at most one sample, so that all ranks have equally many and none waits for one that has finished.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        batch_size: int | None,
-        drop_last: bool = False,
-        training: bool = True,
-        may_be_empty: bool = False,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
-        self.device = device
-        self.source, self.batch_size, self.drop_last, self.training = source, batch_size, drop_last, training
-        self.may_be_empty, self.seed, self.rank, self.world_size = may_be_empty, seed, rank, world_size
+    source: Any  # the sampler whose order is cut into batches, or a batch sampler
+    batch_size: int | None  # samples per rank; None with a batch sampler
+    drop_last: bool = False
+    training: bool = True
+    may_be_empty: bool = False  # the dataset can make a batch of no samples
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device | None = None  # where the dataset is asked
+
+    def __post_init__(self) -> None:
         self.epoch = self.start_batch = self.start_sample = 0
         self.over = False  # whether nothing of this epoch is left
         self.state: Any = None  # of the source at the epoch's start, where it has one
-        self.num_samples = len(source)
-        if batch_size is not None and training and drop_last:  # a set smaller than a batch is one batch
-            self.batch_size = min(batch_size, max(1, self.num_samples // world_size))
-        uneven = self.num_samples % world_size if batch_size is None else self.num_samples < world_size
-        if not training and uneven and not may_be_empty:
-            parts = f"{self.num_samples} {'samples' if batch_size else 'ready batches'}"
-            raise UserError(f"--devices {world_size}: an evaluation of {parts} cannot be shared. Use fewer devices.")
+        self.num_samples = len(self.source)
+        if self.batch_size is not None and self.training and self.drop_last:  # a set smaller than a batch is one batch
+            self.batch_size = min(self.batch_size, max(1, self.num_samples // self.world_size))
+        few = self.num_samples < self.world_size and not self.may_be_empty
+        if not self.training and (self.num_samples % self.world_size if self.batch_size is None else few):
+            parts = f"{self.num_samples} {'samples' if self.batch_size else 'ready batches'}"
+            raise UserError(f"--devices {self.world_size}: an evaluation of {parts} cannot be shared. Use fewer.")
 
     @property
     def global_batch_size(self) -> int:
@@ -105,7 +89,7 @@ class ExactBatches(Sampler[Any]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return self._batches_of(self.num_samples)
+        return len(self._cuts()) - 1
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning's hook: the next iteration is of this epoch. Another epoch than before starts at its beginning."""
@@ -114,13 +98,11 @@ class ExactBatches(Sampler[Any]):
         self.epoch = epoch
 
     def start_at(self, start: Start) -> None:
-        """Start inside an epoch. The rest ends where an undisturbed epoch ends, and no sample is seen twice, even
-        if the batch size or the number of ranks has changed.
-        """
+        """Start inside an epoch, whose rest has the samples not seen, even if batch size or number of ranks differ."""
         self.epoch, self.over = start.epoch, start.over
         per_batch = start.samples_per_batch or self.global_batch_size
         self.start_sample = min(start.batches * per_batch, self.num_samples)
-        self.start_batch = len(self) - self._batches_of(self.num_samples - self.start_sample)
+        self.start_batch = len(self._cuts()) - len(self._cuts(self.start_sample))
         if start.states and has_state(self.source):
             self.source.load_state_dict(start.states[0])
 
@@ -129,18 +111,18 @@ class ExactBatches(Sampler[Any]):
             return
         epoch, first_batch, order = self.epoch, self.start_batch, self._order()
         order = order.to(self.device) if self.device is not None and isinstance(order, Tensor) else order
-        by_batches = self.training or self.world_size == 1
-        parts = self._batches(order, self.start_sample) if by_batches else self._shares(order)
-        for number, part in enumerate(parts, start=first_batch):
-            yield (epoch, number, part)
+        for number, (begin, end) in enumerate(pairwise(self._cuts(self.start_sample)), start=first_batch):
+            mine, others = (begin + (end - begin) * rank // self.world_size for rank in (self.rank, self.rank + 1))
+            yield (epoch, number, order[mine] if self.batch_size is None else order[mine:others])
         self.start_batch = self.start_sample = 0  # the next iteration starts at the first batch
 
     def _order(self) -> Any:
         """The whole epoch's samples (or batches) in order, the same on every rank."""
         source, epoch_seed = self.source, self.seed * SEED_STRIDE + self.epoch
-        if type(source) is SequentialSampler:
+        if type(source) is data.SequentialSampler:
             return torch.arange(self.num_samples)
-        if type(source) is RandomSampler and not source.replacement and self.num_samples == len(source.data_source):
+        permutes = type(source) is data.RandomSampler and not source.replacement
+        if permutes and self.num_samples == len(source.data_source):
             return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(epoch_seed))
         if hasattr(source, "set_epoch"):
             source.set_epoch(self.epoch)
@@ -154,44 +136,23 @@ class ExactBatches(Sampler[Any]):
         self.num_samples = len(order)
         return torch.tensor(order) if order and isinstance(order[0], int) else order
 
-    def _batches(self, order: Any, first: int) -> Iterator[Any]:
-        rank, ranks, size = self.rank, self.world_size, self.batch_size
-        if size is None:  # whole batches, distributed over the ranks in turn
-            yield from (order[k + rank] for k in range(first, len(order) - ranks + 1, ranks))
-            return
-        for begin in range(first, len(order) - ranks * size + 1, ranks * size):
-            yield order[begin + rank * size : begin + (rank + 1) * size]
-        rest = (len(order) - first) % (ranks * size)
-        if rest >= ranks and not self.drop_last:
-            begin = len(order) - rest
-            yield order[begin + rest * rank // ranks : begin + rest * (rank + 1) // ranks]
-
-    def _shares(self, order: Any) -> Iterator[Any]:
-        """Of an evaluation on several ranks."""
-        batches, begin = len(self), len(order) * self.rank // self.world_size
-        mine = len(order) * (self.rank + 1) // self.world_size - begin
-        if self.batch_size is None:
-            yield from order[begin : begin + mine]
-            return
-        yield from (order[begin + mine * k // batches : begin + mine * (k + 1) // batches] for k in range(batches))
-
-    def _batches_of(self, samples: int) -> int:
-        """Number of batches per rank for this many samples."""
-        if self.batch_size is None:
-            return samples // self.world_size
-        if self.training or self.world_size == 1:
-            whole, rest = divmod(samples, self.global_batch_size)
-            return whole + (rest >= self.world_size and not self.drop_last)
-        needed = max(1, math.ceil(math.ceil(samples / self.world_size) / self.batch_size))
-        return needed if self.may_be_empty else max(1, min(needed, samples // self.world_size))
+    def _cuts(self, first: int = 0) -> list[int]:
+        """Where the global batches of an epoch's samples from ``first`` on begin, and the last one ends."""
+        samples, ranks = self.num_samples, self.world_size
+        if self.training or ranks == 1 or self.batch_size is None:
+            cuts = list(range(first, samples + 1, self.global_batch_size))
+            has_more = samples - cuts[-1] >= ranks and not self.drop_last
+            return [*cuts, samples] if has_more and self.batch_size is not None else cuts
+        batches = math.ceil(math.ceil(samples / ranks) / self.batch_size)
+        batches = max(1, batches if self.may_be_empty else min(batches, samples // ranks))
+        return [samples * number // batches for number in range(batches + 1)]
 
 
-class Fetch(Dataset[Any]):
+class Fetch(data.Dataset[Any]):
     """A map-style dataset, fetched and collated a batch at a time, its random numbers tied to what is fetched.
 
-    Random transforms usually depend on what each worker fetched before, so they cannot be repeated. Here all generators
-    are seeded first: in training from (seed, rank, epoch, batch), so that any number of workers, and a resumed run, get
-    the same batch; in evaluation from (seed, sample), so that nothing depends on how the set is cut into batches.
+    All generators are seeded first: in training from (seed, rank, epoch, batch), so that any number of workers, and a
+    resumed run, get the same batch; in evaluation from (seed, sample), however the set is cut into batches.
 
     ``__getitem__`` of the dataset, or where it exists ``__getitems__(list)``, is used. One that has
     ``gather(indices: int64 tensor)`` is in memory and is asked for whole batches. ``rank`` is None in evaluation;
@@ -212,7 +173,7 @@ class Fetch(Dataset[Any]):
             return self.dataset.gather(part)
         keys = part.tolist() if isinstance(part, Tensor) else part
         # a worker has generators of its own; in the main process those of the training must not change
-        with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
+        with isolate_rng(include_cuda=False) if data.get_worker_info() is None else nullcontext():
             seed_generators(hash((self.seed, self.rank or 0, epoch, number)))
             if not self.batched:
                 samples = self.dataset[keys]
@@ -244,28 +205,22 @@ class ExactLoader(DataLoader[Any]):
         size, drop_last, source = None, False, inner
         if inner is None:  # batch_size=None: the dataset returns whole batches
             source = loader.sampler
-        elif type(inner) is BatchSampler:
+        elif type(inner) is data.BatchSampler:
             size, drop_last, source = inner.batch_size, inner.drop_last, inner.sampler
         elif not training and world_size > 1:  # ranks need equally many batches, so the samples are distributed again
             parts = [list(part) for part in inner]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
         in_memory, device = hasattr(dataset, "gather"), getattr(dataset, "device", None)
         batches = ExactBatches(source, size, drop_last, training, in_memory, seed, rank, world_size, device)
-        workers = loader.num_workers
         exact = cls(
             Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),
             sampler=batches,
             batch_size=None,  # a request is a batch; PyTorch neither collates nor copies
             collate_fn=as_it_is,
-            num_workers=workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn) if workers else None,
-            multiprocessing_context=loader.multiprocessing_context,
+            worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn),
             generator=torch.Generator().manual_seed(seed),  # not the training's generator
-            prefetch_factor=loader.prefetch_factor if workers else None,
-            persistent_workers=loader.persistent_workers,
             in_order=loader.in_order,
+            **{name: getattr(loader, name) for name in KEPT},
         )
         exact.batches, exact.start_at = batches, batches.start_at
         return exact
@@ -277,13 +232,10 @@ class ExactLoader(DataLoader[Any]):
 
 
 class WatchedLoader:
-    """A training loader that has no exact form; it may have a state (or its dataset), recorded after every batch.
+    """A training loader that has no exact form; its state, where its ``owner`` (loader or dataset) has one, is kept.
 
-    Its random numbers in this process come from (seed, epoch, batch), the same on every rank, and training's generators
-    do not move. Lightning may have fetched one batch more than training has used. So the states after the last batches
-    are kept, and a checkpoint takes the one with its batch's number.
-
-    ``owner`` has ``state_dict`` and ``load_state_dict``: the loader, its dataset, or None.
+    Its random numbers in this process come from (seed, epoch, batch), the same on every rank. Lightning may have
+    fetched one batch more than training has used: a checkpoint takes the state with its batch's number.
     """
 
     def __init__(self, loader: Any, owner: Any, seed: int) -> None:
@@ -305,22 +257,19 @@ class WatchedLoader:
             return
         if self._rest is not None:  # as a resumed run does
             self.owner.load_state_dict(self._rest)
-        done, self.first, self.finished, self._rest = self.first, 0, False, None
+        done, self.first, self._rest = self.first, 0, None
         self._states = {done: self._state()}
         batches = self._drawn_for(-1, lambda: iter(self.loader))
-        batch = self._next(batches, done)
+        batch = self._drawn_for(done, lambda: next(batches, END))
+        self.finished = batch is END
         while not self.finished:
             done += 1
             self._states[done] = self._state()
             self._states.pop(done - 4, None)
             # One batch ahead: Lightning does not ask a loader with a length for more, and it would never end its epoch.
-            current, batch = batch, self._next(batches, done)
+            current, batch = batch, self._drawn_for(done, lambda: next(batches, END))
+            self.finished = batch is END
             yield current
-
-    def _next(self, batches: Iterator[Any], number: int) -> Any:
-        batch = self._drawn_for(number, lambda: next(batches, END))
-        self.finished = batch is END
-        return batch
 
     def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
         with isolate_rng(include_cuda=False):
@@ -359,8 +308,7 @@ class ExactLoading:
     """Puts exact loaders in the place of a run's own, where Lightning lets the strategy process them."""
 
     def __init__(self, seed: int | None = None) -> None:
-        # the run's seed, as Lightning's seed_everything recorded it
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed  # seed_everything recorded it
         self.start = Start()
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact, a line each
@@ -381,10 +329,8 @@ class ExactLoading:
             name = type(getattr(loader, "dataset", loader)).__name__
             if trainer.training:
                 self.anywhere = False
-                self._note(
-                    f"the training data come from {name}, which has no state_dict: a resumed run goes on from the last "
-                    "epoch's end."
-                )
+                lacks = f"the training data come from {name}, which has no state_dict"
+                self._note(f"{lacks}: a resumed run goes on from the last epoch's end.")
             if trainer.world_size > 1:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
         if trainer.training:
@@ -393,23 +339,19 @@ class ExactLoading:
         return found
 
     def _exact(self, loader: Any, training: bool, rank: int, world_size: int) -> Any:
-        if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
+        if type(loader) is DataLoader and not isinstance(loader.dataset, data.IterableDataset):
             inner: Any = loader.batch_sampler
-            source = loader.sampler if inner is None or type(inner) is BatchSampler else inner
+            source = loader.sampler if inner is None or type(inner) is data.BatchSampler else inner
             sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
             if _has_length(source):
                 known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
                 if training and not known:
-                    self._note(
-                        f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its own random "
-                        "state, a resumed run sees another order than the run that was killed."
-                    )
+                    lacks = f"{type(source).__name__} has neither set_epoch nor state_dict"
+                    self._note(f"{lacks}: if it keeps its own random state, a resumed run sees another order.")
                 return ExactLoader.of(loader, training, self.seed, *((0, 1) if sharded else (rank, world_size)))
             if world_size > 1 and not sharded:
-                raise UserError(
-                    f"--devices {world_size}: {type(source).__name__} has no length, so it cannot be shared by the "
-                    "ranks. Give it __len__, or use one device."
-                )
+                why = f"{type(source).__name__} has no length, so it cannot be shared by the ranks"
+                raise UserError(f"--devices {world_size}: {why}. Give it __len__, or use one device.")
         # with workers the dataset that counts is theirs
         owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
         owner = next((part for part in owners if has_state(part)), None)
@@ -440,8 +382,8 @@ def seed_generators(seed: int) -> None:
 
 def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
     """Let a loader's worker ignore stop signals, which the trainer handles, and use one core."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     if further is not None:

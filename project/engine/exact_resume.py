@@ -85,14 +85,13 @@ class RankState:
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
         self.sums = state["logged"]
-        for name, gradient in state.get("gradients", {}).items():
+        for name, gradient in state["gradients"].items():
             module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
-        if "frozen" in state:  # a callback or hook may have thawed them in an earlier epoch
-            for name, parameter in module.named_parameters():
-                parameter.requires_grad = name not in state["frozen"]
-            for name, part in module.named_modules():
-                if hasattr(part, "track_running_stats"):
-                    part.track_running_stats = name not in state["untracked"]
+        for name, parameter in module.named_parameters():  # a callback or hook may have thawed it in an earlier epoch
+            parameter.requires_grad = name not in state["frozen"]
+        for name, part in module.named_modules():
+            if hasattr(part, "track_running_stats"):
+                part.track_running_stats = name not in state["untracked"]
         if state["device"] == trainer.strategy.root_device.type:
             restore_random_state(state["random"], trainer.strategy.root_device)
 
@@ -116,53 +115,47 @@ def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any])
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         done = loading.training[0].batches.start_batch  # type: ignore[union-attr]
         batches.ready = batches.started = batches.processed = batches.completed = done
-    return (
-        f"resumed with {now[0]} device(s) and global batch {now[1]} instead of {before[0]} and {before[1]}: it goes on "
-        "from the right sample, not exactly."
-    )
+    what = f"resumed with {now[0]} device(s) and global batch {now[1]} instead of {before[0]} and {before[1]}"
+    return f"{what}: it goes on from the right sample, not exactly."
 
 
 def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
-    """Rewrite the fit loop's counters so that Lightning resumes exactly here.
+    """Rewrite the fit loop's counters, in place, so that Lightning resumes exactly here.
 
-    Inside a hook some of Lightning's counters are already advanced and others are not. Its restart then repeats or
-    skips a validation, an epoch or a logging step. Here everything that was begun counts as done, or as not begun.
-    ``loops``: the checkpoint's entry, changed in place. ``validated``: a validation has followed the last batch's step.
+    Inside a hook only some of Lightning's counters are advanced, and its restart repeats or skips a validation, an
+    epoch or a logging step. Here all that was begun is done or not begun. ``validated``: the last step was validated.
     """
     fit = loops["fit_loop"]
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
     batches = fit["epoch_loop.batch_progress"]
-    for counters in (batches["total"], batches["current"]):
+    begun = [batches["total"], batches["current"]]
+    begun += fit["epoch_progress"].values() if place == "epoch" else []
+    for counters in begun:
         _set_all(counters, counters["completed"])
     if place == "epoch":
-        for counters in fit["epoch_progress"].values():
-            _set_all(counters, counters["completed"])
         optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         for progress in (batches, fit["epoch_loop.scheduler_progress"], optimizer["step"], optimizer["zero_grad"]):
             _set_all(progress["current"], 0)
     if place == "batch" and validated:  # Lightning's restart finds a validation due, ends this batch again, counts it
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
-    if place != "validation":
+    if place == "validation":  # it has begun, with no batch done: the resumed run starts it again
+        validation = fit["epoch_loop.val_loop.batch_progress"]
+        _set_all(validation["current"], 0)
+        _set_all(validation["total"], 0)
+        validation["total"].update(ready=1, started=1)
+    else:
         batches["is_last_batch"] = False
-        return
-    # a validation that has begun, with no batch done: the resumed run starts it again
-    validation = fit["epoch_loop.val_loop.batch_progress"]
-    _set_all(validation["current"], 0)
-    _set_all(validation["total"], 0)
-    validation["total"].update(ready=1, started=1)
 
 
 def _set_all(counters: dict[str, int], value: int) -> None:
-    for key in counters:
-        counters[key] = value
+    counters.update(dict.fromkeys(counters, value))
 
 
 def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
-    """Give all ranks rank 0's buffers before a validation.
+    """Give all ranks rank 0's buffers before a validation, as a resumed run has them.
 
-    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged weights. Without this,
-    each rank would validate with its own running statistics, and a resumed run with those of rank 0. What lies on the
-    CPU, as a count of averages does, goes through ``cpu_group``: NCCL takes nothing from there.
+    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged weights. What lies on
+    the CPU, as a count of averages does, goes through ``cpu_group``: NCCL takes nothing from there.
     """
     if trainer.world_size > 1:
         for part in (module, *averaged_models(trainer)):
@@ -171,7 +164,7 @@ def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_grou
 
 
 def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any]]], changed: bool) -> None:
-    """Let typed hyperparameters win over the rate and weight decay in the checkpoint's optimizer state.
+    """Let typed hyperparameters win over those in the checkpoint's optimizer state.
 
     ``fresh`` are the optimizers' parameter groups before the restore. Where the configuration is not ``changed``, only
     the kernels are chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision, which is.

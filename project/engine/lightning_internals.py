@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import weakref  # feature: tune, memory
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,13 @@ from project.engine.ranks import of_all_ranks
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
-# module: names in it that the functions here use. For an attribute of instances, another name of the same file.
+# module: names in it that are used here. For an attribute of instances, another name of the same file.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
-        "_ResultCollection.valid_items",
-        "_ResultCollection.log",
-        "_ResultMetric.update",
+        *("_ResultCollection.valid_items", "_ResultCollection.log", "_ResultMetric.update"),
         "_Metadata.is_mean_reduction",
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
@@ -68,19 +67,16 @@ def check() -> None:
 def leave_signals_alone(trainer: Trainer) -> None:
     """Keep Lightning from handling SIGTERM, and from a broadcast about it between ranks at every step.
 
-    Buys: a stop at the same step on all ranks, without a broadcast inside a signal handler (it hung 1 time in 8), and
-    no wait for the device at every step. Public way missing: the Trainer has no switch for its handlers (Lightning
-    issues 20806, 21406, 21487).
+    Buys: a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time in 8), no wait for
+    the device. Public way missing: the Trainer has no switch for its handlers (Lightning issues 20806, 21406, 21487).
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def end_restart(trainer: Trainer) -> None:
-    """Let a resumed epoch end like any other.
-
-    Buys: a ReduceLROnPlateau steps at its end, too; Lightning leaves that out, because it does not resume exactly.
-    Public way missing: the setter of ``restarting`` sets it again where ``max_steps`` ends the run.
+    """Let a resumed epoch end like any other: a ReduceLROnPlateau steps at its end, too. Public way missing: the setter
+    of ``restarting`` sets it again where ``max_steps`` ends the run.
     """
     trainer.fit_loop._restarting = False
 
@@ -88,10 +84,8 @@ def end_restart(trainer: Trainer) -> None:
 def release_child_processes() -> list[Any]:
     """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code.
 
-    Returns the ranks' :class:`subprocess.Popen`.
-
-    Buys: exit code 143 instead of 137 for a DDP run that was asked to stop. Public way missing: the observer's
-    thread cannot be stopped.
+    Returns the ranks' :class:`subprocess.Popen`. Buys: exit code 143 instead of 137 for a DDP run. Public way missing:
+    the observer's thread cannot be stopped.
     """
     released: list[Any] = []
     for thread in threading.enumerate():
@@ -102,9 +96,8 @@ def release_child_processes() -> list[Any]:
 
 
 def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
-    """The averaged weights that ``WeightAveraging`` callbacks hold.
-
-    Buys: the same running statistics on every rank. Public way missing: the callback has no attribute for its model.
+    """The averaged weights that ``WeightAveraging`` callbacks hold. Buys: the same running statistics on every rank.
+    Public way missing: the callback has no attribute for its model.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
@@ -114,9 +107,8 @@ def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
 def average_on_the_device(trainer: Trainer) -> None:
     """Put averaged weights where the trained ones are, unless the callback was told where, and their count on the host.
 
-    Buys: no copy of all weights to the CPU at every step (Lightning makes the average before the module is on its
-    device), and no wait for the device (torch asks the count twice at every step, and takes it to the device for every
-    weight). Public way missing: the callback has no attribute for its model, and torch no switch.
+    Buys: no copy of all weights to the CPU, and no wait for the device, which torch asks for the count, at every step.
+    Public way missing: the callback has no attribute for its model, and torch no switch.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and (average := callback._average_model) is not None:
@@ -128,17 +120,17 @@ def average_on_the_device(trainer: Trainer) -> None:
 
 def metric_states(module: LightningModule) -> dict[str, Any]:
     """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU."""
-    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    cpu = torch.device("cpu")
     return {
-        name: {"values": move_data_to_device(metric.metric_state, torch.device("cpu")), "updates": metric.update_count}
-        for name, metric in metrics.items()
+        name: {"values": move_data_to_device(metric.metric_state, cpu), "updates": metric.update_count}
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
     }
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Restore the sums that :func:`metric_states` returned.
-
-    Public way missing: a metric's count of updates can be read and not set, and without it ``compute`` warns.
+    """Restore the sums that :func:`metric_states` returned. Public way missing: a metric's count of updates can be read
+    and not set, and without it ``compute`` warns.
     """
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and name in states:
@@ -150,21 +142,19 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
 def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far, and how it was logged.
 
-    Buys: the logged mean of an epoch that was interrupted is that of the undisturbed one. Public way missing:
-    Lightning's checkpoints do not hold it (issue 17543).
+    Buys the logged mean of an interrupted epoch. Public way missing: a checkpoint does not hold it (issue 17543).
     """
     sums: dict[str, dict[str, Any]] = {}
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         meta = logged.meta
-        if not meta.on_epoch or logged.has_reset:
-            continue
-        how = {name: getattr(meta, name) for name in HOW_LOGGED}
-        sync = {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
-        sums[key] = {"how": {**how, **sync, "reduce_fx": meta.reduce_fx.__name__}}
-        if logged.is_tensor:  # the sums of a torchmetrics metric are the metric's: see metric_states
-            sums[key]["value"] = logged.value.detach().cpu()
-            if meta.is_mean_reduction:
-                sums[key]["samples"] = logged.cumulated_batch_size.cpu()
+        if meta.on_epoch and not logged.has_reset:
+            how = {name: getattr(meta, name) for name in HOW_LOGGED} | {"reduce_fx": meta.reduce_fx.__name__}
+            how |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+            sums[key] = {"how": how}
+            if logged.is_tensor:  # the sums of a torchmetrics metric are the metric's: see metric_states
+                sums[key]["value"] = logged.value.detach().cpu()
+                if meta.is_mean_reduction:
+                    sums[key]["samples"] = logged.cumulated_batch_size.cpu()
     return sums
 
 
@@ -177,19 +167,15 @@ def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None
         if key in sums and not logged.has_reset:
             saved = sums.pop(key)
             if logged.is_tensor:
-                keeps_extreme = logged.meta.is_max_reduction or logged.meta.is_min_reduction
-                join = logged.meta.reduce_fx if keeps_extreme else torch.add
+                meta = logged.meta
+                join = meta.reduce_fx if meta.is_max_reduction or meta.is_min_reduction else torch.add
                 logged.value = join(logged.value, saved["value"].to(logged.value.device))
             if "samples" in saved:
                 logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"].to(logged.value.device)
 
 
 def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
-    """Log sums of :func:`training_sums` that nobody has logged again: the epoch ends without another batch.
-
-    So it is where a run was stopped in the validation at an epoch's end. Call it before Lightning computes the epoch's
-    values.
-    """
+    """Log sums of :func:`training_sums` that nobody has logged again: the epoch ended with a stop in its validation."""
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for key, saved in sums.items():
         how = saved["how"]
@@ -207,9 +193,8 @@ def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None
 def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
     """Add up over all ranks, weighted by samples, what ``self.log`` has summed in evaluation steps.
 
-    Buys: evaluation metrics do not depend on the number of devices, even if the module's author ignored
-    ranks. Public way missing: ``sync_dist=True`` divides the ranks' counts of samples as whole numbers, so that ranks
-    of 17 and 16 samples count 16 each, and only the module's author could set it.
+    Buys: evaluation metrics that do not depend on the number of devices. Public way missing: only the module's author
+    could set ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each.
     """
     loop = trainer.validate_loop if trainer.validating else trainer.test_loop
     if trainer.state.fn == "fit":
@@ -223,10 +208,8 @@ def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
         and logged.meta.fx.startswith(("validation_step", "test_step"))
         and logged.meta.dataloader_idx == loader_idx
     }
-    mine = {
-        key: (float(logged.value), int(getattr(logged, "cumulated_batch_size", 0))) for key, logged in entries.items()
-    }
-    ranks = of_all_ranks(mine)
+    counted = "cumulated_batch_size"
+    ranks = of_all_ranks({key: (float(x.value), int(getattr(x, counted, 0))) for key, x in entries.items()})
     for key, logged in entries.items():
         values, counts = zip(*(rank[key] for rank in ranks if key in rank), strict=True)
         join: Any = max if logged.meta.is_max_reduction else min if logged.meta.is_min_reduction else sum
@@ -237,12 +220,10 @@ def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
 
 # feature: profiler
 def profiled_module(profiler: Profiler) -> LightningModule:
-    """The module that is trained, as the Trainer tells its profiler before ``setup``.
-
-    Buys regions around the network in the step profiler. A Profiler has no public way to its Trainer or module.
+    """The module that is trained. Buys regions around the network in the step profiler. Public way missing: a Profiler
+    has none to its Trainer or module.
     """
-    module: LightningModule = profiler._lightning_module  # type: ignore[attr-defined]
-    return module
+    return profiler._lightning_module  # type: ignore[attr-defined]
 
 
 def surround_compiled_call(
@@ -250,8 +231,7 @@ def surround_compiled_call(
 ) -> Callable[[], None] | None:
     """Call ``before`` and ``after`` around a compiled network; returns what undoes it, None if it is not compiled.
 
-    Buys the time of a compiled network's forward pass: hooks would be compiled into it. ``nn.Module.compile`` has no
-    public way to ask for, or to wrap, what it made.
+    Buys the time of its forward pass: hooks would be compiled. ``nn.Module.compile`` tells nobody what it made.
     """
     compiled = network._compiled_call_impl
     if compiled is None:
@@ -280,20 +260,16 @@ def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:
 
 
 # feature: memory
-def record_memory_history(max_entries: int | None) -> None:
-    """Record CUDA allocations and frees with their stacks, the newest ``max_entries``; None ends it.
+@contextmanager
+def memory_history(path: Path, max_entries: int) -> Iterator[None]:
+    """Record CUDA allocations and frees inside, and write the newest, with their stacks, for PyTorch's memory viewer.
 
-    Buys ``--memory_snapshot``. PyTorch documents this underscored name, and has no other.
+    Buys ``--memory_snapshot``. PyTorch documents these underscored names, and has no others.
     """
-    if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
-
-
-def write_memory_snapshot(path: Path) -> None:
-    """Write what :func:`record_memory_history` has recorded, for PyTorch's memory viewer."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+    yield
     torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 # end feature: memory
@@ -316,6 +292,42 @@ def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any
             return result
 
     return Results()
+
+
+class LiveMemory(ExitStack):
+    """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs microseconds each.
+
+    Not within one operation. A compiled network runs eagerly. Above ``limit_bytes``: ``torch.OutOfMemoryError``.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.live_bytes = self.peak_bytes = 0
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __enter__(self) -> LiveMemory:
+        self.enter_context(each_result(self.count))
+        return super().__enter__()
+
+    def count(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that were made before, such as weights; one that is counted already is not counted again."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                # PyTorch keeps one Python object per storage for as long as the storage lives
+                if storage not in self._counted:
+                    self._counted.add(storage)
+                    weakref.finalize(storage, self._add, -storage.nbytes())
+                    self._add(storage.nbytes())
+        if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"{self.live_bytes / 2**30:.3f} GiB of tensors, the limit is {self.limit_bytes / 2**30:.3f} GiB"
+            )
+
+    def _add(self, size: int) -> None:
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 # end feature: tune, memory

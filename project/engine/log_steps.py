@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
+
+SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # strategies in which a rank has a part of a weight
 
 
 def is_optimizer_step(trainer: Trainer, batch_idx: int) -> bool:
@@ -15,11 +18,9 @@ def is_optimizer_step(trainer: Trainer, batch_idx: int) -> bool:
 
 
 def is_log_step(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning logs at this batch: every ``--log_every_n_steps``-th optimizer step. The same on all ranks.
+    """Whether ``on_train_batch_end`` of this batch logs: every ``--log_every_n_steps``-th optimizer step, on all ranks.
 
-    For use in the hooks of a training batch after the optimizer step (``on_train_batch_end``). Lightning's own rule
-    also logs once ``should_stop`` is set, which ranks may learn at different times; what is logged here may wait for
-    the other ranks, so it must not depend on that.
+    Lightning's own rule also logs once ``should_stop`` is set, which ranks learn at different times and would wait.
     """
     return is_optimizer_step(trainer, batch_idx) and _is_due(trainer, trainer.global_step)
 
@@ -38,10 +39,9 @@ def _is_due(trainer: Trainer, steps: int) -> bool:
 
 
 def log_values(module: LightningModule, values: Mapping[str, float | Tensor], epoch_end: bool = False) -> None:
-    """Log scalars that are the same on every rank, into the row of the module's own metrics.
+    """Log scalars that are the same on every rank, at a log step or in ``on_train_epoch_end``, with the module's own.
 
-    For hooks of a training batch at a log step, or for ``on_train_epoch_end``. Numbers go as float64 tensors on the
-    CPU: Lightning leaves them there, while it would move plain numbers to the device and round them to float32.
+    Numbers go as float64 tensors on the CPU: Lightning would move plain ones to the device and round them to float32.
     """
     tensors = {
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
@@ -54,12 +54,3 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def gather_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[list[float]]:
-    """``values`` of every rank, in rank order. Every rank must call it, with equally many values."""
-    if trainer.world_size == 1:
-        return [list(values)]
-    mine = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    gathered: list[list[float]] = trainer.strategy.all_gather(mine).tolist()  # (ranks, values)
-    return gathered

@@ -12,13 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    OptimStateKeyType,
-    StateDictType,
-)
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - PyTorch's own short name
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.optim import Optimizer
@@ -30,9 +24,8 @@ class ShardedStrategy(FSDPStrategy):
     """Every device keeps a share of the weights, gradients and optimizer state: what ``--strategy fsdp`` chooses.
 
     Lightning's own gathers all weights at once unless it is told where to cut the module, adds gradients and keeps
-    running means in 16 bits under mixed precision, numbers the optimizer's parameters as the module does, not as the
-    optimizer, and unpickles whatever a checkpoint holds. Here a checkpoint is read as plain data, and it is the same
-    file that any other strategy writes: each can go on from the other's.
+    running means in 16 bits under mixed precision, numbers the optimizer's parameters as the module does, and unpickles
+    whatever a checkpoint holds. Here a checkpoint is plain data, the same file that any other strategy writes.
     """
 
     whole_parameters = 0  # of the module before it was cut
@@ -52,7 +45,7 @@ class ShardedStrategy(FSDPStrategy):
         super().setup(trainer)
 
     @property
-    def mixed_precision_config(self) -> MixedPrecision | None:
+    def mixed_precision_config(self) -> fsdp.MixedPrecision | None:
         config = super().mixed_precision_config
         if config is None or self.mixed_precision is not None:
             return config
@@ -78,13 +71,14 @@ class ShardedStrategy(FSDPStrategy):
             state = FSDP.optim_state_dict(self.model, optimizer)
         if not self.is_global_zero:
             return state
-        return FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model, optim=optimizer)
+        return FSDP.rekey_optim_state_dict(state, fsdp.OptimStateKeyType.PARAM_ID, self.model, optim=optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.model is not None
+        by_name = fsdp.OptimStateKeyType.PARAM_NAME
         with whole_state(self.model):
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-                names = FSDP.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_NAME, self.model, optim=optimizer)
+                names = FSDP.rekey_optim_state_dict(saved, by_name, self.model, optim=optimizer)
                 optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self.model, optimizer, names))
 
 
@@ -92,9 +86,9 @@ def whole_state(model: torch.nn.Module, rank_zero_only: bool = False) -> Abstrac
     """A block in which state dicts of a sharded model are those of the whole one, on the CPU. Every rank enters it."""
     return FSDP.state_dict_type(
         model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only),
-        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only),
+        fsdp.StateDictType.FULL_STATE_DICT,
+        fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only),
+        fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only),
     )
 
 

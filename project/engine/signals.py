@@ -1,12 +1,8 @@
 """SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary.
 
-Lightning's own handler broadcasts to the other ranks from inside the signal handler, which can interrupt a collective
-and hang, and ends a terminated run with exit code 0. Here a handler only notes the signal.
-:class:`project.engine.stop.GracefulStop` lets the ranks agree on it after a step, saves, and raises :class:`Stopped`,
-which :mod:`project.engine.command` turns into the exit code.
-
-Before training has begun there is nothing to save, and the process ends right away. Rank 0 decides for the ranks that
-it started: it ends them first, since they would fail without it; a signal to one of them is passed on to rank 0.
+Here a handler only notes the signal; :mod:`project.engine.stop` says what follows. Before training has begun there is
+nothing to save, and the process ends right away. Rank 0 decides for the ranks that it started: it ends them first,
+since they would fail without it; a signal to one of them is passed on to rank 0.
 """
 
 from __future__ import annotations
@@ -37,29 +33,30 @@ class Stopped(BaseException):
         self.exit_code = 128 + signum
 
 
-class _State:
+class State:
     """What this process was asked to do. It is global because a signal handler has no other place to note it."""
 
-    requested: int = 0
-    importing: bool = False
-    deferring: bool = False
+    requested: int = 0  # the signal that was received
+    importing: bool = False  # a signal ends the process; later it is raised as Stopped
+    deferring: bool = False  # a signal waits for the next step boundary
     begun: bool = False  # training or a test
     watched: bool = False
     clean_up: Callable[[], None] | None = None
 
 
-def install() -> None:
-    """Take over the signals in the main thread. Until :func:`imports_are_done` a signal ends the process: there is
-    nothing to save yet, and an exception inside an import would show up as an ImportError.
+state = State()
 
-    A rank of torchrun is asked to stop when its agent has died; it would train on, and nobody could stop it.
+
+def install() -> None:
+    """Take over the signals in the main thread. While modules are imported a signal ends the process: there is
+    nothing to save yet, and an exception inside an import would show up as an ImportError.
     """
     if threading.current_thread() is threading.main_thread():
-        _State.importing = True
+        state.importing = True
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
                 signal.signal(number, _note)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank would train on without its agent, and nobody could stop it
             end_with_parent()
 
 
@@ -69,31 +66,12 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
-def imports_are_done() -> None:
-    """From now on a signal is raised as :class:`Stopped`."""
-    _State.importing = False
-
-
-def requested() -> int:
-    """The signal that was received, or 0."""
-    return _State.requested
-
-
-def note(signum: int) -> None:
-    """Record a request to stop, as if ``signum`` had been received."""
-    _State.requested = signum
-
-
 def watch(clean_up: Callable[[], None] | None = None) -> None:
-    """Until training begins, end the process soon after a signal, also where Python waits inside a library.
-
-    Args:
-        clean_up: What takes back the files that were made so far.
-    """
-    _State.clean_up = clean_up
-    if _State.watched or _State.begun or signal.getsignal(signal.SIGTERM) is not _note:
+    """Until training begins, end the process soon after a signal, also inside a library; ``clean_up`` removes files."""
+    state.clean_up = clean_up
+    if state.watched or state.begun or signal.getsignal(signal.SIGTERM) is not _note:
         return
-    _State.watched = True
+    state.watched = True
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -103,59 +81,47 @@ def watch(clean_up: Callable[[], None] | None = None) -> None:
 
 def defer() -> None:
     """Training or a test has begun: from now on a signal waits for the next step boundary."""
-    _State.deferring = _State.begun = True
+    state.deferring = state.begun = True
     _stop_watching()
 
 
-def begun() -> bool:
-    """Whether training or a test has begun."""
-    return _State.begun
-
-
-def resume_immediate() -> None:
-    """Training is over: from now on a signal ends the process at once."""
-    _State.deferring = False
-
-
 def _note(number: int, _: FrameType | None) -> None:
-    first = not _State.requested
+    first = not state.requested
     signum = signal.SIGTERM if number == signal.SIGHUP else number  # and a number of its own for a save: stop.SAVE_DUE
-    _State.requested = signum
-    if not _State.begun and is_child() and _tell_rank_zero(signum):
+    state.requested = signum
+    if not state.begun and is_child() and _tell_rank_zero(signum):
         return  # rank 0 ends it, and would be killed if it ended first
-    if _State.importing:
+    if state.importing:
         os._exit(Stopped(signum).exit_code)
-    if not _State.deferring:
-        if not _State.begun:
+    if not state.deferring:
+        if not state.begun:
             if not first:  # it is ending
                 return
             _end_ranks()
         raise Stopped(signum)
     if first and os.environ.get("LOCAL_RANK", "0") == "0":
-        # os.write: a signal may interrupt print(), which cannot be called inside itself
+        told = f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n"
         with suppress(OSError, AttributeError):  # it may be closed
-            os.write(
-                sys.stderr.fileno(), f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n".encode()
-            )
+            os.write(sys.stderr.fileno(), told.encode())  # a signal may interrupt print(), which cannot call itself
 
 
 def _watch(reading: int) -> None:
-    while not _State.begun:
+    while not state.begun:
         number = os.read(reading, 1)[0]
-        if number not in STOP_SIGNALS or _State.begun:
+        if number not in STOP_SIGNALS or state.begun:
             continue
         if is_child():
             _tell_rank_zero(number)
         time.sleep(START_UP_PATIENCE_S * (2 if is_child() else 1))  # rank 0 is the first to act
-        if not _State.begun:
+        if not state.begun:
             _end_ranks()
-            if _State.clean_up is not None:
-                _State.clean_up()
+            if state.clean_up is not None:
+                state.clean_up()
             os._exit(130 if number == signal.SIGINT else 143)
 
 
 def _stop_watching() -> None:
-    if _State.watched:
+    if state.watched:
         with suppress(ValueError):  # in another thread than the main one
             signal.set_wakeup_fd(-1)
 

@@ -33,9 +33,8 @@ SAVE_DUE = 1  # a request that is lower than every signal's number
 class Agreement:
     """The largest request of any rank, known to all ranks at the same step.
 
-    Each call starts an all-reduce over CPU memory (gloo, so never a wait for a GPU) and returns the outcome of the one
-    previous call started, which has arrived long ago. Lightning instead broadcasts rank 0's flag on the device at
-    every step and waits for it: it ignores signals to other ranks, and interrupts the device's work.
+    Each call starts an all-reduce over CPU memory (gloo) and returns the outcome of the one that the call before it
+    started, so that nothing waits. Lightning broadcasts rank 0's flag alone, on the device, and waits at every step.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -53,44 +52,37 @@ class Agreement:
 
     def settle(self, request: int) -> int:
         """Agree now, waiting for the other ranks. Every rank must call it."""
-        if self.group is None:
-            return request
-        value = torch.tensor([max(request, self._outcome())])
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
-        return int(value)
+        return max(self.latest(request), self._outcome())
 
     def _outcome(self) -> int:
-        if self._pending is None:
-            return 0
-        work, value = self._pending
+        work, value = self._pending or (None, 0)
         self._pending = None
-        work.wait()
+        if work is not None:
+            work.wait()
         return int(value)
 
 
 class GracefulStop(Callback):
     """SIGTERM, Ctrl-C and SLURM's signal, received by any rank at any moment, end all ranks at the same batch.
 
-    Replaces Lightning's handling, which broadcasts inside the signal handler and can hang, knows rank 0's signal only,
-    saves nothing and exits with 0 (Lightning issues 20806, 21406, 20542). This callback also installs exact loaders in
-    every command that trains or evaluates, and adds up over ranks what a module logs in an evaluation.
-
-    ``requeue_signal`` is SLURM's before the time limit, after which the job is queued again; None outside SLURM.
+    Lightning's handler broadcasts inside the signal handler and can hang, knows rank 0's signal only, saves nothing and
+    exits with 0 (issues 20806, 21406, 20542). This callback also installs exact loaders, and adds up over ranks what a
+    module logs in an evaluation. ``requeue_signal`` is SLURM's before the time limit: the job is queued again.
     """
 
     def __init__(self, loading: ExactLoading | None = None, requeue_signal: int | None = None) -> None:
         self.loading = loading or ExactLoading()
         self.requeue_signal = requeue_signal
         self.agreement: Agreement
-        signals.watch()
         self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
+        signals.watch()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not hasattr(self, "agreement"):
             self.agreement = Agreement(trainer.world_size)
         leave_signals_alone(trainer)
         if self.requeue_signal is not None:
-            signal.signal(self.requeue_signal, lambda number, _: signals.note(number))
+            signal.signal(self.requeue_signal, lambda number, _: setattr(signals.state, "requested", number))
         self.loading.install(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,13 +98,7 @@ class GracefulStop(Callback):
         """Called before a training's validation is left."""
 
     def _evaluated(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        loaders: Any,
-        batches: list[int | float],
-        batch_idx: int,
-        loader_idx: int = 0,
+        self, trainer: Trainer, module: LightningModule, loaders: Any, batches: Any, batch_idx: int, loader_idx: int = 0
     ) -> None:
         several = isinstance(loaders, (list, tuple))
         ranks_agree = isinstance(loaders[loader_idx] if several else loaders, ExactLoader)  # on the number of batches
@@ -120,7 +106,7 @@ class GracefulStop(Callback):
         if trainer.world_size > 1 and ranks_agree and is_last:  # Lightning computes the values before the epoch's end
             share_evaluation_sums(trainer, loader_idx if several and len(loaders) > 1 else None)
         if trainer.world_size == 1 or ranks_agree:
-            self._request = max(self._request, self.agreement.latest(signals.requested()))
+            self._request = max(self._request, self.agreement.latest(signals.state.requested))
         if self._request > SAVE_DUE:
             if trainer.state.fn == "fit" and not trainer.sanity_checking:
                 self.save_in_validation(trainer, module)
@@ -129,19 +115,19 @@ class GracefulStop(Callback):
 
 def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
     """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong, None if nothing."""
-    failures: list[BaseException | None] = []
+    outcome: list[BaseException | None] = [TimeoutError(f"not done after {seconds} s")]
 
     def target() -> None:
         try:
             work()
-            failures.append(None)
+            outcome[0] = None
         except BaseException as error:  # wandb.teardown raises SystemExit where its process failed
-            failures.append(error)
+            outcome[0] = error
 
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     thread.join(seconds)
-    return failures[0] if failures else TimeoutError(f"not done after {seconds:g} s")
+    return outcome[0]
 
 
 def requeue_job() -> None:

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines at its start and at its end, and ``summary.json``."""
+"""What a run says of itself: its first line, a line per epoch, its last lines, and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -23,11 +24,16 @@ import psutil
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.engine.checkpoint_files import write_atomically
 from project.engine.ranks import say
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
+MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
+MOST_SHOWN = 6
+REFRESH_STEPS = 50
 # One metric over a run: (optimizer step, value), by step
 Series = list[tuple[int, float]]
 
@@ -125,7 +131,7 @@ class RunRecord:
 
 
 def read_series(path: Path, epochs: int) -> dict[str, Series]:
-    """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too. Values that are not finite are left out.
+    """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that are not finite.
 
     Of a training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
     """
@@ -144,9 +150,9 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:
 
 
 class RunTimer(Callback):
-    """Seconds from process start to the first step, and seconds of training over all parts of a resumed run.
+    """Seconds from process start to the first step, and of training over all parts of a resumed run.
 
-    No subclass of Lightning's Timer: with one of those among its callbacks the Trainer ignores ``--max_time``.
+    With a subclass of Lightning's Timer among its callbacks the Trainer would ignore ``--max_time``.
     """
 
     start_seconds: float | None = None
@@ -177,6 +183,88 @@ class RunTimer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         self._before = float(state_dict["seconds"])
+
+
+class EpochLines(Callback):
+    """Prints a line per epoch on rank 0, and why training ended early; on a terminal with a bar of the run below.
+
+    Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged.
+    """
+
+    def __init__(self, bar: bool = False) -> None:
+        self.wants_bar = bar
+        self._bar: Any = None
+        self._began: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = None
+        if self.wants_bar and trainer.is_global_zero:
+            steps = trainer.estimated_stepping_batches  # infinite where only a time ends the run
+            total = None if steps == math.inf else int(steps)
+            self._bar = tqdm(total=total, initial=trainer.global_step, unit="step", leave=False, dynamic_ncols=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print_epoch(trainer)
+        self._began = time.perf_counter()
+        if self._bar is not None:
+            self._bar.set_description(f"epoch {trainer.current_epoch + 1}", refresh=False)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        # asking at every step would cost a third of a small model's run, and wait for the device
+        if self._bar is not None and trainer.global_step >= self._bar.n + REFRESH_STEPS:
+            logged = trainer.logged_metrics
+            name = next((name for name in logged if "loss" in name and not name.startswith("val")), None)
+            self._bar.set_postfix_str(f"{name} {float(logged[name]):.4f}" if name else "", refresh=False)
+            self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.close_bar()
+        self._print_epoch(trainer)
+        if not (trainer.is_global_zero and trainer.should_stop):
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+                reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
+                say(f"stopped early: {' '.join(reason.split())}")
+            if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
+                lines = stopped_lines(Path(trainer.default_root_dir), trainer.global_step, " --max_time DD:HH:MM:SS")
+                say("stopped early: --max_time is over.", *lines)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.close_bar()
+
+    def close_bar(self) -> None:
+        """Take the bar off the terminal, so that what is printed next begins a line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _print_epoch(self, trainer: Trainer) -> None:
+        if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
+            return
+        of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
+        parts, metrics = [f"epoch {trainer.current_epoch}{of}"], trainer.callback_metrics
+        shown = [name for name in metrics if not name.startswith(MONITORED) and not name.endswith(("_step", "_epoch"))]
+        # training before validation, losses before the rest
+        shown.sort(key=lambda name: (name.startswith("val"), "loss" not in name, name))
+        parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
+        if self._began is not None:
+            parts.append(f"{time.perf_counter() - self._began:.1f} s")
+        if not self.wants_bar:
+            say("  ".join(parts))
+            return
+        wide, lines = shutil.get_terminal_size().columns, [parts[0]]
+        for part in parts[1:]:
+            fits = len(lines[-1]) + 2 + len(part) <= wide
+            lines = [*lines[:-1], f"{lines[-1]}  {part}"] if fits else [*lines, f"    {part}"]
+        tqdm.write("\n".join(lines))
+
+
+def progress_callback(flags: dict[str, Any]) -> Callback | None:
+    """Lines of epochs, with a bar on a terminal; None where switched off, or the user has a bar. Changes the flags."""
+    asked, own = flags["enable_progress_bar"], any(isinstance(each, ProgressBar) for each in flags["callbacks"])
+    flags["enable_progress_bar"] = own
+    return None if asked is False or own else EpochLines(bar=sys.stdout.isatty())
 
 
 def device_name(trainer: Trainer) -> str:
@@ -238,10 +326,7 @@ def git(*words: str) -> str | None:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """The commit of the code that runs, and whether files of the clone differ from it or are unknown to git.
-
-    Outside git: the commit that the variable ``GIT_COMMIT`` names, else None, and None.
-    """
+    """The commit of this code (outside git: ``GIT_COMMIT``), and whether files differ from it or are unknown to git."""
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
     if commit is None or changes is None:
         return os.environ.get("GIT_COMMIT"), None

@@ -33,6 +33,9 @@ ENGINE = __name__.rpartition(".")[0]
 RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 MACHINERY = ("lightning", "torch", "numpy", "random", "packaging", ENGINE)
 MOST = 2**31 - 1  # for a count; a larger one is a typing error and would overflow
+# Counts, and what else than a number of at least 1 each may be: no end, no logging
+COUNTS: dict[str, int | None] = {"max_epochs": -1, "max_steps": -1, "log_every_n_steps": 0}
+COUNTS |= dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), None)
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:
@@ -45,10 +48,9 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
         if flags["devices"] == "auto":
             flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
         elif str(flags["devices"]).isdigit() and int(flags["devices"]) * flags["num_nodes"] != world_size:
-            raise UserError(
-                f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']} must be the {world_size} processes "
-                "that the launcher started. Leave both away to take what it started."
-            )
+            given = f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']}"
+            fix = "Leave both away to take what it started."
+            raise UserError(f"{given} must be the {world_size} processes that the launcher started. {fix}")
     refuse_what_cannot_run(flags, world_size)
     if str(flags["strategy"]).startswith("fsdp"):
         from project.engine.sharding import ShardedStrategy  # half a second, for FSDP alone
@@ -82,38 +84,24 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     most = 4 * threads.available_cores()
     on_cpu = flags["accelerator"] == "cpu" or (flags["accelerator"] == "auto" and not torch.accelerator.is_available())
     if on_cpu and devices.isdigit() and int(devices) > most:
-        raise UserError(
-            f"--devices must be at most {most} on this machine's {threads.available_cores()} CPU cores, got {devices}."
-        )
+        cores = f"this machine's {threads.available_cores()} CPU cores"
+        raise UserError(f"--devices must be at most {most} on {cores}, got {devices}.")
     if world_size == 1 and flags["num_nodes"] > 1:  # rank 0 would wait half an hour for the others
-        raise UserError(
-            f"--num_nodes {flags['num_nodes']} needs a launcher that starts the other machines: torchrun or SLURM, see "
-            "the README."
-        )
+        needed = "a launcher that starts the other machines: torchrun or SLURM, see the README"
+        raise UserError(f"--num_nodes {flags['num_nodes']} needs {needed}.")
     if isinstance(strategy, str) and re.search("spawn|fork|notebook", strategy):
-        raise UserError(
-            f"--strategy {strategy} starts its ranks inside functions, where what a run has reached is lost. Use ddp."
-        )
+        why = "starts its ranks inside functions, where what a run has reached is lost"
+        raise UserError(f"--strategy {strategy} {why}. Use ddp.")
     if isinstance(strategy, FSDPStrategy) or str(strategy).startswith("fsdp"):
         if flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value":  # no norm over shards
             raise UserError("--gradient_clip_val clips by norm, fsdp cannot. Add --gradient_clip_algorithm value.")
         if any(isinstance(callback, WeightAveraging) for callback in as_list(flags["callbacks"])):
             raise UserError("--strategy fsdp cannot average weights. Use --strategy ddp, or --trainer.callbacks null.")
-    refuse_counts(flags)
-
-
-def refuse_counts(flags: dict[str, Any]) -> None:
-    """Raise a UserError for counts that are too small or too large."""
-    for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "max_epochs", "max_steps", "log_every_n_steps"):
+    for name, further in COUNTS.items():
         value = flags[name]
-        if isinstance(value, int) and value > MOST:
-            raise UserError(f"--{name} must be at most {MOST}, got {value}.")
-    for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
-        if flags[name] is not None and flags[name] < 1:
-            raise UserError(f"--{name} must be at least 1, got {flags[name]}.")
-    for name in ("max_epochs", "max_steps"):
-        if flags[name] == 0:
-            raise UserError(f"--{name} must be at least 1, or -1 for no end, got 0.")
+        if isinstance(value, int) and not 0 < value <= MOST and value != further:
+            also = "" if further is None else f", or {further}"
+            raise UserError(f"--{name} must be at least 1 and at most {MOST}{also}, got {value}.")
     if flags["val_check_interval"] in (0, "0"):
         raise UserError("--val_check_interval must be above 0, got 0. --limit_val_batches 0 turns validation off.")
 
@@ -173,10 +161,8 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
         restoring = RESTORING in modules and raised_in.startswith(MACHINERY)
         told = raised_in.startswith("lightning.") and (unknown or refused)
         if resumed and not told and (starting or restoring or raised_in.startswith("torch.optim")):
-            raise UserError(
-                f"--ckpt_path {resumed} cannot be resumed: it holds something else than such a run saves "
-                f"({type(error).__name__}: {text}). Give another checkpoint."
-            ) from None
+            why = f"it holds something else than such a run saves ({type(error).__name__}: {text})"
+            raise UserError(f"--ckpt_path {resumed} cannot be resumed: {why}. Give another checkpoint.") from None
         if not told:
             raise
         raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
@@ -185,9 +171,8 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
     """Metrics of best.ckpt on the test set, or where there is none of the weights as they are, at a run's end."""
     if best_path is not None and not best_path.exists():
-        raise UserError(
-            "--ckpt_path: that checkpoint has trained as long as it should, nothing is left to do. Raise --max_epochs."
-        )
+        done = "that checkpoint has trained as long as it should, nothing is left to do"
+        raise UserError(f"--ckpt_path: {done}. Raise --max_epochs.")
     if lacks_for_test(config.module, config.datamodule):
         return {}
     # In float32, so that the result is the same on any device, also on a CPU.
@@ -227,7 +212,7 @@ def float32_products() -> Iterator[None]:
 
     PyTorch has older and newer switches for it. Reading an older one is an error where a newer one was changed.
     """
-    matmul = convolutions = None
+    matmul, convolutions = "highest", True
     with suppress(RuntimeError):
         matmul = torch.get_float32_matmul_precision()
     with suppress(RuntimeError):
@@ -242,7 +227,7 @@ def float32_products() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(matmul or "highest")
-        torch.backends.cudnn.allow_tf32 = True if convolutions is None else convolutions
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolutions
         for switch, value in zip(newer, before, strict=True):
             switch.fp32_precision = value

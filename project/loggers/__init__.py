@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import netrc
+import os
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlparse
 
 STEP = "trainer/global_step"  # W&B's key of the optimizer step, the horizontal axis of every chart
 
@@ -40,3 +43,39 @@ PANELS = (
     Panel("Memory", "Host memory", "GiB, all processes", {"memory/rss_gib": "resident"}),
     Panel("Memory", "Device memory, peak reserved", "%", {"memory/peak_reserved_pct": "reserved"}, in_report=False),
 )
+
+
+MEANINGS = {"online": "runs go online", "offline": "runs are kept offline, for wandb sync", "disabled": "switched off"}
+MEANINGS["refused"] = "but WANDB_MODE wants online runs, fit will refuse"
+
+
+@dataclass(frozen=True)
+class WandbState:
+    """Whether W&B has an account here, and how a run would log to it."""
+
+    mode: str  # online, offline, disabled, or refused: online without a key
+    logged_in: bool
+    text: str  # for a person, without the key
+
+
+def wandb_state() -> WandbState:
+    """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc), else offline."""
+    key_from = "WANDB_API_KEY" if os.environ.get("WANDB_API_KEY") else _netrc_with_key()
+    asked = os.environ.get("WANDB_MODE", "").lower()
+    mode = "offline" if asked in ("offline", "dryrun") or not key_from else "online"
+    if asked == "disabled" or os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        mode = "disabled"
+    elif asked in ("online", "run") and not key_from:
+        mode = "refused"
+    login = f"logged in ({key_from})" if key_from else "not logged in (wandb login)"
+    return WandbState(mode, key_from is not None, f"{login}: {MEANINGS[mode]}")
+
+
+def _netrc_with_key() -> str | None:
+    path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+    try:
+        hosts = netrc.netrc(path).hosts
+    except (OSError, netrc.NetrcParseError):
+        return None
+    own_server = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
+    return path if any(host == own_server or "wandb" in host for host in hosts) else None

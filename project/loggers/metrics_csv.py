@@ -54,9 +54,8 @@ class MetricsCSV(Logger):
         self.flush_rows()
 
     def flush_rows(self, to_disk: bool = False) -> int:
-        """Write the row being gathered, which may still grow; returns the number of rows in the file.
-
-        With ``to_disk`` wait until the file would survive a power cut, as a checkpoint that counts its rows does.
+        """Write the row being gathered, which may still grow; returns the number of rows. ``to_disk``: wait until the
+        file would survive a power cut, as a checkpoint that counts its rows does.
         """
         if self._row_changed:
             self._count += self._row_start is None

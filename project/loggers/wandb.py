@@ -25,14 +25,12 @@ from project.engine.ranks import say
 from project.engine.stop import failure_within
 from project.engine.summary import RunRecord, parameter_count
 from project.errors import UserError
-from project.loggers import STEP
-from project.loggers.wandb_account import wandb_mode
+from project.loggers import STEP, wandb_state
 
 DEFAULT_PROJECT = "mnist-lightning"
 MODES = ("online", "offline", "disabled", "run", "dryrun")  # the last two are old names of the first two
 REFUSED_IN_PROJECT = "/\\#?%:"
-# Seconds that the end of a run waits for a server: of a finished run, and of one that was asked to stop, which has ten
-# for everything.
+# Seconds that the end of a run waits for a server: of a finished run, and of a stopped one, which has ten in all
 END_PATIENCE, STOP_PATIENCE = 7.0, 4.0
 SETTINGS: dict[str, Any] = {
     "x_save_requirements": False,  # reads the metadata of every installed package: half a second; the lock file has it
@@ -43,16 +41,12 @@ MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
 def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str, Any]) -> WandbRunLogger | None:
-    """The W&B logger of a run, or None where ``WANDB_MODE=disabled``. The id makes a resumed run go on in its W&B run.
-
-    Raises:
-        UserError: A mode or project that W&B refuses, or ``WANDB_MODE=online`` without an API key.
-    """
+    """The W&B logger of a run, or None where ``WANDB_MODE=disabled``; a UserError where W&B's variables are wrong."""
     chosen = os.environ.get("WANDB_MODE", "")
     if chosen and chosen.lower() not in MODES:
         raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {chosen}.")
     finish_timeout()
-    mode = wandb_mode(os.environ).mode
+    mode = wandb_state().mode
     if mode == "disabled":
         return None
     if mode == "refused":
@@ -68,10 +62,8 @@ class WandbRunLogger(WandbLogger):
     """Lightning's W&B logger, whose run starts in a thread while training goes on.
 
     Lightning's waits at its start until the server answers, at its end until everything is uploaded, and sends a row
-    per call. Here what is logged before the run is up waits in a list, what is logged at one step is one row, as in
-    metrics.csv, and the end waits a few seconds. Nothing is written to disk before :meth:`begin`.
-
-    ``folder`` is the run's, ``config`` plain values; ``offline`` writes files only, for ``wandb sync``.
+    per call. Here rows wait in a list until the run is up, what is logged at one step is one row, as in metrics.csv,
+    and the end waits a few seconds. Nothing is written to disk before :meth:`begin`; ``offline`` writes files only.
     """
 
     def __init__(
@@ -102,17 +94,15 @@ class WandbRunLogger(WandbLogger):
     def begin(
         self, facts: Mapping[str, Any] | None = None, monitor: str | None = "val/accuracy", mode: str = "max"
     ) -> None:
-        """Start the W&B run, with ``facts`` in its configuration: training is about to begin.
-
-        W&B sums the run up by the best value, ``max`` or ``min``, of ``monitor``, and by the last of all others.
+        """Start the W&B run, with ``facts`` in its configuration. W&B sums it up by the best value, ``max`` or ``min``,
+        of ``monitor``, and by the last of all others.
         """
-        if self._begun:
-            return
-        self._begun = True
-        if self._staging:
-            os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
-        config = {**self.config, **(facts or {})}
-        threading.Thread(target=self._start, args=(config, monitor, mode), name="wandb-start", daemon=True).start()
+        if not self._begun:
+            self._begun = True
+            if self._staging:
+                os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
+            arguments = {**self.config, **(facts or {})}, monitor, mode
+            threading.Thread(target=self._start, args=arguments, name="wandb-start", daemon=True).start()
 
     def wait(self) -> Any:
         """The W&B run, once it is up; a stand-in that does nothing where it could not start."""
@@ -234,11 +224,11 @@ def offline_folders(folder: Path) -> str | None:
 class WandbStart(Callback):
     """Begins the W&B run when training starts, so that a run which cannot start leaves no W&B files behind.
 
-    ``checkpoint``: its ``monitor`` (a metric's name or None) and ``mode`` say by which value W&B sums the run up.
+    ``best`` says by its ``monitor`` and ``mode`` by which value W&B sums the run up.
     """
 
-    def __init__(self, logger: WandbRunLogger, checkpoint: Any) -> None:
-        self.logger, self.checkpoint = logger, checkpoint
+    def __init__(self, logger: WandbRunLogger, best: Any) -> None:
+        self.logger, self.best = logger, best
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         facts = {
@@ -248,7 +238,7 @@ class WandbStart(Callback):
             "data_source": getattr(trainer.datamodule, "data_source", None),  # type: ignore[attr-defined]
             "parameters": parameter_count(trainer, pl_module),
         }
-        self.logger.begin(facts, self.checkpoint.monitor, getattr(self.checkpoint, "mode", "max"))
+        self.logger.begin(facts, self.best.monitor, self.best.mode)
 
 
 def log_record(run: Any, record: RunRecord, folder: Path) -> None:
@@ -268,17 +258,15 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
     if record.confusion is not None:
         names, accuracies = record.names, record.class_accuracy
         pictures["test/class_accuracy"] = bars("Accuracy per class", "class", "accuracy", accuracies, "samples")
-        rows = [
-            [wandb.Image(m.image.squeeze()), names[m.label], names[m.prediction], m.probability]
-            for m in record.mistakes
-        ]
-        pictures["test/mistakes"] = wandb.Table(columns=["image", "label", "prediction", "probability"], data=rows)
+        table = pictures["test/mistakes"] = wandb.Table(columns=["image", "label", "prediction", "probability"])
+        for each in record.mistakes:
+            picture = wandb.Image(each.image.squeeze())
+            table.add_data(picture, names[each.label], names[each.prediction], each.probability)
         if len(names) <= MOST_CLASSES:
             pairs = np.indices(record.confusion.shape).reshape(2, -1).repeat(record.confusion.ravel(), axis=1)
-            labels, predictions = pairs.tolist()
-            pictures["test/confusion_matrix"] = wandb.plot.confusion_matrix(
-                y_true=labels, preds=predictions, class_names=names, title="Confusion matrix"
-            )
+            labels, guesses = pairs.tolist()
+            matrix = wandb.plot.confusion_matrix(None, labels, guesses, class_names=names, title="Confusion matrix")
+            pictures["test/confusion_matrix"] = matrix
     if record.breakdown:
         pictures["memory/breakdown"] = bars("Memory by use", "use", "GiB", record.breakdown.items())
     run.log(pictures)

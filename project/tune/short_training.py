@@ -74,7 +74,7 @@ class ShortTraining(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if asked := signals.requested():  # an exception raised while a tensor is freed would be lost
+        if asked := signals.state.requested:  # an exception raised while a tensor is freed would be lost
             raise signals.Stopped(asked)
         if trainer.global_step != self.steps_done:  # else gradients are being accumulated
             self.steps_done = trainer.global_step
