@@ -92,6 +92,7 @@ class Waiting:
         self.sleeping_since: float | None = None
         self.slept = 0.0  # seconds of former sleeps
         self.patience = 1.0  # seconds of sleep before the next try
+        self.busy_looks = 0  # in a row
         self.team_may_end = threading.Event()
         self.openmp: Any = None
 
@@ -121,11 +122,14 @@ class Waiting:
                 self.slept += now - self.sleeping_since
                 self.sleeping_since = None
                 self.patience = min(2 * self.patience, 60.0)
+                self.busy_looks = 1  # one more is enough; at first, what the run itself starts may take a core as long
                 self.spin()
-        elif share > BUSY_SHARE:
+            return
+        self.busy_looks = self.busy_looks + 1 if share > BUSY_SHARE else 0
+        if self.busy_looks > 1:
             self.sleeping_since = now
             self.sleep()
-        else:
+        elif not self.busy_looks:
             self.patience = 1.0
 
     def sleep(self) -> None:
