@@ -22,7 +22,6 @@ class ImageClassifier(SupervisedModule):
         monitor: See :class:`SupervisedModule`.
         mode: See :class:`SupervisedModule`.
         lr: Peak learning rate.
-        betas: See :class:`SupervisedModule`.
         label_smoothing: Share of the target spread over all classes (in the trained loss, not in the logged one).
         class_weights: Weight of each class (in the trained loss, not in the logged one). Default: equal.
         channels_last: See :class:`SupervisedModule`.
@@ -36,7 +35,6 @@ class ImageClassifier(SupervisedModule):
         monitor: str = "val/accuracy",
         mode: Literal["min", "max"] = "max",
         lr: float = 2e-2,
-        betas: tuple[float, float] = (0.9, 0.95),
         label_smoothing: float = 0.1,
         class_weights: list[float] | None = None,
         channels_last: bool = True,
@@ -48,8 +46,9 @@ class ImageClassifier(SupervisedModule):
         loss_args = {name: value for name, value in loss_args.items() if value}
         # micro: the number of classes is not needed to count what is right
         metrics = {"accuracy": MulticlassAccuracy(num_classes=None, average="micro", validate_args=False), **metrics}
-        kwargs |= {"lr": lr, "betas": betas, "channels_last": channels_last}
-        super().__init__(network, "CrossEntropyLoss", loss_args, metrics, monitor, mode, **kwargs)
+        super().__init__(
+            network, "CrossEntropyLoss", loss_args, metrics, monitor, mode, lr=lr, channels_last=channels_last, **kwargs
+        )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -47,7 +47,6 @@ class SupervisedModule(LightningModule):
         optimizer: Name of a class in ``torch.optim``, or the import path of another optimizer.
         lr: Peak learning rate.
         weight_decay: Given to the optimizer for weights of two or more dimensions, not for biases and norms.
-        betas: Given to Adam and its kin: how long the means of gradients and of their squares remember.
         optimizer_args: Further arguments of the optimizer, such as ``{momentum: 0.9}``.
         schedule: The learning rate over the run: ``constant``; ``cosine`` or ``linear`` to 0; ``onecycle`` (cosine up
             from 1/25, cosine down to 0). Or a class of ``torch.optim.lr_scheduler``, or an import path.
@@ -73,7 +72,6 @@ class SupervisedModule(LightningModule):
         optimizer: str = "AdamW",
         lr: float = 1e-3,
         weight_decay: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.999),
         optimizer_args: dict[str, Any] = {},  # noqa: B006
         schedule: str = "linear",
         schedule_args: dict[str, Any] = {},  # noqa: B006
@@ -97,8 +95,7 @@ class SupervisedModule(LightningModule):
         self.save_hyperparameters(ignore=["network", "metrics"])
         self.network = network
         self.monitor, self.mode, self.lr, self.warmup_fraction = monitor, mode, lr, warmup_fraction
-        self.optimizer_name, self.optimizer_args = optimizer, optimizer_args
-        self.usual_args = {"weight_decay": weight_decay, "betas": tuple(betas)}
+        self.optimizer_name, self.optimizer_args = optimizer, {"weight_decay": weight_decay, **optimizer_args}
         self.schedule, self.schedule_args = schedule, schedule_args
         self.schedule_interval = "step" if is_shape else schedule_interval
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -251,10 +248,8 @@ class SupervisedModule(LightningModule):
         # mixed precision refuses to clip for it, also where there is no scaler.
         plugin = self.trainer.precision_plugin
         clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
-        # where the class has a fused kernel: one call instead of several per parameter
-        fused = {} if clips or getattr(plugin, "scaler", None) else {"fused": True}
-        usual = {"lr": self.lr, **self.usual_args, **fused}
-        optimizer = make_optimizer(self.optimizer_name, self, usual, self.optimizer_args, self.undecayed)
+        fused = getattr(plugin, "scaler", None) is None and not clips
+        optimizer = make_optimizer(self.optimizer_name, self, self.lr, self.optimizer_args, fused, self.undecayed)
         steps = self.trainer.estimated_stepping_batches  # infinite in a run without end
         schedule = make_schedule(optimizer, self.schedule, self.schedule_args, self.mode, self.warmup_fraction, steps)
         settings = {"scheduler": schedule, "interval": self.schedule_interval}
@@ -368,24 +363,22 @@ def make(option: str, cls: Any, first: list[Any], arguments: dict[str, Any]) -> 
 
 
 def make_optimizer(
-    name: str,
-    module: nn.Module,
-    usual: dict[str, Any],
-    arguments: dict[str, Any],
-    undecayed: list[bool] | None = None,
+    name: str, module: nn.Module, lr: float, arguments: dict[str, Any], fused: bool, undecayed: list[bool] | None = None
 ) -> Optimizer:
     """The optimizer for a module's parameters; weight decay spares biases and normalisation.
 
-    What is ``usual`` (rate, weight decay, betas) is left out where the class has no such argument; ``arguments`` win,
-    and are refused there. ``undecayed`` says for each of ``module.parameters()`` whether weight decay spares it; by
-    default those of one dimension, which every parameter has once FSDP has wrapped the module.
+    ``weight_decay`` is dropped where the class has none; ``fused`` takes the class's fused kernel where it has one: one
+    call instead of several per parameter. ``undecayed`` says for each of ``module.parameters()`` whether weight decay
+    spares it; by default those of one dimension, which every parameter has once FSDP has wrapped the module.
     """
     cls = named_class("--model.optimizer", name, torch.optim, Optimizer)
     if cls is torch.optim.SparseAdam:
         raise UserError("--model.optimizer SparseAdam takes sparse gradients only, which layers do not give. Use Adam.")
     accepted = inspect.signature(cls).parameters
-    arguments = {**{key: value for key, value in usual.items() if key in accepted}, **arguments}
+    arguments = {"lr": lr, **({"fused": True} if fused and "fused" in accepted else {}), **arguments}
     no_decay = {"weight_decay": 0.0} if "weight_decay" in accepted else {}
+    if not no_decay:
+        arguments.pop("weight_decay", None)
     parameters = list(module.parameters())
     if undecayed is None or len(undecayed) != len(parameters):
         undecayed = [parameter.ndim < 2 for parameter in parameters]
