@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -180,7 +181,7 @@ def made_once(name: str, *arguments: str, wandb: str = "disabled", launcher: tup
 
     What it printed is in ``output.txt``, two folders above. ``launcher`` is what Python runs the command with.
     """
-    root = Path(os.environ["TESTS_SHARED_FOLDER"]) / name
+    root = Path(os.environ["TESTS_SHARED_FOLDER"]) / f"{name}-{zlib.crc32(repr(arguments).encode())}"
     environment = {**without_decisions(os.environ), "WANDB_MODE": wandb}
     with FileLock(f"{root}.lock"):
         folder = root / "checkpoints" / name

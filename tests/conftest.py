@@ -70,7 +70,7 @@ LONG = {f"test_{name}.py" for name in ("fit", "export", "rename", "wandb", "exam
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Nightly tests run when asked for: ``-m nightly``, ``NIGHTLY=1``, or by name. Tests marked ``gpu`` need one.
 
-    ``NIGHTLY_PART=2/6`` leaves every sixth of the nightly ones, beginning with the second.
+    ``NIGHTLY_PART=2/3`` leaves every third of the nightly ones, beginning with the second.
     """
     import torch
 
