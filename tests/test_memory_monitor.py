@@ -6,6 +6,8 @@ import gc
 import json
 import mmap
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,6 +278,15 @@ def test_host_memory_counts_workers_and_forgets_those_that_ended():
     assert both > alone + 64 * MIB
     assert host.rss() < both - 64 * MIB
     assert host.process_rss() == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_the_peak_is_this_process_own_and_not_its_parents():
+    script = "from project.callbacks.memory import HostMemory; print(HostMemory().peak_rss())"
+    block = bytearray(512 * MIB)
+    block[::4096] = b"x" * len(block[::4096])
+    peak = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout)
+    assert 0 < peak < psutil.Process().memory_info().rss - 256 * MIB
 
 
 # Growth

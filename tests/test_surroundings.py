@@ -15,12 +15,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.commands import SMALL, checkpoint, command, complete, family, kill_group, run, start, summary, wait_for
+from tests.commands import SMALL, checkpoint, command, complete, family, kill_group, run, start, wait_for
 
-GIB = 1024**3
 TINY = [
     *("--data.source", "sample", "--data.train_samples", "64", "--data.val_samples", "32", "--data.test_samples", "32"),
     *("--data.batch_size", "32", "--max_epochs", "1", "--model.network", "MLP", "--model.network.hidden", "[4]"),
@@ -77,14 +75,10 @@ def test_a_stream_that_cannot_show_a_character() -> None:
     ["{} >&- 2>&- <&-", *(pytest.param(line, marks=nightly) for line in ("{} >&-", "{} 2>&-", "{} | head -n 1"))],
 )
 def test_closed_streams(shell: str) -> None:
-    block = bytearray(GIB)  # of the process that starts the run, and not of the run
-    block[::4096] = b"x" * len(block[::4096])
     done = fit(*TINY, "--run_name", "r", shell=shell)
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr
     assert Path("checkpoints/r/summary.json").exists()
-    peak = summary(Path("checkpoints/r"))["memory/peak_rss_gib"]  # feature: memory
-    assert 0 < peak < psutil.Process().memory_info().rss / GIB - 0.25  # feature: memory
     for path in Path("checkpoints/r").glob("*.ckpt"):
         checkpoint(path)  # nothing was printed into a file that got the number of stdout
 
