@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re  # feature: tune, memory
 from collections.abc import Iterable
+
+# feature: tune, memory
+# What devices, the CPU, cuBLAS and cuDNN (three ways) say when memory is used up
+USED_UP = "out of memory|t allocate memory|_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|nable to find an engine"
+# end feature: tune, memory
 
 
 class UserError(Exception):
@@ -22,3 +28,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``" Did you mean X?"`` for the known name closest to ``name``, or ``""`` when none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]}?" if matches else ""
+
+
+# feature: tune, memory
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device's or the host's memory is used up."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return True
+    return isinstance(error, RuntimeError) and re.search(USED_UP, str(error)) is not None
+
+
+# end feature: tune, memory

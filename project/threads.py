@@ -92,7 +92,6 @@ class Waiting:
         self.sleeping_since: float | None = None
         self.slept = 0.0  # seconds of former sleeps
         self.patience = 1.0  # seconds of sleep before the next try
-        self.busy_looks = 0  # in a row
         self.team_may_end = threading.Event()
         self.openmp: Any = None
 
@@ -122,14 +121,11 @@ class Waiting:
                 self.slept += now - self.sleeping_since
                 self.sleeping_since = None
                 self.patience = min(2 * self.patience, 60.0)
-                self.busy_looks = 1  # one more is enough; at first, what the run itself starts may take a core as long
                 self.spin()
-            return
-        self.busy_looks = self.busy_looks + 1 if share > BUSY_SHARE else 0
-        if self.busy_looks > 1:
+        elif share > BUSY_SHARE:
             self.sleeping_since = now
             self.sleep()
-        elif not self.busy_looks:
+        else:
             self.patience = 1.0
 
     def sleep(self) -> None:

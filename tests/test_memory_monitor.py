@@ -29,9 +29,8 @@ from project.callbacks.memory import (
     leak_report,
     memory_breakdown,
 )
-from project.engine.command import is_out_of_memory
 from project.engine.lightning_internals import LiveMemory
-from project.errors import UserError
+from project.errors import UserError, is_out_of_memory
 from tests.monitored import (
     Linear,
     Points,

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from project import fit
+from project.engine.checkpoint_files import outline
 from tests.commands import (
     CONVNET,
     SMALL,
@@ -108,6 +110,20 @@ def test_a_run_killed_soon_after_a_validation_inside_an_epoch_goes_on_bit_identi
     assert 0 < checkpoint(Path("checkpoints/killed/last.ckpt"))["global_step"] < step
     assert fit.main(["--run_name", "killed", "--ckpt_path", "auto"]) == 0
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
+
+
+def test_a_checkpoint_of_a_version_that_kept_less_goes_on(workplace: Path) -> None:
+    arguments = [*SMALL, "--max_epochs", "1"]
+    assert fit.main(["--run_name", "older", *arguments]) == 0
+    path = Path("checkpoints/older/last.ckpt")
+    older = checkpoint(path)
+    for rank in older["run"]["state"]["ranks"]:
+        for name in ("gradients", "frozen", "untracked"):
+            del rank[name]
+    older["run"]["state"]["outline"] = outline(older)
+    torch.save(older, path)
+    assert fit.main(["--run_name", "older", "--ckpt_path", "last", "--max_epochs", "2"]) == 0
+    assert summary(path.parent)["epochs"] == 2
 
 
 def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace: Path) -> None:

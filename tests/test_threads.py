@@ -58,16 +58,12 @@ def test_all_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatc
 def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom() -> None:
     waiting, done = threads.Waiting(), []
     waiting.sleep, waiting.spin = lambda: done.append("sleep"), lambda: done.append("spin")  # type: ignore[method-assign]
-    for now, share in ((-0.5, 1.0), (-0.25, 0.01), (0.0, 1.0), (0.1, 0.01)):  # what the run itself starts
-        waiting.look(now, share)
-    assert not done
     changes = []
     for quarter in range(1, 81):  # twenty seconds beside another process
         waiting.look(quarter / 4, 1.0)
         changes += [quarter / 4] if len(done) > len(changes) else []
     assert done[:4] == ["sleep", "spin", "sleep", "spin"]
-    # seen at two looks, and once more at the next one; 1, 2, 4 seconds of sleep
-    assert changes[:6] == [0.5, 1.5, 1.75, 3.75, 4.0, 8.0]
+    assert changes[:6] == [0.25, 1.25, 1.5, 3.5, 3.75, 7.75]  # seen at the next look; then 1, 2, 4 seconds of sleep
     now = 20.0
     assert waiting.slept > 10
     while waiting.sleeping_since is not None:  # the other process has ended

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from project.engine import command as entry
 from project.engine.cli import Configuration, configure
-from project.engine.command import is_out_of_memory
-from project.errors import UserError
+from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tune import __main__ as tune
 from project.tune.batch_size import (

@@ -16,11 +16,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from project.engine.command import is_out_of_memory
 from project.engine.lightning_internals import LiveMemory, memory_history
 from project.engine.log_steps import is_log_step, is_optimizer_step, log_values
 from project.engine.ranks import of_all_ranks
-from project.errors import UserError
+from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 
 MIB = 1024**2
@@ -89,7 +88,7 @@ class MemoryMonitor(Callback):
         self._live = None if counted or pl_module.hparams.get("compile") else LiveMemory()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._live is not None and trainer.global_step == 1:  # the run's second step, resumed or not
+        if self._live is not None and trainer.global_step == 1:  # the first step makes the optimizer's state
             self._counting.enter_context(self._live)
 
     def on_train_batch_end(
@@ -198,7 +197,7 @@ class HostMemory:
         return total
 
     def peak_rss(self) -> int:
-        """The most this process has had, 0 if unknown. ``ru_maxrss`` begins with the size of the process's parent."""
+        """The most this process has had, 0 if unknown. Not ``ru_maxrss``, which begins with its parent's size."""
         with suppress(OSError):
             if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
                 return int(found[1]) * 1024

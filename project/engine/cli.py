@@ -116,7 +116,10 @@ class CommandLine:
         for word in words:
             name, equals, value = word.partition("=")
             file = (value if equals else next(words, None)) if name in ("--config", "-c") else None
-            (self.words if file is None else self.files).append(word if file is None else file)
+            if file is None:
+                self.words.append(word)
+            else:
+                self.files.append(file)
         self.given: dict[str, Any] = {}  # by full name without init_args; what is typed beats the files
         for file in self.files:
             self._note(_read_config(file))

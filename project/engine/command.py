@@ -33,10 +33,6 @@ NUMBERED = (
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"),
 )
 NO_MEMORY = "t allocate memory|failed to map segment"  # what torch on the CPU and the loader of libraries say
-# feature: tune, memory
-# What devices, the CPU, cuBLAS and cuDNN (three ways) say when memory is used up
-USED_UP = "out of memory|t allocate memory|_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|nable to find an engine"
-# end feature: tune, memory
 LONGEST = 800  # characters of an error: a value of a thousand is not shown whole
 
 
@@ -119,17 +115,6 @@ def told(error: BaseException) -> int:
         traceback.print_exception(error)
         return 1
     return 2
-
-
-# feature: tune, memory
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device's or the host's memory is used up."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
-        return True
-    return isinstance(error, RuntimeError) and re.search(USED_UP, str(error)) is not None
-
-
-# end feature: tune, memory
 
 
 def say_error(message: str) -> None:

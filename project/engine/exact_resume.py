@@ -85,13 +85,14 @@ class RankState:
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
         self.sums = state["logged"]
-        for name, gradient in state["gradients"].items():
+        for name, gradient in state.get("gradients", {}).items():  # older checkpoints have none of the two
             module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
-        for name, parameter in module.named_parameters():  # a callback or hook may have thawed it in an earlier epoch
-            parameter.requires_grad = name not in state["frozen"]
-        for name, part in module.named_modules():
-            if hasattr(part, "track_running_stats"):
-                part.track_running_stats = name not in state["untracked"]
+        if "frozen" in state:  # a callback or hook may have thawed them in an earlier epoch
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad = name not in state["frozen"]
+            for name, part in module.named_modules():
+                if hasattr(part, "track_running_stats"):
+                    part.track_running_stats = name not in state["untracked"]
         if state["device"] == trainer.strategy.root_device.type:
             restore_random_state(state["random"], trainer.strategy.root_device)
 

@@ -19,11 +19,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from project import hardware
 from project.engine.cli import Configuration
-from project.engine.command import is_out_of_memory
 from project.engine.lightning_internals import LiveMemory
 from project.engine.log_steps import synchronize
 from project.engine.summary import samples_of
-from project.errors import UserError
+from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tables import format_table
 from project.tune.short_training import ShortTraining, picture, scratch_trainer
