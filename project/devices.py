@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from project import hardware
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
     print(f"memory  {memory['total_gib']:.1f} GiB, {memory['available_gib']:.1f} GiB available", flush=True)
     print(f"W&B     {wandb.text}", flush=True)
     facts: dict[str, Any] = {"cpu": cpu, "memory": memory, "wandb": asdict(wandb)}
-    facts["mnist"] = mnist_state(Path(args.root))  # feature: mnist
+    facts["mnist"] = mnist_state(args.root)  # feature: mnist
     print(f"MNIST   {facts['mnist']['text']}", flush=True)  # feature: mnist
     facts["accelerators"] = gpus = hardware.accelerators()
     print(f"\n{format_table(gpus)}" if gpus else f"GPU     {hardware.unusable_gpus() or 'none'}")
@@ -63,13 +62,14 @@ def main(argv: list[str]) -> int:
 
 
 # feature: mnist
-def mnist_state(root: Path) -> dict[str, Any]:
-    """Whether the four files of the full set lie below ``root``: ``found``, ``folder``, ``text``."""
-    folder = root / "MNIST" / "raw"
-    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    missing = [name for name in names if not any((folder / f"{name}{end}").is_file() for end in ("", ".gz"))]
+def mnist_state(root: str) -> dict[str, Any]:
+    """Whether the four files of the full set lie where fit looks: ``found``, ``folder``, ``text``."""
+    from project.data import MNISTDataModule
+
+    data = MNISTDataModule(root)
+    folder, missing = data.raw_folder(), data.missing()
     text = f"incomplete in {folder}: {', '.join(missing)} missing" if missing else f"found in {folder}"
-    if len(missing) == len(names):
+    if len(missing) == len(data.files):
         text = f"not in {folder}: fit downloads it, or uses the bundled digits"
     return {"found": not missing, "folder": str(folder), "text": text}
 

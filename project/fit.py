@@ -31,7 +31,7 @@ from project.engine.restore import Run, read_configuration, start_from
 from project.engine.summary import RunTimer, Summary, closing_lines, progress_callback, stopped_lines
 from project.engine.trainer import build_trainer, final_test, loggers_of, refusals_as_errors, trainer_flags
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import WandbStart, make_wandb_logger, offline_folders
+from project.loggers.wandb import make_wandb_logger, offline_folders
 from project.publish import Session, close, publish, publish_stopped, summarize
 
 
@@ -66,7 +66,7 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), witho
     flags, options, off = trainer_flags(config), config.options, tuple(without)
     timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
     csv, predictions = MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
-    wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
+    wandb = make_wandb_logger(job.folder, job.name, job.run_id, {**config.resolved}, best) if is_rank_zero() else None
     loggers = [x for x in loggers_of(flags, options, job.folder, [csv, wandb]) if not isinstance(x, off)]
     wandb = wandb if wandb in loggers else None
     checkpoint = RunCheckpoint(config, job, best, csv)
@@ -82,13 +82,13 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), witho
         checkpoint.exclude, flags["profiler"] = throughput.pause, throughput.profiler(flags["profiler"])
     # end feature: throughput
     callbacks: list[Callback | None] = [
+        wandb,
         timer,
         checkpoint,
         optimizer,  # feature: optimizer
         throughput,  # feature: throughput
         memory,  # feature: memory
         MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
-        WandbStart(wandb, best) if wandb is not None else None,
         predictions,
         progress_callback(flags),
         *flags["callbacks"],

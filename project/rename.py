@@ -95,14 +95,12 @@ def check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
         must = "must be a lower-case Python identifier and no keyword (letters, digits, _)"
         raise UserError(f"NAME {must}, got '{name}'.")
-    hides = None
-    if name in sys.stdlib_module_names:
-        hides = "a module of Python's standard library"
-    elif name != PACKAGE and ((CLONE / name).exists() or name in ("data", "checkpoints")):
-        hides = f"{CLONE / name}, which is taken"
-    elif name != PACKAGE and (importlib.util.find_spec(name) or name in importlib.metadata.packages_distributions()):
-        hides = "an installed package"
-    if hides:
+    hidden = {
+        "a module of Python's standard library": name in sys.stdlib_module_names,
+        f"{CLONE / name}, which is taken": (CLONE / name).exists() or name in ("data", "checkpoints"),
+        "an installed package": importlib.util.find_spec(name) or name in importlib.metadata.packages_distributions(),
+    }
+    if name != PACKAGE and (hides := next((what for what, is_hidden in hidden.items() if is_hidden), None)):
         raise UserError(f"NAME must not hide {hides}, got {name}. Choose another.")
 
 

@@ -51,6 +51,7 @@ OWN_FLAGS = dict.fromkeys(("--run_name", "--ckpt_path", "--default_root_dir", "-
 OWN_FLAGS |= dict.fromkeys(("--monitor", "--mode"), METRIC)
 STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}
 COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # from the lowest layer to the highest
+TRIAL = "trial-{:03}"  # name of a run, by its number
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 60
 STARTUP_SHARE = 0.4  # of the trials: random search, before the sampler learns from them
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"no trial finished; see {folder}/*.log.")
     best = study.best_trial
     flags = [f"--{key} {value}" for key, value in best.params.items()]
-    print(f"\npicture: {folder}/sweep.png\nbest:    {folder}/trial-{best.number:03}\n")
+    print(f"\npicture: {folder}/sweep.png\nbest:    {folder}/{TRIAL.format(best.number)}\n")
     print(" ".join(["python -m project.fit", *fit_arguments, *flags]))
     return 0
 
@@ -124,7 +125,6 @@ def default_space(repository: Path) -> Path:
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
     """Make or take up a sweep's folder, which one process may use, and always with the same arguments and space.
-
     Returns the arguments of ``fit`` and the lock to hold.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -285,7 +285,7 @@ class RunningTrial:
     def __init__(
         self, trial: Trial, space: Space, folder: Path, fit_arguments: list[str], environment: dict[str, str]
     ) -> None:
-        self.trial, self.space, self.name = trial, space, trial_name(trial.number)
+        self.trial, self.space, self.name = trial, space, TRIAL.format(trial.number)
         self.folder, self.log_path = folder / self.name, folder / f"{self.name}.log"
         self.reported = set(trial.study.trials[trial.number].intermediate_values)  # epochs
         self.pruned = False
@@ -340,7 +340,7 @@ def run_trials(
         while left or running or len(study.trials) < trials:
             for slot in set(range(jobs)) - running.keys():
                 if left:
-                    wait_until_free(folder / trial_name(left[0].number))
+                    wait_until_free(folder / TRIAL.format(left[0].number))
                 elif len(study.trials) >= trials:
                     break
                 trial = left.pop(0) if left else study.ask(space.parameters)
@@ -400,11 +400,6 @@ def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
     if "CUDA_VISIBLE_DEVICES" not in environment and torch.cuda.device_count() > 1:
         environment["CUDA_VISIBLE_DEVICES"] = str(slot % torch.cuda.device_count())
     return environment
-
-
-def trial_name(number: int) -> str:
-    """Name of a trial's run."""
-    return f"trial-{number:03}"
 
 
 if __name__ == "__main__":

@@ -204,6 +204,7 @@ def finished_run() -> Path:
 def two_rank_run() -> Path:
     """A small run of torchrun on two processes, with a report and W&B offline; each takes half of a batch of 64."""
     flags = ["--data.batch_size", "32", "--data.test_samples", "199", "--model.schedule", "constant"]
+    flags += ["--data.shift_pixels", "0"]  # every rank draws its own
     return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline", launcher=TORCHRUN)
 
 

@@ -196,7 +196,7 @@ def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks() ->
 
 
 def test_an_epoch_is_timed_whatever_limits_were_typed() -> None:
-    config = configure([*SMALL, "--max_steps", "1"], "project.benchmark")
+    config = configure([*SMALL, "--data.batch_size", "128", "--max_steps", "1"], "project.benchmark")
     run = run_epochs(config, 2, bare=True)
     assert [epoch.epoch_s >= epoch.train_s > 0 for epoch in run.epochs] == [True, True]
     assert (run.batches, run.train_samples) == (2, 256)

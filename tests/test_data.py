@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -358,6 +359,28 @@ def test_augmentation_without_amount_changes_nothing_and_a_shift_shifts() -> Non
     moved = random_deformation(images, **nothing | {"shift": 3.0})
     assert not torch.allclose(moved, images, atol=0.1)
     assert moved.shape == images.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_whole_shift_alone_moves_every_image_by_its_own_whole_pixels(dtype: torch.dtype) -> None:
+    module = BatchedDataModule(shift_pixels=2)
+    module.image_shape = (3, 6, 8)
+    images = torch.randint(1, 256, (400, 3, 6, 8)).to(dtype)
+    moved, _ = training_batch(module, images, torch.zeros(400, dtype=torch.int64))
+    assert moved.dtype == dtype
+    assert moved.shape == images.shape
+    padded, seen = torch.nn.functional.pad(images, [2] * 4), set()
+    for image, result in zip(padded, moved, strict=True):
+        at = [(y, x) for y in range(5) for x in range(5) if torch.equal(image[:, y : y + 6, x : x + 8], result)]
+        assert len(at) == 1  # all channels together
+        seen |= set(at)
+    assert len(seen) == 25  # every shift in ± 2
+
+
+@pytest.mark.parametrize("shift", [1.5, -1.0, 29.0, math.inf])
+def test_any_other_shift_is_interpolated(shift: float) -> None:
+    images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)
+    assert training_batch(BatchedDataModule(shift_pixels=shift), images, labels)[0].dtype == torch.float32
 
 
 def test_elastic_distortion_moves_points_by_the_pixels_that_were_asked_for() -> None:

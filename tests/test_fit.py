@@ -169,7 +169,7 @@ def test_a_run_that_was_made_longer_and_killed_is_not_finished(
 
 def test_a_resumed_run_stays_with_the_digits_that_auto_found(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = list(MNISTDataModule.files)
-    monkeypatch.setattr(MNISTDataModule, "_missing", lambda self: missing)
+    monkeypatch.setattr(MNISTDataModule, "missing", lambda self: missing)
     monkeypatch.setattr(MNISTDataModule, "_download", lambda self: 1 / 0)
     arguments = ["--run_name", "a", "--ckpt_path", "auto"]
     with pytest.warns(UserWarning, match="was not found"):
@@ -227,7 +227,7 @@ def test_a_length_in_steps_or_time_is_the_only_limit(
 ) -> None:
     unlimited = SMALL[: SMALL.index("--max_epochs")] + SMALL[SMALL.index("--max_epochs") + 2 :]
     assert fit.main([*unlimited, "--data.train_samples", "640", *flags, "--run_name", "r"]) == 0
-    assert summary(Path("checkpoints/r"))["steps"] == 90  # in 9 epochs; the default is 5
+    assert summary(Path("checkpoints/r"))["steps"] == 90  # in 9 epochs; the default is 4
     assert "epoch 9  train/loss" in capsys.readouterr().out  # of no number of epochs
 
 
@@ -238,11 +238,11 @@ def max_epochs_of(flags: list[str]) -> int:
 def test_no_limit_that_is_spelled_out_is_none(workplace: Path) -> None:
     Path("endless.yaml").write_text("trainer: {max_steps: -1, max_time: null}")
     for flags in (["--max_steps", "-1"], ["--trainer.max_steps=-1"], ["--config", "endless.yaml"]):
-        assert max_epochs_of(flags) == 5
+        assert max_epochs_of(flags) == 4
     assert max_epochs_of(["--config=endless.yaml", "--max_time", "00:01:00:00"]) == -1
     Path("short.yaml").write_text("trainer: {max_steps: 9}")
     assert max_epochs_of(["--config", "short.yaml"]) == -1
-    assert max_epochs_of(["--config", "short.yaml", "--max_steps", "-1"]) == 5
+    assert max_epochs_of(["--config", "short.yaml", "--max_steps", "-1"]) == 4
 
 
 SOME_NIGHTLY = [pytest.param("1.0", 30, marks=pytest.mark.nightly), pytest.param("4", 12, marks=pytest.mark.nightly)]

@@ -24,10 +24,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from project import fit
+from project.engine.checkpointing import Best
 from project.engine.summary import RunRecord, Summary
 from project.errors import UserError
 from project.loggers import wandb as wandb_logging
-from project.loggers.wandb import WandbRunLogger, WandbStart, make_wandb_logger, offline_folders
+from project.loggers.wandb import WandbRunLogger, make_wandb_logger, offline_folders
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
@@ -311,14 +312,11 @@ def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> None:
-    class Watched:
-        monitor, mode = "val/error", "min"
-
-    logger = make_wandb_logger(tmp_path, "name", "id", {})
+    logger = make_wandb_logger(tmp_path, "name", "id", {}, Best("val/error", "min"))
     assert logger is not None
     trainer = Trainer(
         logger=logger,
-        callbacks=[WandbStart(logger, Watched())],
+        callbacks=[logger],
         max_steps=1,
         log_every_n_steps=1,
         accelerator="cpu",

@@ -230,7 +230,7 @@ class BatchedDataModule(SplitDataModule):
         rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no augmentation.
         scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
         shear_degrees: Augmentation: random shear within ± this angle.
-        shift_pixels: Augmentation: random shift per axis within ± this many pixels.
+        shift_pixels: Augmentation: random shift per axis within ± this many pixels; whole ones, if alone and whole.
         elastic_pixels: Augmentation: random bending, by this standard deviation per point of a coarse lattice.
         transforms: Augmentation: transforms of ``torchvision.transforms.v2``, applied in order to each training image
             (float in 0-1) on its device; ``MixUp`` and ``CutMix`` to the batch with its labels.
@@ -261,7 +261,10 @@ class BatchedDataModule(SplitDataModule):
 
         Use torch's global generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
         """
-        return random_deformation(as_unit_floats(images), *self.deformation) if any(self.deformation) else images
+        *others, shift, elastic = self.deformation
+        if not any((*others, elastic)) and 0 <= shift <= min(images.shape[-2:]) and float(shift).is_integer():
+            return random_shift(images, int(shift))
+        return random_deformation(as_unit_floats(images), *self.deformation)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         images, targets = batch
@@ -342,6 +345,16 @@ def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
     if isinstance(dataset, TensorRows):
         return dataset.holding(dataset.gather(indices))
     return Subset(dataset, indices.tolist())
+
+
+def random_shift(images: Tensor, pixels: int) -> Tensor:
+    """Move every image (batch, channels, height, width) by whole pixels of its own, at most so many per axis."""
+    if not pixels:
+        return images
+    count, _, height, width = images.shape
+    windows = F.pad(images, [pixels] * 4).unfold(2, height, 1).unfold(3, width, 1)
+    down, right = torch.randint(2 * pixels + 1, (2, count), device=images.device)
+    return windows[torch.arange(count, device=images.device), :, down, right]
 
 
 def random_deformation(

@@ -36,6 +36,8 @@ class MNISTDataModule(BatchedDataModule):
         source: ``mnist``: the files in ``root``, else a download into it, else an error. ``sample``: the bundled
             digits. ``auto``: ``mnist`` if it is available, else ``sample`` with a warning (an error if ``root``
             is not the default).
+        batch_size: See :class:`SplitDataModule`.
+        shift_pixels: See :class:`BatchedDataModule`.
         kwargs: Those of :class:`BatchedDataModule`.
     """
 
@@ -53,9 +55,14 @@ class MNISTDataModule(BatchedDataModule):
     sample_folder: Path | None = DIGITS if DIGITS.is_dir() else None  # a bare clone has none
 
     def __init__(
-        self, root: str = DEFAULT_ROOT, source: Literal["auto", "mnist", "sample"] = "auto", **kwargs: Any
+        self,
+        root: str = DEFAULT_ROOT,
+        source: Literal["auto", "mnist", "sample"] = "auto",
+        batch_size: int = 192,
+        shift_pixels: float = 1.0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(batch_size=batch_size, shift_pixels=shift_pixels, **kwargs)
         self.root, self.source = root, source
         self.data_source: str = source  # auto until it is known what there is
         if source == "sample" and self.sample_folder is None:
@@ -63,7 +70,7 @@ class MNISTDataModule(BatchedDataModule):
 
     def prepare_data(self) -> None:
         """Download the full set if it is wanted and missing (once per machine)."""
-        if self.data_source != "sample" and self._missing():
+        if self.data_source != "sample" and self.missing():
             try:
                 self._download()
             except Exception as error:
@@ -78,7 +85,7 @@ class MNISTDataModule(BatchedDataModule):
     def make_split(self, split: Split) -> Dataset[Any]:
         self._choose_source()
         sample, prefix = self.data_source == "sample", "t10k" if split == "test" else "train"
-        folder = self.sample_folder if sample and self.sample_folder else self._raw()
+        folder = self.sample_folder if sample and self.sample_folder else self.raw_folder()
         images, labels = (
             read_idx(find_idx(folder, name) or folder / name, None if sample else self.files.get(name))
             for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
@@ -103,7 +110,7 @@ class MNISTDataModule(BatchedDataModule):
                 "files, or name the source: --data.source mnist or sample."
             )
 
-    def _raw(self) -> Path:
+    def raw_folder(self) -> Path:
         """The folder of the files: below ``root``, or where ``root`` is that folder itself or the one above it."""
         root = Path(self.root).resolve()
         places = [place / self.folder for place in (root, *root.parents[:2])]
@@ -111,8 +118,9 @@ class MNISTDataModule(BatchedDataModule):
         found = (place for place in inside if any(find_idx(place, name) for name in self.files))
         return next(found, Path(self.root) / self.folder)
 
-    def _missing(self) -> list[str]:
-        return [name for name in self.files if find_idx(self._raw(), name) is None]
+    def missing(self) -> list[str]:
+        """Names of the set's files that are not there."""
+        return [name for name in self.files if find_idx(self.raw_folder(), name) is None]
 
     def _may_fall_back(self) -> bool:
         """Whether to use the bundled digits. Not if a folder was named: its name may be mistyped."""
@@ -121,21 +129,21 @@ class MNISTDataModule(BatchedDataModule):
     def _lacking(self, reason: str = "") -> UserError:
         bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
         return UserError(
-            f"--data.root {self.root}: {self._raw()} lacks {', '.join(self._missing())}{reason}. Put the files there "
-            f"(plain or .gz) or name another --data.root{bundled}."
+            f"--data.root {self.root}: {self.raw_folder()} lacks {', '.join(self.missing())}{reason}. Put the files "
+            f"there (plain or .gz) or name another --data.root{bundled}."
         )
 
     def _choose_source(self) -> None:
         """``auto`` becomes what there is."""
         if self.data_source == "sample":
             return
-        if not self._missing():
+        if not self.missing():
             self.data_source = "mnist"
         elif self._may_fall_back():
             self.data_source = "sample"
             warnings.warn(
-                f"\n{'!' * 100}\nFull MNIST was not found in {self._raw()} and could not be downloaded: using the "
-                "10,000 + 2,000 digits that ship with the package.\nFor the full set name its folder with --data.root, "
+                f"\n{'!' * 100}\nFull MNIST was not found in {self.raw_folder()} and could not be downloaded: using "
+                "the bundled 10,000 + 2,000 digits.\nFor the full set name its folder with --data.root, "
                 f"or silence this with --data.source sample.\n{'!' * 100}",
                 stacklevel=2,
             )
@@ -155,7 +163,7 @@ class MNISTDataModule(BatchedDataModule):
             with tempfile.TemporaryDirectory(dir=there, prefix=".download-") as scratch:
                 with contextlib.redirect_stdout(open(os.devnull, "w")):
                     getattr(datasets, self.torchvision_dataset)(scratch, download=True)
-                fetched, raw = Path(scratch) / self.folder, self._raw()
+                fetched, raw = Path(scratch) / self.folder, self.raw_folder()
                 for name, sha256 in self.files.items():
                     read_idx(fetched / name, sha256)
                 raw.mkdir(parents=True, exist_ok=True)

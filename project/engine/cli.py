@@ -29,7 +29,7 @@ from project.model import networks
 
 FLAT = frozenset(inspect.signature(Trainer).parameters)
 DEFAULTS: dict[str, Any] = {
-    "trainer.max_epochs": 5,
+    "trainer.max_epochs": 4,
     # our loaders shard, shuffle and resume; Lightning's replacement would pad evaluation sets
     "trainer.use_distributed_sampler": False,
     "trainer.num_sanity_val_steps": 0,  # it would cost two batches at every start

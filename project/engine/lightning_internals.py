@@ -160,7 +160,6 @@ def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
     """Add sums of :func:`training_sums` to what has been logged since; what has been added is taken out of ``sums``.
-
     Lightning makes an entry when its value is logged for the first time, so this is called after the next batches.
     """
     for key, logged in trainer.fit_loop.epoch_loop._results.items():

@@ -253,9 +253,8 @@ def point_latest_at(folder: Path) -> None:
 
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
-    """The run that ``--run_name`` (default: the time) and ``--ckpt_path`` (default: a new run) mean.
-
-    Writes nothing except a new run's folder. A UserError where the name is bad or taken, or the checkpoint unusable.
+    """The run that ``--run_name`` (default: the time) and ``--ckpt_path`` (default: a new run) mean. Writes nothing
+    except a new run's folder. A UserError where the name is bad or taken, or the checkpoint unusable.
     """
     if run_name is not None:
         _check_name(run_name)

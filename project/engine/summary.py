@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,11 +254,9 @@ class EpochLines(Callback):
         if not self.wants_bar:
             say("  ".join(parts))
             return
-        wide, lines = shutil.get_terminal_size().columns, [parts[0]]
-        for part in parts[1:]:
-            fits = len(lines[-1]) + 2 + len(part) <= wide
-            lines = [*lines[:-1], f"{lines[-1]}  {part}"] if fits else [*lines, f"    {part}"]
-        tqdm.write("\n".join(lines))
+        whole = "  ".join(part.replace(" ", "\u00a0") for part in parts)  # a name and its value stay together
+        lines = textwrap.fill(whole, shutil.get_terminal_size().columns, subsequent_indent="    ")
+        tqdm.write(lines.replace("\u00a0", " "))
 
 
 def progress_callback(flags: dict[str, Any]) -> Callback | None:

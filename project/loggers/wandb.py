@@ -40,7 +40,9 @@ SETTINGS: dict[str, Any] = {
 MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
-def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str, Any]) -> WandbRunLogger | None:
+def make_wandb_logger(
+    folder: Path, run_name: str, run_id: str, config: dict[str, Any], best: Any = None
+) -> WandbRunLogger | None:
     """The W&B logger of a run, or None where ``WANDB_MODE=disabled``; a UserError where W&B's variables are wrong."""
     chosen = os.environ.get("WANDB_MODE", "")
     if chosen and chosen.lower() not in MODES:
@@ -55,15 +57,18 @@ def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str
     project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if set(project) & set(REFUSED_IN_PROJECT):
         raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
-    return WandbRunLogger(folder, run_name, run_id, project, config, offline=mode == "offline")
+    logger = WandbRunLogger(folder, run_name, run_id, project, config, offline=mode == "offline")
+    logger.best = best
+    return logger
 
 
-class WandbRunLogger(WandbLogger):
-    """Lightning's W&B logger, whose run starts in a thread while training goes on.
+class WandbRunLogger(WandbLogger, Callback):
+    """Lightning's W&B logger, whose run never waits for W&B's server: it starts in a thread while training goes on.
 
     Lightning's waits at its start until the server answers, at its end until everything is uploaded, and sends a row
     per call. Here rows wait in a list until the run is up, what is logged at one step is one row, as in metrics.csv,
-    and the end waits a few seconds. Nothing is written to disk before :meth:`begin`; ``offline`` writes files only.
+    and the end waits a few seconds. It is a callback, too, and begins with training: before, nothing is on disk.
+    ``offline`` writes files only. ``best`` has the metric and mode by which W&B sums the run up; others by their last.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class WandbRunLogger(WandbLogger):
         self.folder, self.offline, self.config = folder, offline, config
         # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
         self.options = {"name": run_name, "project": project, "dir": str(folder), "id": run_id, "resume": "allow"}
+        self.best: Any = None
         self.record: RunRecord | None = None  # what the report shows: W&B gets its pictures at the end
         self._run: Future[Any] = Future()
         self._begun = self._given_up = False
@@ -91,18 +97,23 @@ class WandbRunLogger(WandbLogger):
         """The W&B run. Lightning asks for it before training; what it gets waits for the run at its first use."""
         return self._run.result() if self._run.done() else _Awaited(self)
 
-    def begin(
-        self, facts: Mapping[str, Any] | None = None, monitor: str | None = "val/accuracy", mode: str = "max"
-    ) -> None:
-        """Start the W&B run, with ``facts`` in its configuration. W&B sums it up by the best value, ``max`` or ``min``,
-        of ``monitor``, and by the last of all others.
-        """
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self.config |= {"device": trainer.strategy.root_device.type, "data_source": getattr(data, "data_source", None)}
+        self.config |= {"precision": trainer.precision, "world_size": trainer.world_size}
+        self.config["parameters"] = parameter_count(trainer, pl_module)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the W&B run."""
         if not self._begun:
             self._begun = True
             if self._staging:
                 os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
-            arguments = {**self.config, **(facts or {})}, monitor, mode
-            threading.Thread(target=self._start, args=arguments, name="wandb-start", daemon=True).start()
+            thread = threading.Thread(target=self._start, name="wandb-start", daemon=True)
+            thread.start()
+            if self.offline:  # half a second, and no server to wait for; beside training it takes half as much again
+                thread.join()
 
     def wait(self) -> Any:
         """The W&B run, once it is up; a stand-in that does nothing where it could not start."""
@@ -160,26 +171,26 @@ class WandbRunLogger(WandbLogger):
             rank_zero_warn("W&B did not answer in time and has nothing of this run. metrics.csv has every value.")
         failure_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
 
-    def _start(self, config: dict[str, Any], monitor: str | None, mode: str) -> None:
+    def _start(self) -> None:
         try:
-            run = self._init(config)
+            run = self._init()
             # all panels are drawn over optimizer steps
             run.define_metric(STEP, hidden=True)
             run.define_metric("epoch", hidden=True)
             run.define_metric("*", step_metric=STEP)
-            if monitor is not None:
-                run.define_metric(monitor, step_metric=STEP, summary=mode)
+            if self.best is not None and self.best.monitor is not None:
+                run.define_metric(self.best.monitor, step_metric=STEP, summary=self.best.mode)
         except Exception as error:
             if not self._given_up:
                 rank_zero_warn(f"W&B could not start and records nothing ({type(error).__name__}: {error}).")
             run = DummyExperiment()
         self._run.set_result(run)
 
-    def _init(self, config: dict[str, Any]) -> Any:
+    def _init(self) -> Any:
         import wandb
 
         settings = {key: value for key, value in SETTINGS.items() if f"WANDB_{key.upper()}" not in os.environ}
-        options: dict[str, Any] = {**self.options, "config": config, "settings": wandb.Settings(**settings)}
+        options: dict[str, Any] = {**self.options, "config": self.config, "settings": wandb.Settings(**settings)}
         if not self.offline:
             try:
                 run = wandb.init(**options, mode="online")
@@ -219,26 +230,6 @@ def offline_folders(folder: Path) -> str | None:
         return None
     place = shlex.quote(os.path.relpath(found[0].parent))
     return f"{place}/{found[0].name if len(found) == 1 else 'offline-run-*'}"
-
-
-class WandbStart(Callback):
-    """Begins the W&B run when training starts, so that a run which cannot start leaves no W&B files behind.
-
-    ``best`` says by its ``monitor`` and ``mode`` by which value W&B sums the run up.
-    """
-
-    def __init__(self, logger: WandbRunLogger, best: Any) -> None:
-        self.logger, self.best = logger, best
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        facts = {
-            "device": trainer.strategy.root_device.type,
-            "precision": trainer.precision,
-            "world_size": trainer.world_size,
-            "data_source": getattr(trainer.datamodule, "data_source", None),  # type: ignore[attr-defined]
-            "parameters": parameter_count(trainer, pl_module),
-        }
-        self.logger.begin(facts, self.best.monitor, self.best.mode)
 
 
 def log_record(run: Any, record: RunRecord, folder: Path) -> None:

@@ -50,7 +50,8 @@ class ConvNet(nn.Module):
     """A small convolutional network; every width is a multiple of 8, which suits tensor cores and vector units.
 
     A stage is convolution, pooling where asked for, batch normalisation, ReLU. Pooling comes before the two
-    element-wise layers, which then do a quarter of the work (ReLU and the maximum commute).
+    element-wise layers, which then do a quarter of the work (ReLU and the maximum commute). The first stage quarters
+    the image by its stride: with pooling instead, it would take a third of a step's time.
 
     Args:
         image_shape: Channels, height and width of the images.
@@ -68,8 +69,8 @@ class ConvNet(nn.Module):
         image_shape: tuple[int, int, int] = (1, 28, 28),
         widths: list[int] = [16, 32, 64],  # noqa: B006 - read only, and a plain list is what a config file holds
         kernels: list[int] = [5, 3, 3],  # noqa: B006
-        strides: list[int] = [1, 1, 1],  # noqa: B006
-        pools: list[bool] = [True, True, False],  # noqa: B006
+        strides: list[int] = [2, 1, 1],  # noqa: B006
+        pools: list[bool] = [False, True, False],  # noqa: B006
         padding: bool = False,
         num_classes: int = 10,
         dropout: float = 0.0,

@@ -334,9 +334,8 @@ def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], pre
 
 
 def named_class(option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()) -> Any:
-    """The subclass of ``base`` with this name in the module ``home``, or with this import path.
-
-    ``option`` and ``also`` are for the error: the flag, and what it may be beside a class.
+    """The subclass of ``base`` with this name in the module ``home``, or with this import path. ``option`` and ``also``
+    are for the error: the flag, and what it may be beside a class.
     """
     module_name, _, class_name = name.rpartition(".")
     try:

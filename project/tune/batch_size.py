@@ -243,7 +243,6 @@ def find_largest(
     one_try: Callable[[int], Measured], ceiling: int, ceiling_name: str, max_step_seconds: float
 ) -> Search:
     """The exact largest batch size up to ``ceiling`` for which ``one_try`` does not raise ``torch.OutOfMemoryError``.
-
     No size is doubled whose step takes longer than half of ``max_step_seconds``: larger ones would not end.
     """
     search = Search()
