@@ -167,6 +167,7 @@ def test_a_run_that_was_made_longer_and_killed_is_not_finished(
     assert summary(Path("checkpoints/a"))["steps"] == 150
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pytest.warns tells again what it has caught
 def test_a_resumed_run_stays_with_the_digits_that_auto_found(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = list(MNISTDataModule.files)
     monkeypatch.setattr(MNISTDataModule, "missing", lambda self: missing)
