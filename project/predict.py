@@ -40,7 +40,7 @@ LONGEST_SIDE = 2048
 DIGITS = [str(digit) for digit in range(10)]
 # The contact sheet, in pixels: an image, two lines of text below it, space around. It shows the first MOST_SHOWN.
 TILE, CAPTION, MARGIN, MOST_SHOWN = 84, 30, 8, 1000
-# Probability below which a label is unsure, and coloured: 94 % of the wrong labels of the default network on MNIST's
+# Probability below which a label is unsure, and coloured: 90 % of the wrong labels of the default network on MNIST's
 # test set are, and 3 % of the right ones.
 UNSURE, UNSURE_COLOUR = 0.7, "#c05000"
 UNSURE_NOTE = f"unsure (below {UNSURE:.0%})"

@@ -20,6 +20,7 @@ from typing import Any
 
 OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count chosen here, not by the user
 LOOK_SECONDS = 0.25  # how long other processes may slow a spinning thread down before it is seen
+FIRST_SLEEP = 0.25  # seconds; short, for at its start a run's own W&B looks like another process
 BUSY_SHARE = 0.4  # measured on two cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -91,7 +92,7 @@ class Waiting:
     def __init__(self) -> None:
         self.sleeping_since: float | None = None
         self.slept = 0.0  # seconds of former sleeps
-        self.patience = 1.0  # seconds of sleep before the next try
+        self.patience = FIRST_SLEEP  # seconds of sleep before the next try
         self.team_may_end = threading.Event()
         self.openmp: Any = None
 
@@ -126,7 +127,7 @@ class Waiting:
             self.sleeping_since = now
             self.sleep()
         else:
-            self.patience = 1.0
+            self.patience = FIRST_SLEEP
 
     def sleep(self) -> None:
         """Threads that wait sleep after 100 spins."""

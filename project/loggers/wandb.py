@@ -63,7 +63,7 @@ def make_wandb_logger(
 
 
 class WandbRunLogger(WandbLogger, Callback):
-    """Lightning's W&B logger, whose run never waits for W&B's server: it starts in a thread while training goes on.
+    """Lightning's W&B logger, whose run starts in a thread while training goes on.
 
     Lightning's waits at its start until the server answers, at its end until everything is uploaded, and sends a row
     per call. Here rows wait in a list until the run is up, what is logged at one step is one row, as in metrics.csv,
@@ -110,10 +110,7 @@ class WandbRunLogger(WandbLogger, Callback):
             self._begun = True
             if self._staging:
                 os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
-            thread = threading.Thread(target=self._start, name="wandb-start", daemon=True)
-            thread.start()
-            if self.offline:  # half a second, and no server to wait for; beside training it takes half as much again
-                thread.join()
+            threading.Thread(target=self._start, name="wandb-start", daemon=True).start()
 
     def wait(self) -> Any:
         """The W&B run, once it is up; a stand-in that does nothing where it could not start."""
