@@ -66,9 +66,11 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), witho
     flags, options, off = trainer_flags(config), config.options, tuple(without)
     timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
     csv, predictions = MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
-    wandb = make_wandb_logger(job.folder, job.name, job.run_id, {**config.resolved}, best) if is_rank_zero() else None
+    wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
     loggers = [x for x in loggers_of(flags, options, job.folder, [csv, wandb]) if not isinstance(x, off)]
     wandb = wandb if wandb in loggers else None
+    if wandb is not None:
+        wandb.best = best
     checkpoint = RunCheckpoint(config, job, best, csv)
     optimizer = OptimizerMonitor() if "optimizer" in config.monitors else None  # feature: optimizer
     # feature: memory

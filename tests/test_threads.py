@@ -63,14 +63,8 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
         waiting.look(quarter / 4, 1.0)
         changes += [quarter / 4] if len(done) > len(changes) else []
     assert done[:4] == ["sleep", "spin", "sleep", "spin"]
-    assert changes[:6] == [
-        0.25,
-        0.5,
-        0.75,
-        1.25,
-        1.5,
-        2.5,
-    ]  # seen at the next look; a quarter, a half, one second of sleep
+    # seen at the next look; then a quarter, a half, one second of sleep
+    assert changes[:6] == [0.25, 0.5, 0.75, 1.25, 1.5, 2.5]
     now = 20.0
     assert waiting.slept > 10
     while waiting.sleeping_since is not None:  # the other process has ended

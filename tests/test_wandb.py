@@ -312,8 +312,9 @@ def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> None:
-    logger = make_wandb_logger(tmp_path, "name", "id", {}, Best("val/error", "min"))
+    logger = make_wandb_logger(tmp_path, "name", "id", {})
     assert logger is not None
+    logger.best = Best("val/error", "min")
     trainer = Trainer(
         logger=logger,
         callbacks=[logger],

@@ -232,6 +232,8 @@ def conditions() -> Row:
         "hardware": {name: fact for name, fact in machine.items() if fact is not None},
         "versions": versions(),
         "cpu_threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "omp_spin_count": os.environ.get("GOMP_SPINCOUNT", "default"),
         "load_average": load,
         "quiet": load < 0.5,  # whether nothing else was running
     }

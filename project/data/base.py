@@ -230,7 +230,7 @@ class BatchedDataModule(SplitDataModule):
         rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no augmentation.
         scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
         shear_degrees: Augmentation: random shear within ± this angle.
-        shift_pixels: Augmentation: random shift per axis within ± this many pixels; whole ones, if alone and whole.
+        shift_pixels: Augmentation: random shift per axis within ± this many pixels; a whole number alone: whole ones.
         elastic_pixels: Augmentation: random bending, by this standard deviation per point of a coarse lattice.
         transforms: Augmentation: transforms of ``torchvision.transforms.v2``, applied in order to each training image
             (float in 0-1) on its device; ``MixUp`` and ``CutMix`` to the batch with its labels.

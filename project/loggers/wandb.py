@@ -40,9 +40,7 @@ SETTINGS: dict[str, Any] = {
 MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
-def make_wandb_logger(
-    folder: Path, run_name: str, run_id: str, config: dict[str, Any], best: Any = None
-) -> WandbRunLogger | None:
+def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str, Any]) -> WandbRunLogger | None:
     """The W&B logger of a run, or None where ``WANDB_MODE=disabled``; a UserError where W&B's variables are wrong."""
     chosen = os.environ.get("WANDB_MODE", "")
     if chosen and chosen.lower() not in MODES:
@@ -57,9 +55,7 @@ def make_wandb_logger(
     project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if set(project) & set(REFUSED_IN_PROJECT):
         raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
-    logger = WandbRunLogger(folder, run_name, run_id, project, config, offline=mode == "offline")
-    logger.best = best
-    return logger
+    return WandbRunLogger(folder, run_name, run_id, project, config, offline=mode == "offline")
 
 
 class WandbRunLogger(WandbLogger, Callback):
@@ -75,7 +71,7 @@ class WandbRunLogger(WandbLogger, Callback):
         self, folder: Path, run_name: str, run_id: str, project: str, config: dict[str, Any], offline: bool
     ) -> None:
         super().__init__(name=run_name, save_dir=str(folder), id=run_id, project=project, offline=offline)
-        self.folder, self.offline, self.config = folder, offline, config
+        self.folder, self.offline, self.config = folder, offline, {**config}
         # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
         self.options = {"name": run_name, "project": project, "dir": str(folder), "id": run_id, "resume": "allow"}
         self.best: Any = None
