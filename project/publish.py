@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import dataclass
 
 import yaml
@@ -24,13 +23,11 @@ from project.engine.summary import (
     RunRecord,
     RunTimer,
     Summary,
-    command_line,
     device_name,
     git_state,
     parameter_count,
     read_series,
     training_samples,
-    versions,
 )
 from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
@@ -88,9 +85,6 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         best_score=best.score,
         git_commit=commit,
         git_dirty=dirty,
-        versions=versions(),
-        command=command_line(),
-        date=time.strftime("%Y-%m-%d %H:%M:%S"),
         hardware=f"{processor['name']}, {processor['cores']} core{'s' if processor['cores'] > 1 else ''}",
         metrics=metrics,
     )

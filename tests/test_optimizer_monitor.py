@@ -12,7 +12,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
+from project.loggers.metrics_csv import MetricsCSV
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
+from tests.test_metrics_csv import read
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -105,19 +107,21 @@ class Logging(Linear):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_all_monitors_stand_in_the_rows_of_the_loss(tmp_path, accumulate):
-    throughput = ThroughputMonitor()
+    throughput, csv = ThroughputMonitor(), MetricsCSV(tmp_path / "metrics.csv")
     monitors = [throughput, MemoryMonitor(), OptimizerMonitor()]
     options = {"log_every_n_steps": 2, "accumulate_grad_batches": accumulate, "profiler": throughput.profiler()}
-    trainer, rows = make_trainer(tmp_path, *monitors, **options)
+    trainer, _ = make_trainer(tmp_path, *monitors, **options)
+    trainer.loggers = [csv]
     trainer.fit(Logging(), Points(8 * 7 * accumulate, 8).loader())
-    *at_log_steps, (last, at_the_end) = rows.rows
-    assert [step for step, _ in at_log_steps] == [1, 3, 5]
-    for step, row in at_log_steps:
+    *at_log_steps, at_the_end = read(csv.path)
+    assert [row["step"] for row in at_log_steps] == [1, 3, 5]
+    for row in at_log_steps:
         assert {"train/loss", "optimizer/lr", "optimizer/grad_norm", "memory/rss_gib"} <= set(row)
-        assert ("throughput/step_ms" in row) == (step > 1)  # two steps warm up
-    assert last == 6
+        assert ("throughput/step_ms" in row) == (row["step"] > 1)  # two steps warm up
+    assert at_the_end["step"] == 6
     assert {"throughput/step_ms", "memory/rss_gib"} <= set(at_the_end)
     assert "optimizer/lr" not in at_the_end
+    assert trainer.callback_metrics.keys() >= {"optimizer/lr", "memory/rss_gib"}  # for callbacks that follow one
 
 
 # end feature: throughput

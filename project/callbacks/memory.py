@@ -99,7 +99,7 @@ class MemoryMonitor(Callback):
             self._parts_due -= 1
             self._parts = memory_breakdown(trainer)
         if is_log_step(trainer, batch_idx):
-            self._log(trainer, pl_module)
+            self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -109,7 +109,7 @@ class MemoryMonitor(Callback):
         self._read_peaks()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log(trainer, pl_module, epoch_end=True)
+        self._log(trainer)
         used = {"host": self._host.process_rss(), "device": self._read(self._device).get("allocated", 0)}
         for place, size in used.items():
             self._at_epoch_ends.setdefault(place, []).append(size / MIB)
@@ -136,7 +136,7 @@ class MemoryMonitor(Callback):
             self._step_peak = max(self._step_peak or 0, now["peak_allocated"])
         return now
 
-    def _log(self, trainer: Trainer, module: LightningModule, epoch_end: bool = False) -> None:
+    def _log(self, trainer: Trainer) -> None:
         sizes = self._read_peaks(of_training=True) | self._window_peaks
         self._window_peaks = {}
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
@@ -151,7 +151,7 @@ class MemoryMonitor(Callback):
         if self._logged_at == trainer.global_step:  # a log step ended the epoch: the same row is written again
             metrics |= {name: max(value, self._logged_peaks[name]) for name, value in peaks.items()}
         self._logged_at, self._logged_peaks = trainer.global_step, peaks
-        log_values(module, {**metrics, "memory/rss_gib": sum(rss)}, epoch_end)
+        log_values(trainer, {**metrics, "memory/rss_gib": sum(rss)})
 
 
 def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:

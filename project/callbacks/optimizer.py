@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -20,10 +22,13 @@ class OptimizerMonitor(Callback):
     - ``optimizer/loss_scale``: the gradient scaler's factor, under 16-mixed only
     """
 
+    def __init__(self) -> None:
+        self._metrics: dict[str, float | Tensor] = {}  # of this step, not logged yet: that would wait for the device
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if optimizer is not trainer.optimizers[0] or not logs_next_step(trainer):
             return
-        metrics: dict[str, float | Tensor] = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
+        metrics = self._metrics = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             metrics["optimizer/loss_scale"] = scaler.get_scale()
@@ -34,4 +39,8 @@ class OptimizerMonitor(Callback):
             # under 16-mixed a fused optimizer divides by the scale itself, later
             fused = scaler is not None and optimizer.defaults.get("fused")
             metrics["optimizer/grad_norm"] = norm / metrics["optimizer/loss_scale"] if fused else norm
-        log_values(pl_module, metrics)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if self._metrics:
+            log_values(trainer, self._metrics)
+            self._metrics = {}

@@ -127,7 +127,7 @@ class ThroughputMonitor(Callback):
             self._warm_up -= 1
             self._restart()
         elif is_log_step(trainer, batch_idx):
-            self.windows.append(self._log(trainer, pl_module, *self._close()))
+            self.windows.append(self._log(trainer, *self._close()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # in the midst of accumulated batches, the profiler does not hear of it sooner
@@ -138,9 +138,9 @@ class ThroughputMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.window.steps:
-            self.windows.append(self._log(trainer, pl_module, *self._close(), epoch_end=True))
+            self.windows.append(self._log(trainer, *self._close()))
         elif not self.windows and self._last_of_warm_up:
-            self._of_short_run = [self._log(trainer, pl_module, *self._last_of_warm_up, epoch_end=True)]
+            self._of_short_run = [self._log(trainer, *self._last_of_warm_up)]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.windows = self.windows or self._of_short_run
@@ -162,16 +162,14 @@ class ThroughputMonitor(Callback):
         gpu = [0.0, 0] if percent is None else [percent, 1]
         return [self.window.started - ended.started, ended.batches, ended.samples, ended.waited, *gpu], ended.steps
 
-    def _log(
-        self, trainer: Trainer, module: LightningModule, totals: list[float], steps: int, epoch_end: bool = False
-    ) -> dict[str, float]:
+    def _log(self, trainer: Trainer, totals: list[float], steps: int) -> dict[str, float]:
         metrics = rates(of_all_ranks(totals), steps)
         profiler = trainer.profiler  # type: ignore[attr-defined]
         if not (isinstance(profiler, LoaderTimer) and profiler.monitor is self):  # nobody has reported the waits
             metrics.pop("throughput/data_wait_pct", None)
         if self._mfu_per_sample_per_sec and (rate := metrics.get("throughput/device_samples_per_sec")):
             metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * rate
-        log_values(module, metrics, epoch_end)
+        log_values(trainer, metrics)
         return metrics
 
     def _release(self) -> None:

@@ -225,6 +225,12 @@ class ExactLoader(DataLoader[Any]):
         exact.batches, exact.start_at = batches, batches.start_at
         return exact
 
+    def __iter__(self) -> Any:
+        fetch: Any = self.dataset
+        if hasattr(fetch.dataset, "gather") and not (self.num_workers or self.pin_memory):
+            return map(fetch.__getitem__, self.batches)  # PyTorch's iterator would take longer than the batch itself
+        return super().__iter__()
+
     def state_after(self, batches: int, epoch_ends: bool) -> Any:
         """The sampler's own state when this epoch began, or when the next one will; None where it has none."""
         source = self.batches.source

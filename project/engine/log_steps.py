@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
@@ -32,22 +32,25 @@ def logs_next_step(trainer: Trainer) -> bool:
 
 def _is_due(trainer: Trainer, steps: int) -> bool:
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if not trainer.lightning_module.automatic_optimization:
-        # manual optimization may take several steps in a batch; Lightning then counts batches
-        steps = trainer.fit_loop.total_batch_idx + 1
-    return every > 0 and steps % every == 0
+    return every > 0 and _counted(trainer, steps) % every == 0
 
 
-def log_values(module: LightningModule, values: Mapping[str, float | Tensor], epoch_end: bool = False) -> None:
-    """Log scalars that are the same on every rank, at a log step or in ``on_train_epoch_end``, with the module's own.
+def _counted(trainer: Trainer, steps: int) -> int:
+    # manual optimization may take several steps in a batch; Lightning then counts batches
+    automatic = trainer.lightning_module.automatic_optimization
+    return steps if automatic else trainer.fit_loop.total_batch_idx + 1
 
-    Numbers go as float64 tensors on the CPU: Lightning would move plain ones to the device and round them to float32.
+
+def log_values(trainer: Trainer, values: Mapping[str, float | Tensor]) -> None:
+    """Log scalars that are the same on every rank, in ``on_train_batch_end`` or ``on_train_epoch_end``.
+
+    To all loggers at the step that the module's own values have, as Lightning's monitors do: ``module.log`` takes a
+    tenth of a millisecond for a value, and looks at each again at every later step.
     """
-    tensors = {
-        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, value in values.items()
-    }
-    module.log_dict(tensors, on_step=not epoch_end, on_epoch=epoch_end, batch_size=1)
+    numbers = {name: float(value) for name, value in values.items()}
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in numbers.items()})
+    for logger in trainer.loggers:
+        logger.log_metrics({**numbers, "epoch": trainer.current_epoch}, _counted(trainer, trainer.global_step) - 1)
 
 
 def synchronize(device: torch.device) -> None:

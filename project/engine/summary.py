@@ -52,7 +52,7 @@ class Summary:
     epochs: int  # completed
     steps: int  # optimizer steps
     fit_seconds: float
-    command: str
+    command: str = field(default_factory=lambda: command_line())
     mode: str = "max"
     monitor: str | None = None  # the metric that best.ckpt follows
     best_score: float | None = None
@@ -63,9 +63,9 @@ class Summary:
     busy_seconds: float | None = None  # while other processes took cores, so that threads slept as they waited
     git_commit: str | None = None
     git_dirty: bool | None = None  # whether files differ from the commit, or are not under git
-    date: str | None = None  # of its end, such as "2026-11-22 06:25 UTC"
+    date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))  # of its end
     hardware: str | None = None  # CPU model and cores, such as "AMD EPYC 9B14, 2 cores"
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=lambda: versions())
     metrics: dict[str, float] = field(default_factory=dict)  # val/* of the best epoch, test/*, throughput/*, memory/*
 
     def to_plain(self) -> dict[str, Any]:
