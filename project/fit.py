@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from project.engine.command import prepare_process, run
 
@@ -61,25 +61,24 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), without: Collection[type] = ()) -> Session:
-    """The Trainer of a run; callbacks in ``extra`` come last, classes in ``without`` (callbacks, loggers) stay out."""
-    flags, options, off = trainer_flags(config), config.options, tuple(without)
+def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Session:
+    """The Trainer of a run; callbacks in ``extra`` come last."""
+    flags, options = trainer_flags(config), config.options
     timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
     csv, predictions = MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
     wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
-    loggers = [x for x in loggers_of(flags, options, job.folder, [csv, wandb]) if not isinstance(x, off)]
+    loggers = loggers_of(flags, options, job.folder, [csv, wandb])
     wandb = wandb if wandb in loggers else None
     if wandb is not None:
         wandb.best = best
     checkpoint = RunCheckpoint(config, job, best, csv)
     optimizer = OptimizerMonitor() if "optimizer" in config.monitors else None  # feature: optimizer
     # feature: memory
-    wanted = "memory" in config.monitors and MemoryMonitor not in off and is_measurable()
-    memory = MemoryMonitor() if wanted else None
+    memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None
     # end feature: memory
     # feature: throughput
     throughput = None
-    if "throughput" in config.monitors and ThroughputMonitor not in off:
+    if "throughput" in config.monitors:
         throughput = ThroughputMonitor()
         checkpoint.exclude, flags["profiler"] = throughput.pause, throughput.profiler(flags["profiler"])
     # end feature: throughput
@@ -96,7 +95,7 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = (), witho
         *flags["callbacks"],
         *extra,
     ]
-    flags["callbacks"] = [callback for callback in callbacks if callback is not None and not isinstance(callback, off)]
+    flags["callbacks"] = [callback for callback in callbacks if callback is not None]
     return Session(
         build_trainer(flags | {"logger": loggers, "default_root_dir": job.folder}),
         checkpoint,

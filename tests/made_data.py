@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from project.data.mnist import write_idx  # feature: mnist
+from tests.make_digits import write_idx  # feature: mnist
 
 
 def spots(count: int, classes: int, shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:

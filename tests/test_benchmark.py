@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -19,11 +21,13 @@ from project.benchmark import TABLES, Settings, tables, timing
 from project.benchmark.__main__ import main, measure_table, read_options
 from project.benchmark.tables import ResNet18, time_epoch
 from project.benchmark.timing import (
+    Epoch,
     InMemory,
     PerSampleImages,
     RunClock,
     afresh,
     alternate,
+    epochs_in_turn,
     example_network,
     median_and_spread,
     run_epochs,
@@ -55,18 +59,14 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # The tables
 
 
-def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    some = {name: tables.FEATURES[name] for name in ("memory monitor", "W&B", "checkpoints")}
-    monkeypatch.setattr(tables, "FEATURES", some)
+def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(tmp_path: Path) -> None:
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
-    assert list(rows)[:3] == ["hand-written floor", "plain PyTorch loop", "all features"]
-    without = {f"without {name}" for name in (*some, "progress bar")}
-    assert without | {"Lightning, nothing on"} <= set(rows)
+    loops = ["hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"]
+    assert list(rows)[:4] == loops
     floor, full = rows["hand-written floor"], rows["all features"]
     assert floor["train_vs_floor"] == 1
-    assert full["epoch_vs_floor"] == pytest.approx(full["epoch_s"] / floor["epoch_s"])
+    assert full["epoch_vs_floor"] == pytest.approx(full["epoch_s"] / floor["epoch_s"])  # one epoch of each
+    assert full["lowest"] == full["highest"] == full["epoch_vs_floor"]
     assert full["epoch_s"] > full["train_s"] > 0
     assert {row["batch_size"] for row in rows.values()} == {64}
     for name in ("MemoryMonitor", "RunCheckpoint"):
@@ -176,6 +176,35 @@ def test_progress_is_shown_on_a_terminal_only(
     shown = capsys.readouterr().err
     assert ("devices" in shown) == terminal
     assert ("0/2" in shown) == terminal
+
+
+def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def children() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
+
+    def watched(table: str, variants: dict[str, Any], rounds: int) -> dict[str, list[Epoch]]:
+        def noted(name: str) -> Epoch:
+            alive.append((name, len(children())))
+            return variants[name]()  # type: ignore[no-any-return]
+
+        return alternate(table, {name: partial(noted, name) for name in variants}, rounds)
+
+    alive: list[tuple[str, int]] = []
+    monkeypatch.setattr(timing, "alternate", watched)
+    found = epochs_in_turn("t", [timing.FLOOR, timing.FULL], [*SMALL, "--model.network", "MLP"], 2)
+    order = [timing.FLOOR, timing.FULL, timing.FULL, timing.FLOOR, timing.FLOOR, timing.FULL]
+    assert alive == [(name, 2) for name in order]  # a process each, alive from the first turn to the last
+    assert children() == []
+    assert {name: len(epochs) for name, epochs in found.items()} == {timing.FLOOR: 2, timing.FULL: 2}  # one warmed up
+    assert all(epoch.epoch_s >= epoch.train_s > 0 for epochs in found.values() for epoch in epochs)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_loop_refuses_in_its_process_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^--model.lr must be above 0, got -1\.0\.$"):
+        epochs_in_turn("t", [timing.FLOOR], [*SMALL, "--model.lr", "-1"], 1)
 
 
 def test_a_median_comes_with_n_and_spread() -> None:

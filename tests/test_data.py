@@ -22,11 +22,11 @@ from project.data import (
     TensorRows,
 )
 from project.data.base import random_deformation
-from project.data.bundled.make_digits import stratified  # feature: mnist
-from project.data.mnist import DIGITS, read_idx, write_idx  # feature: mnist
+from project.data.mnist import DIGITS, read_idx  # feature: mnist
 from project.engine.exact_loading import ExactLoader
 from project.errors import UserError
 from tests.made_data import make_idx_files  # feature: mnist
+from tests.make_digits import stratified, write_idx  # feature: mnist
 
 
 # feature: mnist

@@ -15,7 +15,7 @@ TABLES = {
     # feature: memory
     "memory": ("peak_mib", "precision × activation checkpointing × accumulation × batch size: the peak and its parts"),
     # end feature: memory
-    "overhead": ("epoch_s", "what each feature of a run costs, against loops written by hand"),
+    "overhead": ("epoch_s", "what a run costs against loops written by hand, and what share passes in each feature"),
     "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }
 Row = dict[str, Any]  # of a table, by column
@@ -23,7 +23,7 @@ Row = dict[str, Any]  # of a table, by column
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured. All but the last three are options of the same name; a UserError for a wrong value."""
+    """How much is measured. All but the last two are options of the same name; a UserError for a wrong value."""
 
     n: int = 5  # measurements behind every median; seeds, for accuracy
     quick: bool = False  # tiny sizes
@@ -35,7 +35,6 @@ class Settings:
     baseline: bool = False  # whether accuracy also times a plain PyTorch loop to the target, which takes minutes
     fit_flags: Sequence[str] = ()  # flags of fit that say what is measured
     batch_size: int = 0  # that these flags set; 0 where the data module has none
-    each_feature: bool = True  # whether overhead also leaves out one feature after the other
 
     def __post_init__(self) -> None:
         counts = {"n": [self.n], "batch_sizes": self.batch_sizes, "workers": self.workers}

@@ -25,7 +25,6 @@ from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
 from project.engine.summary import Summary
 from project.errors import UserError
-from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger
 
 # On a CPU a whole epoch of ResNet-18 would take minutes.
@@ -33,14 +32,13 @@ RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--mo
 RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
 BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
 PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
-FEATURES: dict[str, type] = {
-    "throughput monitor": ThroughputMonitor,  # feature: throughput
-    "memory monitor": MemoryMonitor,  # feature: memory
-    "optimizer monitor": OptimizerMonitor,  # feature: optimizer
-    "checkpoints": RunCheckpoint,
-    "W&B": WandbRunLogger,
-    "metrics.csv": MetricsCSV,
-}
+WATCHED: tuple[type, ...] = (
+    ThroughputMonitor,  # feature: throughput
+    MemoryMonitor,  # feature: memory
+    OptimizerMonitor,  # feature: optimizer
+    RunCheckpoint,
+    WandbRunLogger,
+)
 BATCHES = 200  # of a loader, per measurement; at most one epoch
 MOST_EPOCHS = 14  # what pytorch/examples trains for MNIST
 # Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
@@ -166,38 +164,26 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
 
 
 def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
-    """One row per variant: seconds per epoch and its ratio to the floor's.
+    """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round.
 
     An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
-    plain PyTorch loop only trains). Every Lightning run trains one epoch to warm up and one that counts. Then, per
-    monitor and for the checkpoints, the share of a run that passes inside their hooks: what a run with and without
-    them differs by is less than what two runs differ by.
+    plain PyTorch loop only trains). Then, per monitor, for checkpoints and W&B, the share of a run that passes inside
+    their hooks: two runs differ by more than a run with and without one of them.
     """
-
-    def real(**options: Any) -> Callable[[], timing.Epoch]:
-        return lambda: timing.run_epochs(config, 2, **options).epochs[-1]
-
-    by_hand = timing.loops_by_hand(config, settings.batch_size)
-    variants = {**by_hand, "all features": real()}
-    if settings.each_feature:
-        variants |= {f"without {name}": real(without=[kind]) for name, kind in FEATURES.items()}
-        # left out of the callbacks, Lightning would put its own bar there
-        variants["without progress bar"] = real(trainer={"enable_progress_bar": False})
-    variants["Lightning, nothing on"] = real(bare=True)
-    timing.alternate("overhead", by_hand, 1)  # real runs have their own warm-up
+    timing.loops_by_hand(config, settings.batch_size)  # refuses other data
+    measured = timing.epochs_in_turn("overhead", timing.LOOPS, settings.fit_flags, settings.n)
     rows: list[Row] = []
-    for name, epochs in timing.alternate("overhead", variants, settings.n).items():
+    for name, epochs in measured.items():
         row: Row = {"loop": name, "network": network_name(config), "batch_size": settings.batch_size}
         row |= timing.median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
-        row["train_cpu_s"] = statistics.median(epoch.train_cpu_s for epoch in epochs)
-        floor = rows[0] if rows else row
-        for quantity in ("train", "train_cpu", *(["epoch"] if name != timing.PLAIN else [])):
-            row[f"{quantity}_vs_floor"] = row[f"{quantity}_s"] / floor[f"{quantity}_s"]
+        both = list(zip(epochs, measured[timing.FLOOR], strict=True))
+        row["train_vs_floor"] = statistics.median(epoch.train_s / floor.train_s for epoch, floor in both)
+        if name != timing.PLAIN:
+            ratios = [epoch.epoch_s / floor.epoch_s for epoch, floor in both]
+            row |= {"epoch_vs_floor": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
         rows.append(row)
-    watched = tuple(FEATURES.values())
-    rounds = timing.progress("inside the hooks", range(settings.n))
-    runs = [timing.run_epochs(config, 2, watched=watched) for _ in rounds]
+    runs = [timing.run_epochs(config, 2, watched=WATCHED) for _ in timing.progress("hooks", range(settings.n))]
     for name in runs[0].inside_s:
         pct = [100 * run.inside_s[name] / sum(epoch.epoch_s for epoch in run.epochs) for run in runs]
         row = {"loop": f"inside {name}", "batch_size": settings.batch_size}

@@ -6,17 +6,21 @@ And what real runs are compared with: data in memory, and training loops as peop
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
+import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +34,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from torchvision import transforms
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from project import fit, hardware
+from project import fit, hardware, threads
 from project.benchmark import Row
 from project.engine import signals
-from project.engine.cli import Configuration
+from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
 from project.engine.restore import Run, choose
@@ -42,7 +46,7 @@ from project.engine.trainer import as_list, build_trainer, trainer_flags
 from project.errors import UserError
 
 T = TypeVar("T")
-FLOOR, PLAIN = "hand-written floor", "plain PyTorch loop"
+LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"
 IMAGE_SHAPE = (1, 28, 28)  # of pytorch/examples' network
 
 
@@ -99,13 +103,13 @@ class Epoch:
 
     train_s: float  # of its training steps
     epoch_s: float  # of the whole of it: training, validation, saving
-    train_cpu_s: float  # CPU seconds of all threads in the training steps; a busy neighbour changes them far less
 
 
 class RunClock(Callback):
     """Times whole epochs and validations. Comes last among the callbacks, so that what the others do counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Connection | None = None) -> None:
+        self.turn = turn  # says when an epoch may begin, and is sent its seconds; None: at once, to nobody
         self.epochs: list[Epoch] = []
         self.validations: list[tuple[float, float]] = []  # (seconds since training began, val/accuracy in 0-1)
         self.inside_s: dict[str, float] = {}  # class of a watched callback → seconds inside its hooks
@@ -114,18 +118,19 @@ class RunClock(Callback):
         self.batches = 0  # per epoch
         self.train_samples: int | None = None  # in the training set; None where its loader does not tell
         self.device = ""  # its name
-        self._train_began = self._began = self._cpu_began = 0.0
-        self._steps = (0.0, 0.0)  # seconds and CPU seconds of this epoch's training steps
+        self._train_began = self._began = self._train_s = 0.0  # the last: of this epoch's training steps
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # here, because what is saved of an epoch is saved when the next begins
-        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+        if self.turn is not None:
+            self.turn.recv()
+        self._began = time.perf_counter()
         self._train_began = self._train_began or self._began
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx + 1 == trainer.num_training_batches:
             synchronize(trainer.strategy.root_device)
-            self._steps = (time.perf_counter() - self._began, time.process_time() - self._cpu_began)
+            self._train_s = time.perf_counter() - self._began
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if "val/accuracy" in trainer.callback_metrics and not trainer.sanity_checking:
@@ -140,8 +145,9 @@ class RunClock(Callback):
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._began:
             synchronize(trainer.strategy.root_device)
-            train_s, train_cpu_s = self._steps
-            self.epochs.append(Epoch(train_s, time.perf_counter() - self._began, train_cpu_s))
+            self.epochs.append(Epoch(self._train_s, time.perf_counter() - self._began))
+            if self.turn is not None:
+                self.turn.send(self.epochs[-1])
 
 
 @contextmanager
@@ -156,14 +162,13 @@ def run_epochs(
     config: Configuration,
     epochs: int,
     *,
-    without: Collection[type] = (),  # classes of callbacks and loggers to leave out
-    trainer: Mapping[str, Any] | None = None,  # arguments in the place of the configured ones
     bare: bool = False,  # only the module, the data and the user's callbacks: Lightning's loop alone
     watched: tuple[type, ...] = (),  # classes of callbacks whose hooks are timed
+    turn: Connection | None = None,  # see RunClock
 ) -> RunClock:
     """Train a new module on the configured data for some epochs, the first to warm up. Nothing of it stays on disk."""
-    config = afresh(config, trainer={"max_epochs": epochs, "max_steps": -1, "max_time": None, **(trainer or {})})
-    clock, session = RunClock(), None
+    config = afresh(config, trainer={"max_epochs": epochs, "max_steps": -1, "max_time": None})
+    clock, session = RunClock(turn), None
     torch.cuda.empty_cache()  # of the run before
     with scratch_run() as run:
         if bare:
@@ -172,7 +177,7 @@ def run_epochs(
             lightning = build_trainer({**flags, "logger": False, "enable_progress_bar": False})
             ExactLoading().install(lightning)  # the loaders that all the others train with
         else:
-            session = fit.build(config, run, extra=[clock], without=without)
+            session = fit.build(config, run, extra=[clock])
             lightning = session.trainer
         for callback in lightning.callbacks:  # type: ignore[attr-defined]
             kind = type(callback)
@@ -193,6 +198,56 @@ def run_epochs(
     return clock
 
 
+def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int) -> dict[str, list[Epoch]]:
+    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), in turn, after one to warm up.
+
+    Each loop is a process of its own, so that none computes with another's threads and memory. A machine's speed may
+    change within seconds (virtual cores move), so that only epochs that follow each other can be compared.
+    """
+
+    def epoch_of(loop: str) -> Epoch:
+        connections[loop].send(None)
+        answer = connections[loop].recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    spawn, processes, connections = multiprocessing.get_context("spawn"), [], {}
+    try:
+        for loop in loops:
+            connections[loop], its = spawn.Pipe()
+            processes.append(spawn.Process(target=take_turns, args=(its, loop, fit_flags, n + 1)))
+            processes[-1].start()
+            its.close()  # here: so that its process' end is seen
+        turns = {loop: partial(epoch_of, loop) for loop in loops}
+        return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}
+    finally:
+        for loop, process in zip(connections, processes, strict=False):
+            connections[loop].close()
+            process.join(60)
+            process.kill()
+
+
+def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: int) -> None:
+    """In a process of its own: train epochs of one loop, each when the connection says so, and tell what it took."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one closes the connection
+    with suppress(EOFError):
+        try:
+            config: Any = configure(list(fit_flags), "project.benchmark")
+            if loop in (FULL, BARE):  # the others run as PyTorch does
+                threads.configure()
+                threads.waiting.start()
+                gc.freeze()
+                run_epochs(config, epochs, bare=loop == BARE, turn=turn)
+                return
+            epoch = loops_by_hand(config, config.datamodule.batch_size)[loop]
+            for _ in range(epochs):
+                turn.recv()
+                turn.send(epoch())
+        except UserError as error:
+            turn.send(error)
+
+
 def afresh(config: Configuration, seed: int | None = None, trainer: Mapping[str, Any] | None = None) -> Configuration:
     """The configuration with a new module and callbacks that have seen no run; ``trainer`` replaces arguments of it."""
     callbacks = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
@@ -209,9 +264,9 @@ class SilentTerminal(io.StringIO):
 
 @contextmanager
 def scratch_run() -> Iterator[Run]:
-    """A run in a temporary folder, whose lines nobody reads."""
+    """A run in a temporary folder, whose lines and bar nobody reads."""
     folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
-    with folder as root, redirect_stdout(SilentTerminal()):
+    with folder as root, redirect_stdout(SilentTerminal()), redirect_stderr(SilentTerminal()):
         run = choose(Path(root), None, None)
         run.create()
         yield run
@@ -358,7 +413,7 @@ def train_epoch(
     reads_loss: bool = True,
 ) -> Epoch:
     """Train one epoch, by default as most tutorials do, with ``loss.item()`` at every step."""
-    began, cpu_began, running_loss = time.perf_counter(), time.process_time(), 0.0
+    began, running_loss = time.perf_counter(), 0.0
     network.train()
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
@@ -370,7 +425,7 @@ def train_epoch(
         running_loss += loss.item() if reads_loss else 0.0
     synchronize(device)
     seconds = time.perf_counter() - began
-    return Epoch(seconds, seconds, time.process_time() - cpu_began)
+    return Epoch(seconds, seconds)
 
 
 def example_network() -> nn.Module:

@@ -210,12 +210,3 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
             raise UserError(f"{path} is damaged: {fault}. {fix}")
     values = torch.from_numpy(data[header:])
     return values.long() if magic == LABELS_MAGIC else values.view(shape[0], 1, *shape[1:])
-
-
-def write_idx(path: Path, values: Tensor) -> None:
-    """Write uint8 images (count, 1, rows, columns) or labels (count,) as an IDX file, gzipped if named ``.gz``."""
-    array = values.to(torch.uint8).numpy()
-    start = [LABELS_MAGIC, len(array)] if array.ndim == 1 else [IMAGES_MAGIC, len(array), *array.shape[2:]]
-    data = np.array(start, ">u4").tobytes() + array.tobytes()
-    # mtime=0: the same digits make the same file, whenever they are written
-    path.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)

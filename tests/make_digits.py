@@ -1,19 +1,23 @@
 """Make the bundled digits: 10,000 training and 2,000 test images of MNIST, stratified by digit, in their files' order.
 
-    python -m project.data.bundled.make_digits MNIST_ROOT
+    python -m tests.make_digits MNIST_ROOT
 
-reads the full set from MNIST_ROOT (torchvision's layout) and writes the four ``.gz`` files beside this script.
+reads the full set from MNIST_ROOT (torchvision's layout) and writes the four ``.gz`` files of the package.
 """
 
 from __future__ import annotations
 
+import gzip
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from project.data.mnist import MNISTDataModule, find_idx, read_idx, write_idx
+from project.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, MNISTDataModule, find_idx, read_idx
+
+BUNDLED = Path(__file__).parents[1] / "project" / "data" / "bundled"
 
 
 def stratified(labels: Tensor, size: int) -> Tensor:
@@ -26,7 +30,16 @@ def stratified(labels: Tensor, size: int) -> Tensor:
     return torch.cat([(labels == digit).nonzero().flatten()[:n] for digit, n in enumerate(wanted)]).sort().values
 
 
-def main(root: str, target: Path = Path(__file__).parent) -> None:
+def write_idx(path: Path, values: Tensor) -> None:
+    """Write uint8 images (count, 1, rows, columns) or labels (count,) as an IDX file, gzipped if named ``.gz``."""
+    array = values.to(torch.uint8).numpy()
+    start = [LABELS_MAGIC, len(array)] if array.ndim == 1 else [IMAGES_MAGIC, len(array), *array.shape[2:]]
+    data = np.array(start, ">u4").tobytes() + array.tobytes()
+    # mtime=0: the same digits make the same file, whenever they are written
+    path.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)
+
+
+def main(root: str, target: Path = BUNDLED) -> None:
     """Write the bundled files into ``target`` from the full set in ``root``."""
     raw = Path(root) / MNISTDataModule.folder
     for part, size in {"train": 10_000, "t10k": 2_000}.items():
