@@ -207,6 +207,20 @@ def test_what_a_loop_refuses_in_its_process_is_one_line() -> None:
         epochs_in_turn("t", [timing.FLOOR], [*SMALL, "--model.lr", "-1"], 1)
 
 
+def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(table: str, variants: dict[str, Any], rounds: int) -> None:
+        variants[timing.FULL]()  # its next epoch waits, and the floor has not begun
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "alternate", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        epochs_in_turn("t", [timing.FULL, timing.FLOOR], [*SMALL, "--model.network", "MLP"], 2)
+    assert not [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_median_comes_with_n_and_spread() -> None:
     assert median_and_spread("ms", [4.0, 2.0, 3.0]) == {"ms": 3.0, "n": 3, "spread_pct": pytest.approx(200 / 3)}
     assert median_and_spread("ms", [4.0]) == {"ms": 4.0, "n": 1}

@@ -231,7 +231,7 @@ def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n
 def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: int) -> None:
     """In a process of its own: train epochs of one loop, each when the connection says so, and tell what it took."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one closes the connection
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):
         try:
             config: Any = configure(list(fit_flags), "project.benchmark")
             if loop in (FULL, BARE):  # the others run as PyTorch does
