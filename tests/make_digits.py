@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from project.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, MNISTDataModule, find_idx, read_idx
-
-BUNDLED = Path(__file__).parents[1] / "project" / "data" / "bundled"
+from project.data.mnist import DIGITS, IMAGES_MAGIC, LABELS_MAGIC, MNISTDataModule, find_idx, read_idx
 
 
 def stratified(labels: Tensor, size: int) -> Tensor:
@@ -39,7 +37,7 @@ def write_idx(path: Path, values: Tensor) -> None:
     path.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)
 
 
-def main(root: str, target: Path = BUNDLED) -> None:
+def main(root: str, target: Path = DIGITS) -> None:
     """Write the bundled files into ``target`` from the full set in ``root``."""
     raw = Path(root) / MNISTDataModule.folder
     for part, size in {"train": 10_000, "t10k": 2_000}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,12 @@ class Rows(Logger):
             for step, row in self.rows
         ]
         return [(step, row) for step, row in kept if row]
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    """The rows of a metrics.csv, without what is empty."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):

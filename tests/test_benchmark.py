@@ -178,15 +178,17 @@ def test_progress_is_shown_on_a_terminal_only(
     assert ("0/2" in shown) == terminal
 
 
+def spawned() -> list[psutil.Process]:
+    """The processes that this one has started for a loop each."""
+    return [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
+
+
 def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def children() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
-
     def watched(table: str, variants: dict[str, Any], rounds: int) -> dict[str, list[Epoch]]:
         def noted(name: str) -> Epoch:
-            alive.append((name, len(children())))
+            alive.append((name, len(spawned())))
             return variants[name]()  # type: ignore[no-any-return]
 
         return alternate(table, {name: partial(noted, name) for name in variants}, rounds)
@@ -196,7 +198,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
     found = epochs_in_turn("t", [timing.FLOOR, timing.FULL], [*SMALL, "--model.network", "MLP"], 2)
     order = [timing.FLOOR, timing.FULL, timing.FULL, timing.FLOOR, timing.FLOOR, timing.FULL]
     assert alive == [(name, 2) for name in order]  # a process each, alive from the first turn to the last
-    assert children() == []
+    assert spawned() == []
     assert {name: len(epochs) for name, epochs in found.items()} == {timing.FLOOR: 2, timing.FULL: 2}  # one warmed up
     assert all(epoch.epoch_s >= epoch.train_s > 0 for epochs in found.values() for epoch in epochs)
     assert capfd.readouterr() == ("", "")
@@ -217,7 +219,7 @@ def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
     monkeypatch.setattr(timing, "alternate", stopped)
     with pytest.raises(KeyboardInterrupt):
         epochs_in_turn("t", [timing.FULL, timing.FLOOR], [*SMALL, "--model.network", "MLP"], 2)
-    assert not [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
+    assert spawned() == []
     assert capfd.readouterr() == ("", "")
 
 

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import csv
 import os
 from pathlib import Path
 
 import pytest
 
 from project.loggers.metrics_csv import MetricsCSV
-
-
-def read(path: Path) -> list[dict[str, float]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+from tests.monitored import read
 
 
 @pytest.fixture

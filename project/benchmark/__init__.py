@@ -15,7 +15,7 @@ TABLES = {
     # feature: memory
     "memory": ("peak_mib", "precision × activation checkpointing × accumulation × batch size: the peak and its parts"),
     # end feature: memory
-    "overhead": ("epoch_s", "what a run costs against loops written by hand, and what share passes in each feature"),
+    "overhead": ("epoch_s", "what a run costs against loops written by hand; the share of monitors and checkpoints"),
     "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }
 Row = dict[str, Any]  # of a table, by column

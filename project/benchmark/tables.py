@@ -25,7 +25,6 @@ from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
 from project.engine.summary import Summary
 from project.errors import UserError
-from project.loggers.wandb import WandbRunLogger
 
 # On a CPU a whole epoch of ResNet-18 would take minutes.
 RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--model.network.image_size", "32"]
@@ -37,7 +36,6 @@ WATCHED: tuple[type, ...] = (
     MemoryMonitor,  # feature: memory
     OptimizerMonitor,  # feature: optimizer
     RunCheckpoint,
-    WandbRunLogger,
 )
 BATCHES = 200  # of a loader, per measurement; at most one epoch
 MOST_EPOCHS = 14  # what pytorch/examples trains for MNIST
@@ -167,10 +165,10 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
     """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round.
 
     An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
-    plain PyTorch loop only trains). Then, per monitor, for checkpoints and W&B, the share of a run that passes inside
-    their hooks: two runs differ by more than a run with and without one of them.
+    plain PyTorch loop only trains). Then, per monitor and for checkpoints, the share of a run that passes inside their
+    hooks, logging included: two runs differ by more than a run with and without one of them.
     """
-    timing.loops_by_hand(config, settings.batch_size)  # refuses other data
+    timing.loops_by_hand(config, settings.batch_size)  # refuses other data before a process starts
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, settings.fit_flags, settings.n)
     rows: list[Row] = []
     for name, epochs in measured.items():

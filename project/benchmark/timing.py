@@ -118,7 +118,7 @@ class RunClock(Callback):
         self.batches = 0  # per epoch
         self.train_samples: int | None = None  # in the training set; None where its loader does not tell
         self.device = ""  # its name
-        self._train_began = self._began = self._train_s = 0.0  # the last: of this epoch's training steps
+        self._train_began = self._began = self._train_s = 0.0  # _train_s: of this epoch's training steps
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # here, because what is saved of an epoch is saved when the next begins
@@ -222,8 +222,9 @@ def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n
         turns = {loop: partial(epoch_of, loop) for loop in loops}
         return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}
     finally:
-        for loop, process in zip(connections, processes, strict=False):
-            connections[loop].close()
+        for connection in connections.values():
+            connection.close()  # its process ends before its next epoch
+        for process in processes:
             process.join(60)
             process.kill()
 
@@ -234,7 +235,7 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
     with suppress(EOFError, ConnectionError):
         try:
             config: Any = configure(list(fit_flags), "project.benchmark")
-            if loop in (FULL, BARE):  # the others run as PyTorch does
+            if loop in (FULL, BARE):  # as a command starts; the others wait and allocate as PyTorch does
                 threads.configure()
                 threads.waiting.start()
                 gc.freeze()

@@ -23,7 +23,7 @@ class OptimizerMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._metrics: dict[str, float | Tensor] = {}  # of this step, not logged yet: that would wait for the device
+        self._metrics: dict[str, float | Tensor] = {}  # logged at the step's end: to read them waits for the device
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if optimizer is not trainer.optimizers[0] or not logs_next_step(trainer):

@@ -36,19 +36,18 @@ def _is_due(trainer: Trainer, steps: int) -> bool:
 
 
 def _counted(trainer: Trainer, steps: int) -> int:
-    # manual optimization may take several steps in a batch; Lightning then counts batches
-    automatic = trainer.lightning_module.automatic_optimization
-    return steps if automatic else trainer.fit_loop.total_batch_idx + 1
+    """``steps``, or in manual optimization, which may take several in a batch, the batches, as Lightning counts."""
+    return steps if trainer.lightning_module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
 
 
 def log_values(trainer: Trainer, values: Mapping[str, float | Tensor]) -> None:
     """Log scalars that are the same on every rank, in ``on_train_batch_end`` or ``on_train_epoch_end``.
 
-    To all loggers at the step that the module's own values have, as Lightning's monitors do: ``module.log`` takes a
-    tenth of a millisecond for a value, and looks at each again at every later step.
+    To all loggers at the step that the module's own values have, a call for each monitor, as Lightning's monitors do:
+    ``module.log`` takes a tenth of a millisecond for a value, and looks at each again at every later step.
     """
     numbers = {name: float(value) for name, value in values.items()}
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in numbers.items()})
+    trainer.callback_metrics.update({name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()})
     for logger in trainer.loggers:
         logger.log_metrics({**numbers, "epoch": trainer.current_epoch}, _counted(trainer, trainer.global_step) - 1)
 
