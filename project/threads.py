@@ -87,6 +87,9 @@ class Waiting:
 
     Milliseconds per step of an MLP at batch 64 on two cores (2026-11-22, 4 turns of 150 steps each): 31 to 85 spinning
     and 2 to 11 sleeping under a load average of 4.5; 1.4 to 2.5 and 3.7 to 4.4 on the idle machine.
+    Where the kernel leaves two sleepers on one core, oneDNN's own barriers still spin there, each until the next tick:
+    a step of the default network took 13 to 18 ms, and 7 on one thread (2026-11-23). A core for each thread made it a
+    fifth faster, but processes that begin meanwhile, such as loaders' workers, would inherit the one core.
     """
 
     def __init__(self) -> None:

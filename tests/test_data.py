@@ -377,6 +377,19 @@ def test_a_whole_shift_alone_moves_every_image_by_its_own_whole_pixels(dtype: to
     assert len(seen) == 25  # every shift in ± 2
 
 
+# feature: mnist
+def test_the_default_digits_move_by_at_most_a_pixel() -> None:
+    images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)
+    images[:, :, 14, 14] = 1
+    moved, _ = training_batch(MNISTDataModule(), images, torch.zeros(400, dtype=torch.int64))
+    assert {tuple(place.tolist()) for place in moved.nonzero()[:, 2:]} == {
+        (row, column) for row in (13, 14, 15) for column in (13, 14, 15)
+    }
+
+
+# end feature: mnist
+
+
 @pytest.mark.parametrize("shift", [1.5, -1.0, 29.0, math.inf])
 def test_any_other_shift_is_interpolated(shift: float) -> None:
     images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)

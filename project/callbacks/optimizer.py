@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from project.engine.log_steps import SHARDING, log_values, logs_next_step
+from project.engine.log_steps import SHARDING, is_due, log_values
 
 
 class OptimizerMonitor(Callback):
@@ -26,7 +26,7 @@ class OptimizerMonitor(Callback):
         self._metrics: dict[str, float | Tensor] = {}  # logged at the step's end: to read them waits for the device
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if optimizer is not trainer.optimizers[0] or not logs_next_step(trainer):
+        if optimizer is not trainer.optimizers[0] or not is_due(trainer, trainer.global_step + 1):
             return
         metrics = self._metrics = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
         scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -22,15 +22,11 @@ def is_log_step(trainer: Trainer, batch_idx: int) -> bool:
 
     Lightning's own rule also logs once ``should_stop`` is set, which ranks learn at different times and would wait.
     """
-    return is_optimizer_step(trainer, batch_idx) and _is_due(trainer, trainer.global_step)
+    return is_optimizer_step(trainer, batch_idx) and is_due(trainer, trainer.global_step)
 
 
-def logs_next_step(trainer: Trainer) -> bool:
-    """:func:`is_log_step` for the optimizer step that comes next: for use in ``on_before_optimizer_step``."""
-    return _is_due(trainer, trainer.global_step + 1)
-
-
-def _is_due(trainer: Trainer, steps: int) -> bool:
+def is_due(trainer: Trainer, steps: int) -> bool:
+    """Whether the run's optimizer step of this number, from 1, is logged."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and _counted(trainer, steps) % every == 0
 
