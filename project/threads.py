@@ -87,9 +87,9 @@ class Waiting:
 
     Milliseconds per step of an MLP at batch 64 on two cores (2026-11-22, 4 turns of 150 steps each): 31 to 85 spinning
     and 2 to 11 sleeping under a load average of 4.5; 1.4 to 2.5 and 3.7 to 4.4 on the idle machine.
-    Where the kernel leaves two sleepers on one core, oneDNN's own barriers still spin there, each until the next tick:
-    a step of the default network took 13 to 18 ms, and 7 on one thread (2026-11-23). A core for each thread made it a
-    fifth faster, but processes that begin meanwhile, such as loaders' workers, would inherit the one core.
+    Two threads on one core, where the kernel may leave them beside a busy process, still lose time in oneDNN, which
+    waits in its own way: backward convolutions of the default network took 12 ms a step, and 2 on one thread, the rest
+    the same (2026-11-23). A core for each helps by a fifth, but children, such as loaders' workers, would inherit it.
     """
 
     def __init__(self) -> None:
