@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,9 +383,7 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
     images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 14, 14] = 1
     moved, _ = training_batch(MNISTDataModule(), images, torch.zeros(400, dtype=torch.int64))
-    assert {tuple(place.tolist()) for place in moved.nonzero()[:, 2:]} == {
-        (row, column) for row in (13, 14, 15) for column in (13, 14, 15)
-    }
+    assert set(map(tuple, moved.nonzero()[:, 2:].tolist())) == set(itertools.product((13, 14, 15), repeat=2))
 
 
 # end feature: mnist
