@@ -48,6 +48,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.print:
         workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
+
+        def what_is_set(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # without W&B's own notes
+            return {key: value for key, value in pairs if value is not None and key[0] != "_"}
+
         print(json.dumps(dataclasses.asdict(workspace, dict_factory=what_is_set), indent=2, default=str))
         return 0
     for option in ("entity", "project", "name"):
@@ -64,11 +68,6 @@ def main(argv: list[str]) -> int:
         where = f"--entity {options.entity} --project {options.project}"
         raise UserError(f"{where}: {said} Check both names, the login and the network.") from None
     return 0
-
-
-def what_is_set(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What of a workspace is set, without W&B's own bookkeeping."""
-    return {key: value for key, value in pairs if value is not None and key[0] != "_"}
 
 
 def build_workspace(entity: str, project: str, name: str) -> Any:

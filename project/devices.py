@@ -17,7 +17,7 @@ from typing import Any
 from project import hardware
 from project.engine.command import CommandParser, add_output, run
 from project.errors import UserError
-from project.loggers import wandb_state
+from project.loggers import wandb_state  # feature: wandb
 from project.tables import format_table, write_rows
 
 # A GPU that computes this much for others, or has less than this part of its memory free, is taken.
@@ -35,13 +35,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data.root", dest="root", default="data", metavar="DIR", help="where to look for MNIST")
     # end feature: mnist
     args = parser.parse_args(argv)
-    cpu, memory, wandb = hardware.cpu(), hardware.memory(), wandb_state()
+    cpu, memory = hardware.cpu(), hardware.memory()
     arithmetic = " and ".join(name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there)
     cores = f"{cpu['cores']} of {cpu['cores_of_machine']} cores"  # fewer by affinity or by a container's limit
     print(f"CPU     {cpu['name']}, {cores}, {arithmetic or 'no bfloat16 arithmetic'}", flush=True)
     print(f"memory  {memory['total_gib']:.1f} GiB, {memory['available_gib']:.1f} GiB available", flush=True)
-    print(f"W&B     {wandb.text}", flush=True)
-    facts: dict[str, Any] = {"cpu": cpu, "memory": memory, "wandb": asdict(wandb)}
+    facts: dict[str, Any] = {"cpu": cpu, "memory": memory}
+    facts["wandb"] = asdict(wandb_state())  # feature: wandb
+    print(f"W&B     {facts['wandb']['text']}", flush=True)  # feature: wandb
     facts["mnist"] = mnist_state(args.root)  # feature: mnist
     print(f"MNIST   {facts['mnist']['text']}", flush=True)  # feature: mnist
     facts["accelerators"] = gpus = hardware.accelerators()

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback
 
 from project.callbacks.memory import MemoryMonitor, MemorySnapshot, is_measurable  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
-from project.callbacks.test_predictions import TestPredictions
+from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine import signals
 from project.engine.checkpointing import Best, RunCheckpoint
@@ -29,9 +29,9 @@ from project.engine.cli import Configuration
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run, read_configuration, start_from
 from project.engine.summary import RunTimer, Summary, closing_lines, progress_callback, stopped_lines
-from project.engine.trainer import build_trainer, final_test, loggers_of, refusals_as_errors, trainer_flags
+from project.engine.trainer import build_trainer, final_test, further_loggers, refusals_as_errors, trainer_flags
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import make_wandb_logger, offline_folders
+from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
 from project.publish import Session, close, publish, publish_stopped, summarize
 
 
@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
         finally:
             job.release()
         if not config.trainer["fast_dev_run"]:
-            say(closing_lines(summary, job.folder, offline_folders(job.folder), session.advice))
+            say(closing_lines(summary, job.folder))
+            say(*sync_command(job.folder))  # feature: wandb
     return 0
 
 
@@ -65,17 +66,13 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
     """The Trainer of a run; callbacks in ``extra`` come last."""
     flags, options = trainer_flags(config), config.options
     timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
-    csv, predictions = MetricsCSV(job.folder / "metrics.csv"), TestPredictions()
-    wandb = make_wandb_logger(job.folder, job.name, job.run_id, config.resolved) if is_rank_zero() else None
-    loggers = loggers_of(flags, options, job.folder, [csv, wandb])
-    wandb = wandb if wandb in loggers else None
-    if wandb is not None:
-        wandb.best = best
+    csv, loggers = MetricsCSV(job.folder / "metrics.csv"), further_loggers(flags, options, job.folder)
+    wandb = make_wandb_logger(config, job, best)  # feature: wandb
+    loggers = [wandb, *loggers] if wandb is not None else loggers  # feature: wandb
+    predictions = TestPredictions()  # feature: test_predictions
     checkpoint = RunCheckpoint(config, job, best, csv)
     optimizer = OptimizerMonitor() if "optimizer" in config.monitors else None  # feature: optimizer
-    # feature: memory
-    memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None
-    # end feature: memory
+    memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
     # feature: throughput
     throughput = None
     if "throughput" in config.monitors:
@@ -83,26 +80,26 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
         checkpoint.exclude, flags["profiler"] = throughput.pause, throughput.profiler(flags["profiler"])
     # end feature: throughput
     callbacks: list[Callback | None] = [
-        wandb,
+        wandb,  # feature: wandb
         timer,
         checkpoint,
         optimizer,  # feature: optimizer
         throughput,  # feature: throughput
         memory,  # feature: memory
         MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
-        predictions,
+        predictions,  # feature: test_predictions
         progress_callback(flags),
         *flags["callbacks"],
         *extra,
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
     return Session(
-        build_trainer(flags | {"logger": loggers, "default_root_dir": job.folder}),
+        build_trainer(flags | {"logger": [csv, *loggers], "default_root_dir": job.folder}),
         checkpoint,
         timer,
         csv,
-        predictions,
-        wandb,
+        predictions=predictions,  # feature: test_predictions
+        wandb=wandb,  # feature: wandb
         throughput=throughput,  # feature: throughput
         memory=memory,  # feature: memory
     )

@@ -15,8 +15,6 @@ import psutil
 from project import threads
 
 GIB = 1024**3
-# Turing without tensor cores: GTX 1650 and 1660, MX450 and MX550, T500 to T1200 laptop chips (NVIDIA's TU116, TU117)
-WITHOUT_TENSOR_CORES = re.compile(r"GTX 16|MX[45]50|T[5-9]00|T1[02]00|T1000|T400")
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
@@ -42,6 +40,11 @@ def _sysctl(name: str) -> str:
         with suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=2).stdout.strip()
     return ""
+
+
+# feature: tune, benchmark, devices
+# Turing without tensor cores: GTX 1650 and 1660, MX450 and MX550, T500 to T1200 laptop chips (NVIDIA's TU116, TU117)
+WITHOUT_TENSOR_CORES = re.compile(r"GTX 16|MX[45]50|T[5-9]00|T1[02]00|T1000|T400")
 
 
 def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> dict[str, float]:
@@ -117,3 +120,6 @@ def unusable_gpus() -> str | None:
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         reason = f"CUDA_VISIBLE_DEVICES={hidden!r} hides its GPUs."
     return f"NVIDIA driver {driver} is here, but {reason}"
+
+
+# end feature: tune, benchmark, devices

@@ -11,30 +11,29 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project import threads
 from project.callbacks.memory import MemoryMonitor  # feature: memory
-from project.callbacks.test_predictions import TestPredictions
+from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine import signals
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
 from project.engine.restore import Run
-from project.engine.stop import failure_within
+from project.engine.stop import failure_within  # feature: report
 from project.engine.summary import (
-    RunRecord,
+    RunRecord,  # feature: report, wandb
     RunTimer,
     Summary,
     device_name,
     git_state,
     parameter_count,
-    read_series,
+    read_series,  # feature: report, wandb
     training_samples,
 )
 from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
-from project.loggers.wandb import WandbRunLogger
+from project.loggers.wandb import WandbRunLogger  # feature: wandb
 
-# Seconds for the report of a stopped run, which has ten seconds for everything
-REPORT_PATIENCE = 4.0
+REPORT_PATIENCE = 4.0  # seconds for that of a stopped run, which has ten for everything  # feature: report
 
 
 @dataclass
@@ -45,17 +44,10 @@ class Session:
     checkpoint: RunCheckpoint
     timer: RunTimer
     csv: MetricsCSV
-    predictions: TestPredictions
-    wandb: WandbRunLogger | None
+    predictions: TestPredictions  # feature: test_predictions
+    wandb: WandbRunLogger | None = None  # feature: wandb
     throughput: ThroughputMonitor | None = None  # feature: throughput
     memory: MemoryMonitor | None = None  # feature: memory
-
-    @property
-    def advice(self) -> str | None:
-        """What the run waited for, in one sentence; None where nothing was measured."""
-        if self.throughput is not None:  # feature: throughput
-            return self.throughput.advice()  # feature: throughput
-        return None
 
 
 def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> Summary:
@@ -87,6 +79,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         git_dirty=dirty,
         hardware=f"{processor['name']}, {processor['cores']} core{'s' if processor['cores'] > 1 else ''}",
         metrics=metrics,
+        advice=session.throughput.advice() if session.throughput else None,  # feature: throughput
     )
 
 
@@ -95,6 +88,7 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
     if not session.trainer.is_global_zero:
         return
     session.csv.save()
+    # feature: report, wandb
     record = RunRecord(
         summary,
         config=yaml.safe_dump(config.resolved, sort_keys=False),
@@ -102,17 +96,18 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
         class_names=[str(name) for name in getattr(config.datamodule, "class_names", [])],
         stopped_by=stopped_by,
         max_epochs=session.trainer.max_epochs,
-        remarks=[advice] if (advice := session.advice) else [],
-        confusion=session.predictions.confusion,
-        mistakes=session.predictions.mistakes,
+        remarks=[summary.advice] if summary.advice else [],
+        confusion=session.predictions.confusion,  # feature: test_predictions
+        mistakes=session.predictions.mistakes,  # feature: test_predictions
     )
     # feature: memory
     if session.memory is not None:
         record.breakdown = session.memory.breakdown
         record.remarks += session.memory.leaks
     # end feature: memory
-    if session.wandb is not None:
-        session.wandb.record = record  # sent when the W&B run is closed
+    # end feature: report, wandb
+    if session.wandb is not None:  # feature: wandb
+        session.wandb.record = record  # sent when the W&B run is closed  # feature: wandb
     # feature: report
     if config.options.report:
 
@@ -138,6 +133,6 @@ def publish_stopped(config: Configuration, run: Run, session: Session, stop: sig
 
 def close(session: Session, exit_code: int) -> None:
     """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
-    if session.wandb is not None:
-        session.wandb.finish(exit_code)
+    if session.wandb is not None:  # feature: wandb
+        session.wandb.finish(exit_code)  # feature: wandb
     release_child_processes()

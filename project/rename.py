@@ -3,7 +3,7 @@
 python -m project.rename digits
 python -m project.rename digits --without report,sweep      # code, tests, configs, pages and packages go together
 python -m project.rename digits --without mnist             # without the bundled digits, for data of your own
-python -m project.rename digits --without all               # the core: fit, test, engine, model, data, loggers
+python -m project.rename digits --without all               # the core: fit, test, engine, model, data; not even this
 """
 
 # What belongs to a feature: the files below, and marked lines in files that the core needs as well. The comment
@@ -40,19 +40,22 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "devices": ("project/devices.py",),
     "dashboard": ("project/dashboard.py",),
     "runs": ("project/runs.py", "project/runs.html.j2"),
+    "wandb": ("project/loggers/wandb.py", "tests/wandb_server.py", "tests/test_wandb_account.py"),  # and dashboard
     "throughput": ("project/callbacks/throughput.py",),
     "memory": ("project/callbacks/memory.py",),
     "optimizer": ("project/callbacks/optimizer.py",),
+    "test_predictions": ("project/callbacks/test_predictions.py",),
     "profiler": ("project/callbacks/profiler.py", "configs/profile.yaml"),
     "mnist": (
         *("project/data/bundled", "project/data/mnist.py", "project/data/digits.py"),
         *("tests/digit_files.py", "tests/photos.py"),
         *("configs/best.yaml", "configs/fast.yaml", "configs/mlp.yaml", "configs/examples/fashion_mnist.*"),
     ),
+    "rename": ("project/rename.py",),
 }
 
 MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no files
-MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z]+(?:, [a-z]+)*)(?: -->.*)?$")
+MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z_]+(?:, [a-z_]+)*)(?: -->.*)?$")
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
 IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
 # A test that says this trains on the bundled digits, or compares with them.
@@ -115,7 +118,8 @@ def chosen_features(text: str) -> set[str]:
     for name in {*names} - {*FEATURES, "all"}:
         known = ", ".join(FEATURES)
         raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
-    return features_here() & set(FEATURES if "all" in names else names)
+    needing = {"dashboard"} if "wandb" in names else set()
+    return features_here() & ({*FEATURES} if "all" in names else {*names, *needing})
 
 
 def texts() -> dict[Path, str]:

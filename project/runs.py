@@ -88,9 +88,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", nargs="?", type=int, const=0, metavar="N", help=seeds)
     parser.add_argument("--run_name", metavar="NAME", help="of the N runs: NAME-1, NAME-2, ...")
     add_output(parser)
-    # feature: report
-    add_output(parser, "--report", (".html",), "draw the runs on one page that needs no network")
-    # end feature: report
+    add_output(parser, "--report", (".html",), "draw the runs on one page that needs no network")  # feature: report
     args, fit_arguments = parser.parse_known_args(argv)
     if fit_arguments and not args.seeds:
         parser.error(f"unrecognized arguments: {' '.join(fit_arguments)}")

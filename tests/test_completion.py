@@ -21,7 +21,11 @@ done
 @pytest.mark.parametrize(
     "completed",
     [
-        {"python -m project.tes": "project.test", "python -m project.rename --wi": "--without", "python x --d": ""},
+        {
+            "python -m project.tes": "project.test",
+            "python -m project.rename --wi": "--without",  # feature: rename
+            "python x --d": "",
+        },
         pytest.param(  # each asks for help three times, and imports torch for it
             {
                 "python -m project.test --ckpt": "--ckpt_path",

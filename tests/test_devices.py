@@ -118,7 +118,7 @@ def test_devices_without_a_gpu_reports_and_recommends_a_line_that_fit_accepts(tm
     assert done.returncode == 0, done.stderr
     report = done.stdout
     assert report.startswith("CPU ")
-    assert "not logged in" in report
+    assert "not logged in" in report  # feature: wandb
     facts = json.loads((tmp_path / "devices.json").read_text())
     assert facts["cpu"]["cores"] == len(os.sched_getaffinity(0))
     assert 0 < facts["memory"]["available_gib"] <= facts["memory"]["total_gib"]

@@ -36,7 +36,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--learning_rate=0.1"], ["--learning_rate", "Did you mean --model.lr?"]),
         (["--batch_size", "8"], ["--batch_size", "Did you mean --data.batch_size?"]),
         (["--seed", "1"], ["--seed", "Did you mean --seed_everything?"]),
-        (["--tags", "a"], ["--tags", "Did you mean the variable WANDB_TAGS?"]),
+        (["--tags", "a"], ["--tags", "Did you mean the variable WANDB_TAGS?"]),  # feature: wandb
         (["--seed_everything", "-3"], ["--seed_everything", "between 0 and 4294967295", "got -3"]),
         (["--seed_everything", "true"], ["--seed_everything", "between 0 and 4294967295", "got True"]),
         (["--data.batchsize", "3"], ["--data.batchsize", "--data.batch_size"]),

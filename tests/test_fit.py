@@ -55,7 +55,7 @@ def test_a_run_leaves_all_its_files_and_a_summary(finished: Path) -> None:
     assert [key for key in PROMISED if key not in facts] == []
     assert facts["data_source"] == "sample"
     assert (finished.parent / "latest").resolve() == finished
-    assert list((finished / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((finished / "wandb").glob("offline-run-*/*.wandb"))  # feature: wandb
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU 16-mixed is 16-mixed")
@@ -75,7 +75,7 @@ def test_what_a_person_sees_names_accuracy_time_and_the_next_command(finished: P
     ):
         assert part in shown
     assert "python -m project.test" in shown
-    assert "wandb sync" in shown
+    assert "wandb sync" in shown  # feature: wandb
     assert "epoch 3/3" in shown
 
 
@@ -121,7 +121,7 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     for name in ("best.ckpt", "last.ckpt"):
         (folder / name).touch()
     facts = Summary("my run", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="")
-    lines = [*closing_lines(facts, folder, None, None).splitlines(), *stopped_lines(folder, 5)]
+    lines = [*closing_lines(facts, folder).splitlines(), *stopped_lines(folder, 5)]
     commands = [shlex.split(line) for line in lines if line.startswith("  python")]
     assert len(commands) >= 2
     assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)

@@ -12,7 +12,7 @@ import pytest
 import project
 from project.engine import lightning_internals
 from project.errors import UserError
-from project.rename import FEATURES, features_here
+from project.rename import FEATURES, features_here  # feature: rename
 
 PACKAGE = Path(project.__file__).parent
 CLONE = PACKAGE.parent
@@ -152,5 +152,5 @@ def test_the_house_does_not_grow() -> None:
     assert len(lines) <= 58
     assert sum(lines.values()) <= 11_216
     assert {name: count for name, count in lines.items() if count > 500} == {}
-    if features_here() == {*FEATURES}:
-        assert 100 <= statistics.median(real) <= 300
+    if features_here() == {*FEATURES}:  # feature: rename
+        assert 100 <= statistics.median(real) <= 300  # feature: rename

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import wandb
+import wandb  # feature: wandb
 
 from project import fit
 from project.engine import command as entry
 from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT
-from tests.reported import of_type, wandb_folders, wandb_records
+from tests.reported import of_type, wandb_folders, wandb_records  # feature: wandb
 
 PAGE = (ROOT / "README.md").read_text().partition("## Make it yours")[2].partition("\n## ")[0]
 
@@ -241,6 +241,7 @@ def test_a_rehearsal_leaves_no_run_and_no_checkpointing_no_checkpoint(
     assert "best.ckpt" not in capsys.readouterr().out
 
 
+# feature: wandb
 def test_wandbs_own_variables_reach_the_run(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a logger of the user's own does not take W&B's place."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -253,3 +254,6 @@ def test_wandbs_own_variables_reach_the_run(in_folder: Path, monkeypatch: pytest
     assert (record["project"], record["run_group"], record["notes"]) == ("mine", "study", "why")
     assert sorted(record["tags"]) == ["a", "b"]
     assert "val_loss" in Path("log.txt").read_text()
+
+
+# end feature: wandb

@@ -10,13 +10,15 @@ import pytest
 
 from project.engine.checkpoint_files import damage
 from tests.commands import finished_run, run, summary, two_rank_run
-from tests.reported import of_type, wandb_folders, wandb_records
+from tests.reported import of_type, wandb_folders, wandb_records  # feature: wandb
 
 
 def test_a_default_run_records_every_metric_that_a_cpu_has():
     folder = finished_run()
+    # feature: wandb
     (history,) = wandb_folders(folder)
     items = [row["item"] for row in of_type(wandb_records(history), "history")]
+    # end feature: wandb
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     everywhere = {
@@ -25,7 +27,7 @@ def test_a_default_run_records_every_metric_that_a_cpu_has():
     }
     groups = ("throughput/", "memory/", "optimizer/")
     assert {name for row in rows for name, value in row.items() if value and name.startswith(groups)} == everywhere
-    assert everywhere <= {name for item in items for name in item}
+    assert everywhere <= {name for item in items for name in item}  # feature: wandb
     total = summary(folder)
     assert total["throughput/samples_per_sec"] > 0
     assert 0 <= total["throughput/data_wait_pct"] <= 100

@@ -19,8 +19,8 @@ from lightning.pytorch import Trainer
 
 from project import fit
 from project import report as page
-from project.callbacks import test_predictions
-from project.callbacks.test_predictions import TestPredictions
+from project.callbacks import test_predictions  # feature: test_predictions
+from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.data import MNISTDataModule
 from project.engine import summary as summary_module
 from project.engine.restore import load
@@ -57,14 +57,16 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
     source, facts = report(), summary(reported_run())
     text = text_of(source)
     wrong = round(200 * (1 - facts["test/accuracy"]))
-    assert f"{100 * facts['test/accuracy']:.2f} % test accuracy {wrong} wrong of 200" in text
+    assert f"{100 * facts['test/accuracy']:.2f} % test accuracy" in text
+    assert f"{wrong} wrong of 200" in text  # feature: test_predictions
     best = f"best, epoch {facts['best_epoch'] + 1} of 3"
     assert f"{100 * facts['val/accuracy']:.2f} % validation accuracy {best}" in text
     assert f"{facts['test/loss']:.4g} test loss" in text
     titles = re.findall("<h3>([^<]+)</h3><svg", source)
     assert titles == [
         *("Loss", "Accuracy", "Learning rate", "Gradient norm", "Training samples per second", "Waiting for data"),
-        *("Host memory", "Memory by use", "Confusion matrix", "Accuracy per class"),
+        *("Host memory", "Memory by use"),
+        *("Confusion matrix", "Accuracy per class"),  # feature: test_predictions
     ]
     for label in ("optimizer step", "end of epoch", "cross-entropy (nats)", "% of the time", "MiB on one device"):
         assert label in text
@@ -72,7 +74,7 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
     assert facts["git_commit"] in text
     assert all(version in text for version in facts["versions"].values())
     assert "class_path: project.model.networks.MLP" in text
-    assert len(re.findall(r"<img ", source)) == min(24, wrong)
+    assert len(re.findall(r"<img ", source)) == min(24, wrong)  # feature: test_predictions
 
 
 def record_of(metrics: dict[str, float] | None = None, **facts: Any) -> RunRecord:
@@ -166,6 +168,7 @@ def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked() -> None:
     assert page.epoch_ends(record) == {1: 9}
 
 
+# feature: test_predictions
 def trained_predictions(callback: TestPredictions, batch_size: int = 77) -> tuple[torch.Tensor, MNISTDataModule]:
     """Test the small run's best checkpoint with the callback; returns its probabilities (200, 10)."""
     loaded = load(reported_run() / "best.ckpt")
@@ -209,12 +212,14 @@ def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPat
     assert [m.probability for m in twice.mistakes] == [m.probability for m in alone.mistakes[:3] for _ in range(2)]
 
 
+# end feature: test_predictions
+
+
 def test_two_processes_report_every_test_sample_once() -> None:
     folder = two_rank_run()
-    facts = summary(folder)
-    wrong = round(199 * (1 - facts["test/accuracy"]))
-    assert f"{wrong} wrong of 199" in text_of((folder / "report.html").read_text())
-    assert len(wandb_folders(folder)) == 1, "one W&B run per job"
+    wrong = round(199 * (1 - summary(folder)["test/accuracy"]))
+    assert f"{wrong} wrong of 199" in text_of((folder / "report.html").read_text())  # feature: test_predictions
+    assert len(wandb_folders(folder)) == 1, "one W&B run per job"  # feature: wandb
 
 
 def test_a_report_that_fails_is_one_warning_and_no_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,8 @@ JUNK = {
     "MASTER_PORT": "http",
     "SLURM_PROCID": "0x1",
     "SLURM_NTASKS": "4(x2)",
-    "WANDB_MODE": "junk",
-    "WANDB_FINISH_TIMEOUT": "soon",
+    "WANDB_MODE": "junk",  # feature: wandb
+    "WANDB_FINISH_TIMEOUT": "soon",  # feature: wandb
 }
 
 
@@ -187,6 +187,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+# feature: wandb
 class Failing(BaseHTTPRequestHandler):
     """Answers every request with 500, or not at all."""
 
@@ -225,3 +226,6 @@ def test_a_server_of_wandb_that_fails_costs_ten_seconds_at_most(
     finally:
         server.shutdown()
         shutil.rmtree("checkpoints", ignore_errors=True)
+
+
+# end feature: wandb

@@ -400,6 +400,7 @@ def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path:
         read_space(tmp_path / "s.yaml")
 
 
+# feature: wandb
 def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
@@ -419,3 +420,6 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(mon
     assert config.resolved["model"]["init_args"]["lr"] == values["model.lr"]["value"]
     assert config.resolved["data"]["init_args"]["batch_size"] == values["data.batch_size"]["value"]
     assert (ROOT / content["program"]).is_file()
+
+
+# end feature: wandb

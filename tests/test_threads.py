@@ -77,11 +77,11 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
 
 def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
     facts = Summary("r", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="fit")
-    assert "other processes" not in closing_lines(facts, tmp_path, None, None)
+    assert "other processes" not in closing_lines(facts, tmp_path)
     facts.busy_seconds = 0.3  # would be 0 s
-    assert "other processes" not in closing_lines(facts, tmp_path, None, None)
+    assert "other processes" not in closing_lines(facts, tmp_path)
     facts.busy_seconds = 3.2
-    assert "trained 5.0 s; for 3 s other processes took cores" in closing_lines(facts, tmp_path, None, None)
+    assert "trained 5.0 s; for 3 s other processes took cores" in closing_lines(facts, tmp_path)
     assert facts.to_plain()["busy_seconds"] == 3.2
 
 

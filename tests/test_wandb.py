@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,11 @@ from torch.utils.data import DataLoader
 
 from project import fit
 from project.engine.checkpointing import Best
+from project.engine.restore import Run
 from project.engine.summary import RunRecord, Summary
 from project.errors import UserError
 from project.loggers import wandb as wandb_logging
-from project.loggers.wandb import WandbRunLogger, make_wandb_logger, offline_folders
+from project.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, differences, run, start, summary, wait_for
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
@@ -253,7 +255,7 @@ def test_what_wandb_would_refuse_is_an_error(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError) as refused:
-        make_wandb_logger(tmp_path, "name", "id", {})
+        logger_in(tmp_path, {})
     assert str(refused.value) == said
 
 
@@ -288,6 +290,11 @@ def _wandb_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
     wandb.teardown()
 
 
+def logger_in(folder: Path, config: dict[str, Any]) -> WandbRunLogger | None:
+    settings: Any = SimpleNamespace(trainer={"logger": None}, resolved=config)
+    return make_wandb_logger(settings, Run(folder, run_id="id"), Best())
+
+
 def small_record(stopped_by: str | None = None) -> RunRecord:
     facts = Summary("r", True, "cpu", "32-true", 1, parameters=10, epochs=1, steps=2, fit_seconds=1.0, command="fit")
     return RunRecord(facts, config="", stopped_by=stopped_by)
@@ -300,19 +307,19 @@ def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
     chosen = {"PROJECT": "p1", "ENTITY": "team", "RUN_GROUP": "g1", "TAGS": "a,b", "NOTES": "why", "JOB_TYPE": "j"}
     for name, value in chosen.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    logger = make_wandb_logger(tmp_path, "name", "id", {"lr": 0.1})
+    logger = logger_in(tmp_path, {"lr": 0.1})
     assert logger is not None
     logger.begin()
     logger.finish(0)
     (first,) = of_type(wandb_records(wandb_folders(tmp_path)[0]), "run")
     assert (first["project"], first["entity"], first["run_group"]) == ("p1", "team", "g1")
     assert (first["tags"], first["notes"], first["job_type"]) == (["a", "b"], "why", "j")
-    assert (first["display_name"], first["run_id"]) == ("name", "id")
+    assert (first["display_name"], first["run_id"]) == (tmp_path.name, "id")
 
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> None:
-    logger = make_wandb_logger(tmp_path, "name", "id", {})
+    logger = logger_in(tmp_path, {})
     assert logger is not None
     logger.best = Best("val/error", "min")
     trainer = Trainer(
@@ -415,7 +422,7 @@ def slow_start(
         return fake
 
     monkeypatch.setattr(wandb, "init", init)
-    yield WandbRunLogger(tmp_path, "name", "id", "project", {"a": 1}, offline=False), fake, up
+    yield WandbRunLogger(Run(tmp_path, run_id="id"), "project", {"a": 1}, offline=False), fake, up
     up.set()
     fake.takes.set()
 
@@ -505,7 +512,7 @@ def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
 ) -> None:
     if chosen:
         monkeypatch.setenv("WANDB_DATA_DIR", chosen)
-    logger = WandbRunLogger(tmp_path, "name", "id", "project", {}, offline=True)
+    logger = WandbRunLogger(Run(tmp_path), "project", {}, offline=True)
     slow_start[2].set()
     logger.begin()
     assert os.environ["WANDB_DATA_DIR"] == (chosen or str(tmp_path / "wandb"))
@@ -515,9 +522,10 @@ def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
 
 def test_the_printed_folders_are_those_that_wandb_sync_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert offline_folders(tmp_path / "my run") is None
+    assert sync_command(tmp_path / "my run") == []
     for name in ("offline-run-1-a", "offline-run-2-a"):
         (tmp_path / "my run" / "wandb" / name).mkdir(parents=True)
-        pattern = offline_folders(tmp_path / "my run")
+        (line,) = sync_command(tmp_path / "my run")
+        pattern = line.removeprefix("  wandb sync ").partition("   #")[0]
         assert subprocess.run(f"ls -d {pattern}", shell=True, capture_output=True).returncode == 0
     assert pattern == "'my run/wandb'/offline-run-*"

@@ -187,8 +187,8 @@ def run_epochs(
         try:
             lightning.fit(config.module, datamodule=config.datamodule)
         finally:
-            if session is not None and session.wandb is not None:
-                session.wandb.finish(0)
+            if session is not None and session.wandb is not None:  # feature: wandb
+                session.wandb.finish(0)  # feature: wandb
             signals.state.deferring = False  # between two runs there is no step to wait for
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")

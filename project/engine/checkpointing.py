@@ -85,13 +85,6 @@ class Best:
             self.metrics = {name: float(value) for name, value in logged.items() if name.startswith("val")}
         return better
 
-    def go_on_from(self, saved: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds, unless another metric or mode is named now."""
-        same_mode = not self.mode_is_named or self.mode == saved["mode"]
-        if self.monitor in (None, saved["monitor"]) and same_mode:
-            for name in ("monitor", "mode", "score", "epoch", "metrics"):
-                setattr(self, name, saved[name])
-
 
 class RunCheckpoint(GracefulStop):
     """Saves, resumes and (see the base class) stops a run at the boundary between two optimizer steps.
@@ -144,7 +137,9 @@ class RunCheckpoint(GracefulStop):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict["score"], float | None) or state_dict["mode"] not in ("min", "max"):
             raise TypeError("the best value so far is no number")
-        self.best.go_on_from(state_dict)
+        best, same_mode = self.best, not self.best.mode_is_named or self.best.mode == state_dict["mode"]
+        if best.monitor in (None, state_dict["monitor"]) and same_mode:  # unless another one is named now
+            vars(best).update({name: state_dict[name] for name in ("monitor", "mode", "score", "epoch", "metrics")})
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self.best))

@@ -78,8 +78,8 @@ ELSEWHERE = {
     "--bf16": "--precision bf16-mixed",
     **dict.fromkeys(("--resume", "--resume_from_checkpoint", "--checkpoint"), "--ckpt_path"),
     **dict.fromkeys(("--name", "--experiment"), "--run_name"),
-    **{f"--{word}": f"the variable WANDB_{word.upper()}" for word in ("tags", "notes", "entity", "project", "mode")},
-    "--group": "the variable WANDB_RUN_GROUP",
+    **{f"--{w}": f"the variable WANDB_{w.upper()}" for w in ("tags", "notes", "entity", "project")},  # feature: wandb
+    "--group": "the variable WANDB_RUN_GROUP",  # feature: wandb
 }
 # -h of fit: what people change, on one screen; --help has the rest
 MOST_USED = Path(__file__).with_name("most_used.txt")
@@ -97,9 +97,7 @@ OPTIONS: tuple[Option, ...] = (
     ("report", bool, True, "Write report.html at the end."),  # feature: report
     ("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
     ("matmul_precision", str | None, None, "float32 matrix products: highest, high (TF32) or medium (bfloat16)."),
-    # feature: memory
-    ("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),
-    # end feature: memory
+    ("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),  # feature: memory
     ("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     ("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
 )

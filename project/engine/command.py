@@ -123,22 +123,12 @@ def say_error(message: str) -> None:
     print(f"error: {message[:LONGEST]}{' ...' if message[LONGEST:] else ''}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import a library inside, without the garbage collector: see :func:`prepare_process`."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
     """Every option that ``--help`` shows."""
     return re.findall(r"(?m)^\s+(?:-\w, )?(--[\w.]+)", parser.format_help())
 
 
+# feature: predict, export, tune, sweep, benchmark, devices, dashboard, runs, rename
 class CommandParser(argparse.ArgumentParser):
     """Parser without abbreviations, whose errors are a :class:`UserError`; its help is a module's docstring ``doc``."""
 
@@ -180,6 +170,20 @@ def add_output(
     """Add an option for a file to write, whose path is checked as it is read."""
     metavar = "FILE" if len(endings) > 1 else f"FILE{endings[0]}"
     parser.add_argument(option, metavar=metavar, type=lambda path: check_output(path, endings, option), help=what)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import a library inside, without the garbage collector: see :func:`prepare_process`."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+# end feature: predict, export, tune, sweep, benchmark, devices, dashboard, runs, rename
 
 
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}

@@ -216,7 +216,7 @@ class ExactLoader(DataLoader[Any]):
             Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),
             sampler=batches,
             batch_size=None,  # a request is a batch; PyTorch neither collates nor copies
-            collate_fn=as_it_is,
+            collate_fn=torch.nn.Identity(),  # not PyTorch's search for arrays in every batch
             worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn),
             generator=torch.Generator().manual_seed(seed),  # not the training's generator
             in_order=loader.in_order,
@@ -394,11 +394,6 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if further is not None:
         further(worker)
-
-
-def as_it_is(batch: Any) -> Any:
-    """Replaces PyTorch's search for arrays to convert in every batch."""
-    return batch
 
 
 def has_state(part: Any) -> bool:

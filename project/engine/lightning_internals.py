@@ -11,7 +11,7 @@ import importlib.metadata
 import threading
 import weakref  # feature: tune, memory
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -275,28 +275,12 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
 
 
 # feature: tune, memory
-def each_result(seen: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
-    """A block in which ``seen`` is called with the tensors that every operation of torch returns.
-
-    Buys memory counted tensor by tensor on the CPU, whose allocator keeps no count. Public way missing: PyTorch has
-    ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
-    """
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    class Results(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            seen(tree_leaves(result))
-            return result
-
-    return Results()
-
-
 class LiveMemory(ExitStack):
     """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs microseconds each.
 
     Not within one operation. A compiled network runs eagerly. Above ``limit_bytes``: ``torch.OutOfMemoryError``.
+    Buys what the CPU's allocator does not count. Public way missing: PyTorch has ``TorchDispatchMode`` in this module
+    alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -306,7 +290,16 @@ class LiveMemory(ExitStack):
         self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __enter__(self) -> LiveMemory:
-        self.enter_context(each_result(self.count))
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from torch.utils._pytree import tree_leaves
+
+        class Results(TorchDispatchMode):
+            def __torch_dispatch__(_, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
+                result = func(*args, **(kwargs or {}))
+                self.count(tree_leaves(result))
+                return result
+
+        self.enter_context(Results())
         return super().__enter__()
 
     def count(self, tensors: Iterable[Any]) -> None:

@@ -256,8 +256,9 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     """The run that ``--run_name`` (default: the time) and ``--ckpt_path`` (default: a new run) mean. Writes nothing
     except a new run's folder. A UserError where the name is bad or taken, or the checkpoint unusable.
     """
-    if run_name is not None:
-        _check_name(run_name)
+    if run_name is not None and (not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) or run_name == LATEST):
+        allowed = f"1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
+        raise UserError(f"--run_name must be {allowed}, got '{run_name}'.")
     if ckpt_path is None:
         return _new(root, run_name)
     if ckpt_path == "auto":
@@ -337,9 +338,3 @@ def _is_finished(checkpoint: Path) -> bool:
         summary = json.loads((checkpoint.parent / "summary.json").read_text())
         return bool(summary.get("finished")) and summary.get("steps") == read(checkpoint).get("global_step")
     return False
-
-
-def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", name) or name == LATEST:
-        allowed = f"1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
-        raise UserError(f"--run_name must be {allowed}, got '{name}'.")

@@ -113,6 +113,7 @@ class GracefulStop(Callback):
             raise signals.Stopped(self._request)
 
 
+# feature: report, wandb
 def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
     """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong, None if nothing."""
     outcome: list[BaseException | None] = [TimeoutError(f"not done after {seconds} s")]
@@ -128,6 +129,9 @@ def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseExcept
     thread.start()
     thread.join(seconds)
     return outcome[0]
+
+
+# end feature: report, wandb
 
 
 def requeue_job() -> None:

@@ -67,10 +67,11 @@ class Summary:
     hardware: str | None = None  # CPU model and cores, such as "AMD EPYC 9B14, 2 cores"
     versions: dict[str, str] = field(default_factory=lambda: versions())
     metrics: dict[str, float] = field(default_factory=dict)  # val/* of the best epoch, test/*, throughput/*, memory/*
+    advice: str | None = None  # where the run's time went and what to try, in words: not in the file
 
     def to_plain(self) -> dict[str, Any]:
         """One flat dictionary, metrics beside the facts; what is None is left out."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("metrics", "best_score")}
+        facts = {name: value for name, value in vars(self).items() if name not in ("metrics", "best_score", "advice")}
         if self.monitor is not None:
             facts[self.monitor] = self.best_score
         return {name: value for name, value in (facts | self.metrics).items() if value is not None}
@@ -80,6 +81,7 @@ class Summary:
         write_atomically((json.dumps(self.to_plain(), indent=2) + "\n").encode(), path)
 
 
+# feature: report, wandb, test_predictions
 @dataclass(frozen=True)
 class Mistake:
     """A test image with a wrong prediction."""
@@ -148,6 +150,9 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:
             parts = [[point for point in series[name] if (point[0] in ends) is at_end] for at_end in (False, True)]
             series[name] = max(parts, key=len)
     return series
+
+
+# end feature: report, wandb, test_predictions
 
 
 class RunTimer(Callback):
@@ -358,8 +363,8 @@ def stopped_lines(folder: Path, step: int, longer: str = "") -> list[str]:
     return [f"stopped after step {step:,}; saved in {os.path.relpath(folder)}/last.ckpt. To go on:", f"  {go_on}"]
 
 
-def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: str | None) -> str:
-    """What is printed at the end of a run; ``offline``: the W&B folders to publish, as a shell takes them."""
+def closing_lines(summary: Summary, folder: Path) -> str:
+    """What is printed at the end of a run."""
     shown = shlex.quote(os.path.relpath(folder))
     tests = [f"{name} {value:.4f}" for name, value in summary.metrics.items() if name.startswith("test")]
     lines = ["", "   ".join(tests)] if tests else [""]
@@ -370,12 +375,10 @@ def closing_lines(summary: Summary, folder: Path, offline: str | None, advice: s
     lines.append(f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
     if round(summary.busy_seconds or 0):
         lines[-1] += f"; for {summary.busy_seconds:.0f} s other processes took cores"
-    if advice:
-        lines.append(advice)
+    if summary.advice:
+        lines.append(summary.advice)
     lines.append(f"everything in {shown}/")
     if (folder / "best.ckpt").exists():
         lines += ["next:", f"  python -m project.test --ckpt_path {shown}/best.ckpt"]
         lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")  # feature: predict
-    if offline is not None:
-        lines.append(f"  wandb sync {offline}   # publish this run's dashboard")
     return "\n".join(lines)

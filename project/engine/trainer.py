@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy
@@ -128,11 +128,9 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-def loggers_of(flags: dict[str, Any], options: Any, folder: Path, ours: list[Logger | None]) -> list[Logger]:
-    """metrics.csv; W&B, unless ``--logger false`` or the user's WandbLogger replace it; the user's; TensorBoard."""
-    chosen = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
-    alone = flags["logger"] is False or any(isinstance(logger, WandbLogger) for logger in chosen)
-    loggers = [logger for logger in (ours[:1] if alone else ours) if logger is not None] + chosen
+def further_loggers(flags: dict[str, Any], options: Any, folder: Path) -> list[Logger]:
+    """The user's loggers, and with ``--tensorboard true`` TensorBoard's."""
+    loggers = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
     if options.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger  # imports TensorBoard, an optional package
 

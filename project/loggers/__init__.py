@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import netrc
-import os
-from dataclasses import dataclass
-from typing import Literal
-from urllib.parse import urlparse
+import netrc  # feature: wandb
+import os  # feature: wandb
+from dataclasses import dataclass  # feature: report, dashboard, wandb
+from typing import Literal  # feature: report, dashboard
+from urllib.parse import urlparse  # feature: wandb
 
-STEP = "trainer/global_step"  # W&B's key of the optimizer step, the horizontal axis of every chart
+STEP = "trainer/global_step"  # W&B's key of the optimizer step, the axis of every chart  # feature: wandb
 
 
+# feature: report, dashboard
 @dataclass(frozen=True)
 class Panel:
     """A chart of metrics over optimizer steps. It is left out where none of them was logged."""
@@ -43,8 +44,10 @@ PANELS = (
     Panel("Memory", "Host memory", "GiB, all processes", {"memory/rss_gib": "resident"}),
     Panel("Memory", "Device memory, peak reserved", "%", {"memory/peak_reserved_pct": "reserved"}, in_report=False),
 )
+# end feature: report, dashboard
 
 
+# feature: wandb
 MEANINGS = {"online": "runs go online", "offline": "runs are kept offline, for wandb sync", "disabled": "switched off"}
 MEANINGS["refused"] = "but WANDB_MODE wants online runs, fit will refuse"
 
@@ -79,3 +82,6 @@ def _netrc_with_key() -> str | None:
         return None
     own_server = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
     return path if any(host == own_server or "wandb" in host for host in hosts) else None
+
+
+# end feature: wandb

@@ -21,9 +21,13 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from project.engine.ranks import say
+from project.engine.checkpointing import Best
+from project.engine.cli import Configuration
+from project.engine.ranks import is_rank_zero, say
+from project.engine.restore import Run
 from project.engine.stop import failure_within
 from project.engine.summary import RunRecord, parameter_count
+from project.engine.trainer import as_list
 from project.errors import UserError
 from project.loggers import STEP, wandb_state
 
@@ -40,11 +44,15 @@ SETTINGS: dict[str, Any] = {
 MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
-def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str, Any]) -> WandbRunLogger | None:
-    """The W&B logger of a run, or None where ``WANDB_MODE=disabled``; a UserError where W&B's variables are wrong."""
-    chosen = os.environ.get("WANDB_MODE", "")
-    if chosen and chosen.lower() not in MODES:
-        raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {chosen}.")
+def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
+    """Rank 0's W&B logger of a run; None on other ranks, with ``WANDB_MODE=disabled``, ``--logger false``, and with a
+    WandbLogger of the user's. A UserError where W&B's variables are wrong.
+    """
+    if not is_rank_zero():
+        return None
+    asked, chosen = os.environ.get("WANDB_MODE", ""), config.trainer["logger"]
+    if asked and asked.lower() not in MODES:
+        raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {asked}.")
     finish_timeout()
     mode = wandb_state().mode
     if mode == "disabled":
@@ -55,7 +63,11 @@ def make_wandb_logger(folder: Path, run_name: str, run_id: str, config: dict[str
     project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if set(project) & set(REFUSED_IN_PROJECT):
         raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
-    return WandbRunLogger(folder, run_name, run_id, project, config, offline=mode == "offline")
+    logger = WandbRunLogger(
+        run, project, config.resolved, mode == "offline", best
+    )  # its settings serve the user's, too
+    replaced = chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
+    return None if replaced else logger
 
 
 class WandbRunLogger(WandbLogger, Callback):
@@ -67,14 +79,12 @@ class WandbRunLogger(WandbLogger, Callback):
     ``offline`` writes files only. ``best`` has the metric and mode by which W&B sums the run up; others by their last.
     """
 
-    def __init__(
-        self, folder: Path, run_name: str, run_id: str, project: str, config: dict[str, Any], offline: bool
-    ) -> None:
-        super().__init__(name=run_name, save_dir=str(folder), id=run_id, project=project, offline=offline)
-        self.folder, self.offline, self.config = folder, offline, {**config}
+    def __init__(self, run: Run, project: str, config: dict[str, Any], offline: bool, best: Best | None = None) -> None:
+        folder = str(run.folder)
+        super().__init__(name=run.name, save_dir=folder, id=run.run_id, project=project, offline=offline)
+        self.folder, self.offline, self.config, self.best = run.folder, offline, {**config}, best
         # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
-        self.options = {"name": run_name, "project": project, "dir": str(folder), "id": run_id, "resume": "allow"}
-        self.best: Any = None
+        self.options = {"name": run.name, "project": project, "dir": folder, "id": run.run_id, "resume": "allow"}
         self.record: RunRecord | None = None  # what the report shows: W&B gets its pictures at the end
         self._run: Future[Any] = Future()
         self._begun = self._given_up = False
@@ -216,13 +226,12 @@ class _Awaited:
         return getattr(self.logger.wait(), name)
 
 
-def offline_folders(folder: Path) -> str | None:
-    """The offline folders of a run as ``wandb sync`` takes them: a resumed run has several, uploaded in their order."""
+def sync_command(folder: Path) -> list[str]:
+    """The line that publishes a run's offline folders, if any: a resumed run has several, uploaded in their order."""
     found = list((folder / "wandb").glob("offline-run-*"))
-    if not found:
-        return None
-    place = shlex.quote(os.path.relpath(found[0].parent))
-    return f"{place}/{found[0].name if len(found) == 1 else 'offline-run-*'}"
+    names = [path.name for path in found] if len(found) < 2 else ["offline-run-*"]
+    place = shlex.quote(os.path.relpath(folder / "wandb"))
+    return [f"  wandb sync {place}/{name}   # publish this run's dashboard" for name in names]
 
 
 def log_record(run: Any, record: RunRecord, folder: Path) -> None:
