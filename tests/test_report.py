@@ -56,7 +56,7 @@ def test_report_is_one_small_file_that_names_no_address() -> None:
 def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> None:
     source, facts = report(), summary(reported_run())
     text = text_of(source)
-    wrong = round(200 * (1 - facts["test/accuracy"]))
+    wrong = round(200 * (1 - facts["test/accuracy"]))  # feature: test_predictions
     assert f"{100 * facts['test/accuracy']:.2f} % test accuracy" in text
     assert f"{wrong} wrong of 200" in text  # feature: test_predictions
     best = f"best, epoch {facts['best_epoch'] + 1} of 3"
@@ -217,7 +217,7 @@ def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPat
 
 def test_two_processes_report_every_test_sample_once() -> None:
     folder = two_rank_run()
-    wrong = round(199 * (1 - summary(folder)["test/accuracy"]))
+    wrong = round(199 * (1 - summary(folder)["test/accuracy"]))  # feature: test_predictions
     assert f"{wrong} wrong of 199" in text_of((folder / "report.html").read_text())  # feature: test_predictions
     assert len(wandb_folders(folder)) == 1, "one W&B run per job"  # feature: wandb
 
