@@ -10,7 +10,7 @@ _project_complete() {
   for ((index = 1; index < COMP_CWORD - 1; index++)); do
     [[ ${COMP_WORDS[index]} == -m ]] && module=${COMP_WORDS[index + 1]}
   done
-  if [[ $previous == -m && -d project ]]; then
+  if [[ $previous == -m && -d project/ ]]; then
     mapfile -t COMPREPLY < <(compgen -W "$(grep -l '^    run(main)' project/*.py project/*/__main__.py 2>/dev/null |
       sed -E 's#(/__main__)?\.py$##; s#/#.#g')" -- "$current")
   elif [[ $module == project.* && $current == -* ]]; then

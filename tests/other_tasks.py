@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 from torchmetrics import MeanAbsoluteError
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
-from project.data import MNISTDataModule
-from project.model import MNISTClassifier
+from project.data import MNISTDataModule  # feature: mnist
+from project.model import MNISTClassifier  # feature: mnist
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -271,11 +271,15 @@ class Plateaus(Told):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_told"}}
 
 
+# feature: mnist
 class SlowClassifier(MNISTClassifier):
     """With a learning rate of its own."""
 
     def __init__(self, lr: float = 0.0005, **kwargs: Any) -> None:
         super().__init__(lr=lr, **kwargs)
+
+
+# end feature: mnist
 
 
 class Notes(L.Callback):
@@ -327,6 +331,7 @@ class SignSGD(torch.optim.Optimizer):
         return loss
 
 
+# feature: mnist
 class Balanced(MNISTDataModule):
     """Digits, drawn by weight: no image of a class above ``most``; every one of them turned by the method below."""
 
@@ -350,3 +355,6 @@ class Balanced(MNISTDataModule):
             with open("labels.txt", "a") as file:
                 print(*labels.tolist(), file=file)
         return images, labels
+
+
+# end feature: mnist

@@ -43,6 +43,7 @@ def test_print_asks_for_no_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["entity"] == "ENTITY"
 
 
+# feature: test_predictions
 def test_every_panel_shows_what_runs_log() -> None:
     (folder,) = wandb_folders(reported_run())
     keys: set[str] = set()
@@ -56,6 +57,9 @@ def test_every_panel_shows_what_runs_log() -> None:
     media = set(dashboard.MEDIA["Mistakes"].values())
     assert (shown - only_gpu) | tables | media <= keys
     assert {key for key in keys if key.startswith(("train/", "val/", "optimizer/"))} <= shown
+
+
+# end feature: test_predictions
 
 
 @pytest.mark.usefixtures("_no_network")

@@ -77,7 +77,8 @@ def test_every_command_is_there_and_knows_its_options(
     name, arguments = words_of(line)
     if name in ("fit", "test"):
         words = [word for word in arguments if word != "--print_config"]
-        if not HAS_MNIST and not any(word.startswith(("--config", "--model.class_path")) for word in words):
+        names_a_model = any(word.startswith(("mine.yaml", "configs/examples", "--model.class_path")) for word in words)
+        if not HAS_MNIST and not names_a_model:
             words = ["--config", "mine.yaml", *words]
         with pytest.raises(SystemExit) if "-h" in words else nullcontext():
             configure(words, f"{PACKAGE}.{name}")

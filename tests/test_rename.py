@@ -194,13 +194,15 @@ def lift_out(clone: Path, features: str) -> None:
 
 
 @pytest.mark.nightly
-def test_the_core_without_any_feature_imports_passes_its_types_and_trains(clone: Path) -> None:
+def test_the_core_without_any_feature_trains_and_passes_its_types_and_its_tests(clone: Path) -> None:
     lift_out(clone, "all")
     assert_imports_and_trains(clone)
     types = python(clone, "-m", "mypy", "--cache-dir", str(CLONE / ".mypy_cache"))
     assert types.returncode == 0, types.stdout
     code = {path: text for path, text in files(clone).items() if path.parts[0] == NAME and path.suffix == ".py"}
     print(f"the core: {sum(map(count_lines, code.values()))} lines in {len(code)} files")
+    tests = python(clone, "-m", "pytest", "-q", "tests")
+    assert tests.returncode == 0, tests.stdout[-4000:]
 
 
 @pytest.mark.nightly

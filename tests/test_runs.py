@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+import project
 from project import runs
 from project.engine.command import exit_code
 from tests.commands import SMALL, Process, popen
 from tests.trained import trained_checkpoint
+
+PACKAGE = project.__name__
 
 
 def make_run(root: Path, name: str, lr: float = 0.02, seed: int = 1, accuracy: float = 0.9, **other: Any) -> Path:
@@ -226,9 +229,9 @@ def test_a_real_run_is_listed_without_torch(tmp_path: Path) -> None:
 
 
 def test_python_m_project_lists_every_command_without_importing_one() -> None:
-    words = [sys.executable, "-X", "importtime", "-m", "project"]
+    words = [sys.executable, "-X", "importtime", "-m", PACKAGE]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
-    told = dict(re.findall(r"^python -m project\.(\w+) +(\S.*)$", done.stdout, re.MULTILINE))
+    told = dict(re.findall(rf"^python -m {PACKAGE}\.(\w+) +(\S.*)$", done.stdout, re.MULTILINE))
     here = Path(runs.__file__).parent
     files = {
         path
@@ -238,5 +241,5 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
     commands = {path for path in files if "\n    run(main)" in path.read_text()}
     assert set(told) == {path.parent.name if path.name == "__main__.py" else path.stem for path in commands}
     assert told["runs"] == (runs.__doc__ or "").partition("\n")[0]
-    assert done.stdout.startswith("python -m project.fit ")
-    assert not re.search(r"torch|lightning|project\.", done.stderr)
+    assert done.stdout.startswith(f"python -m {PACKAGE}.fit ")
+    assert not re.search(rf"torch|lightning|{PACKAGE}\.", done.stderr)

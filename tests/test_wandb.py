@@ -96,6 +96,7 @@ def test_configuration_is_the_resolved_one_with_what_the_run_found(records: list
     assert of_type(records, "exit")[-1].get("exit_code", 0) == 0
 
 
+# feature: test_predictions
 def test_pictures_and_tables_are_those_of_the_report() -> None:
     (folder,) = wandb_folders(reported_run())
     tables = {
@@ -112,6 +113,9 @@ def test_pictures_and_tables_are_those_of_the_report() -> None:
     assert len(mistakes["data"]) == min(24, everything - right)
     assert (reported_run() / "wandb/artifacts/staging").is_dir(), "staged files belong beside the run"
     assert list((folder / "files/media/html").glob("report_*.html"))
+
+
+# end feature: test_predictions
 
 
 def test_best_checkpoint_waits_offline_as_an_artifact_that_later_runs_do_not_change(
