@@ -11,7 +11,15 @@ from typing import Any
 
 from tests.commands import finished_run as reported_run
 
-__all__ = ["of_type", "reported_run", "wandb_folders", "wandb_records"]
+__all__ = ["MONITORED", "of_type", "reported_run", "wandb_folders", "wandb_records"]
+
+# What a CPU's monitors log
+MONITORED = {
+    *("optimizer/lr", "optimizer/grad_norm"),  # feature: optimizer
+    *(f"throughput/{rate}_per_sec" for rate in ("samples", "device_samples", "batches")),  # feature: throughput
+    *("throughput/step_ms", "throughput/data_wait_pct"),  # feature: throughput
+    "memory/rss_gib",  # feature: memory
+}
 
 
 def wandb_folders(folder: Path) -> list[Path]:

@@ -44,6 +44,9 @@ def test_print_asks_for_no_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # feature: test_predictions
+# feature: throughput
+# feature: memory
+# feature: optimizer
 def test_every_panel_shows_what_runs_log() -> None:
     (folder,) = wandb_folders(reported_run())
     keys: set[str] = set()
@@ -59,6 +62,9 @@ def test_every_panel_shows_what_runs_log() -> None:
     assert {key for key in keys if key.startswith(("train/", "val/", "optimizer/"))} <= shown
 
 
+# end feature: optimizer
+# end feature: memory
+# end feature: throughput
 # end feature: test_predictions
 
 

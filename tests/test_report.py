@@ -64,11 +64,17 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
     assert f"{facts['test/loss']:.4g} test loss" in text
     titles = re.findall("<h3>([^<]+)</h3><svg", source)
     assert titles == [
-        *("Loss", "Accuracy", "Learning rate", "Gradient norm", "Training samples per second", "Waiting for data"),
-        *("Host memory", "Memory by use"),
+        *("Loss", "Accuracy"),
+        *("Learning rate", "Gradient norm"),  # feature: optimizer
+        *("Training samples per second", "Waiting for data"),  # feature: throughput
+        *("Host memory", "Memory by use"),  # feature: memory
         *("Confusion matrix", "Accuracy per class"),  # feature: test_predictions
     ]
-    for label in ("optimizer step", "end of epoch", "% of the time", "MiB on one device"):
+    for label in (
+        *("optimizer step", "end of epoch"),
+        "% of the time",  # feature: throughput
+        "MiB on one device",  # feature: memory
+    ):
         assert label in text
     assert "cross-entropy (nats)" in text  # feature: test_predictions
     assert facts["command"] in text

@@ -32,14 +32,12 @@ from project.errors import UserError
 from project.loggers import wandb as wandb_logging
 from project.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, differences, run, start, summary, wait_for
-from tests.reported import of_type, reported_run, wandb_folders, wandb_records
+from tests.reported import MONITORED, of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
 
 EVERY_CPU_METRIC = {
     *("train/loss", "train/accuracy", "val/loss", "val/accuracy", "test/loss", "test/accuracy"),
-    *("optimizer/lr", "optimizer/grad_norm"),
-    *("throughput/samples_per_sec", "throughput/device_samples_per_sec", "throughput/batches_per_sec"),
-    *("throughput/step_ms", "throughput/data_wait_pct", "memory/rss_gib"),
+    *MONITORED,
 }
 
 
@@ -82,7 +80,7 @@ def test_every_panel_is_drawn_over_optimizer_steps_and_runs_are_summed_up_by_the
     facts = summary(reported_run())
     assert summed_up["val/accuracy"] == {"max": pytest.approx(facts["val/accuracy"])}
     assert summed_up["test/accuracy"] == pytest.approx(facts["test/accuracy"])
-    for name in ("git_commit", "command", "fit_seconds", "data_source", "memory/peak_rss_gib"):
+    for name in ("git_commit", "command", "fit_seconds", "data_source"):
         assert summed_up[name] == facts[name]
 
 
