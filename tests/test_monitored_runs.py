@@ -47,6 +47,7 @@ def test_two_processes_of_fit_log_under_the_same_names():
 # end feature: throughput
 
 
+# feature: memory
 OOM_MODEL = """
 import torch
 from project.model import MNISTClassifier
@@ -72,3 +73,6 @@ def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path)
     assert "--data.batch_size 32 --accumulate_grad_batches 2" in ended.stderr
     assert tail[-1].startswith("The last checkpoint is whole")
     assert damage(tmp_path / "checkpoints" / "oom" / "last.ckpt") is None
+
+
+# end feature: memory
