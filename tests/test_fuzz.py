@@ -272,7 +272,7 @@ def files(chance: random.Random, base: str) -> Iterator[Input]:
             ("fit", ["--run_name", "small", "--ckpt_path", "auto"]),
         ],
         "checkpoints/small/metrics.csv": [
-            ("runs", ["--report", "x.html"]),
+            ("runs", ["--report", "x.html"]),  # feature: report
             ("fit", ["--run_name", "small", "--ckpt_path", "last", "--max_epochs", "2", "--max_steps", "4"]),
         ],
         "checkpoints/small/run-id.txt": [

@@ -51,7 +51,8 @@ DIGITS = [
     *("--data.test_samples", "50", "--data.batch_size", "32", "--model.network", "MLP"),
 ]
 QUICK = ["--accelerator", "cpu", "--max_epochs", "3", "--log_every_n_steps", "4"]
-PLAIN = [*QUICK, "--monitors", "none", "--report", "false"]
+PLAIN = [*QUICK, "--monitors", "none"]
+PLAIN += ["--report", "false"]  # feature: report
 RUN = Path("checkpoints/r")
 
 
@@ -209,15 +210,16 @@ CHOSEN = [
 def test_monitors_and_report_are_switched_off_and_on(in_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = {}
     for chosen in CHOSEN:
-        run = train([*LINE, *QUICK, "--report", "false", "--monitors", chosen], name=chosen.replace(",", "+"))
+        run = train([*LINE, *PLAIN, "--monitors", chosen], name=chosen.replace(",", "+"))
         names = {
             name.split("/")[0] for row in (run / "metrics.csv").read_text().splitlines()[:1] for name in row.split(",")
         }
         measured[chosen] = names & {"throughput", "memory", "optimizer"}
-        assert not (run / "report.html").exists()
+        assert not (run / "report.html").exists()  # feature: report
     assert measured == {chosen: {*chosen.split(",")} - {"none"} for chosen in CHOSEN}
     assert "--monitors must be any of" in error_of(capsys, [*LINE, *QUICK, "--monitors", "memry"])
-    assert (train([*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told") / "report.html").exists()
+    told = train([*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told")
+    assert (told / "report.html").exists()  # feature: report
 
 
 @pytest.mark.parametrize(

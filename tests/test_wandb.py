@@ -110,7 +110,7 @@ def test_pictures_and_tables_are_those_of_the_report() -> None:
     assert right / everything == pytest.approx(summary(reported_run())["test/accuracy"])
     assert len(mistakes["data"]) == min(24, everything - right)
     assert (reported_run() / "wandb/artifacts/staging").is_dir(), "staged files belong beside the run"
-    assert list((folder / "files/media/html").glob("report_*.html"))
+    assert list((folder / "files/media/html").glob("report_*.html"))  # feature: report
 
 
 # end feature: test_predictions
@@ -217,10 +217,12 @@ def test_a_stopped_run_ends_in_wandb_with_its_exit_code_and_has_a_report(tmp_pat
     folder = tmp_path / "stopped"
     (part,) = wandb_folders(folder)
     assert of_type(wandb_records(part), "exit")[-1]["exit_code"] == 143
+    # feature: report
     report = (folder / "report.html").read_text()
     assert "stopped by SIGTERM" in report
     assert "<h3>Loss</h3>" in report
     assert "Predictions on the test set" not in report
+    # end feature: report
 
 
 def test_online_without_a_key_is_an_error_before_anything_is_written(
@@ -272,7 +274,7 @@ def test_a_wandb_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pyt
         assert fit.main([*flags, "--accelerator", "cpu"]) == 0
     (about_wandb,) = [str(warning.message) for warning in caught if "W&B" in str(warning.message)]
     assert about_wandb == "W&B could not start and records nothing (OSError: no space)."
-    assert (tmp_path / "r" / "report.html").exists()
+    assert (tmp_path / "r" / "report.html").exists()  # feature: report
 
 
 # Loggers without a training
