@@ -98,7 +98,7 @@ def test_every_command_is_there_and_knows_its_options(
         if word.startswith("--") and word not in known:
             unknown += arguments[place : place + 2]
     assert not unknown or name in TAKE_FIT_OPTIONS, f"{name} does not know {unknown[0]}"
-    configure(unknown, f"{PACKAGE}.{name}")
+    configure([*([] if HAS_MNIST else ["--config", "mine.yaml"]), *unknown], f"{PACKAGE}.{name}")
 
 
 def test_links_and_named_files_are_there() -> None:

@@ -147,7 +147,7 @@ def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path, before:
     environment = {**os.environ, "PYTHONPATH": str(clone)}
     shown = complete([sys.executable, "-c", script, "--print_config"], cwd=clone, env=environment)
     assert shown.returncode == 0, shown.stderr
-    assert f"class_path: {LONGER}." in shown.stdout
+    assert f"class_path: {LONGER}." in shown.stdout  # feature: mnist
 
     again = python(clone, "-m", f"{LONGER}.rename", "numerals", "--without", "report,sweep")
     assert again.returncode == 0, again.stderr

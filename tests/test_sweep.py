@@ -400,6 +400,7 @@ def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path:
         read_space(tmp_path / "s.yaml")
 
 
+# feature: mnist
 # feature: wandb
 def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
@@ -423,3 +424,4 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(mon
 
 
 # end feature: wandb
+# end feature: mnist
