@@ -14,6 +14,7 @@ from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine import signals
+from project.engine.checkpoint_files import write_atomically  # feature: report
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
@@ -112,9 +113,9 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
     if config.options.report:
 
         def write() -> None:
-            from project.report import write_report  # matplotlib takes half a second to import
+            from project.report import render  # matplotlib takes half a second to import
 
-            write_report(run.folder / "report.html", record)
+            write_atomically(render(record).encode(), run.folder / "report.html")
 
         if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
             rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")

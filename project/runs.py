@@ -29,7 +29,7 @@ import yaml
 
 from project.engine.command import CommandParser, add_output
 from project.errors import UserError, nearest
-from project.tables import columns_of, format_cell, format_table, write_rows
+from project.tables import columns_of, flat, format_cell, format_table, write_rows
 
 Row = dict[str, Any]
 SEED = "seed_everything"
@@ -140,7 +140,7 @@ def read_runs(root: Path) -> list[Run]:
     """The runs of a folder, by name; a UserError where there is none."""
     folders = sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
     runs = [
-        Run(folder, flattened(mapping_in(folder / "config.yaml")), mapping_in(folder / "summary.json"))
+        Run(folder, settings_of(mapping_in(folder / "config.yaml")), mapping_in(folder / "summary.json"))
         for folder in folders
         if any((folder / name).exists() for name in FILES)
     ]
@@ -158,18 +158,11 @@ def mapping_in(path: Path) -> Row:
     return {}
 
 
-def flattened(config: Row, prefix: str = "") -> Row:
-    """``{"model": {"class_path": "a.B", "init_args": {"lr": 1}}}`` as ``{"model": "B", "model.lr": 1}``."""
-    flat: Row = {}
-    for key, value in config.items():
-        name = prefix.removesuffix(".") if key == "class_path" else f"{prefix}{key}"
-        if key == "init_args" and isinstance(value, dict):
-            flat |= flattened(value, prefix)
-        elif isinstance(value, dict) and value:
-            flat |= flattened(value, f"{name}.")
-        else:
-            flat[name] = str(value).rpartition(".")[2] if key == "class_path" else value
-    return flat
+def settings_of(config: Row) -> Row:
+    """``{"model": {"class_path": "a.B", "init_args": {"lr": 1}}}`` as ``{"model.lr": 1, "model": "B"}``."""
+    found = flat(config)
+    classes = {name: str(found.pop(name)).rpartition(".")[2] for name in [*found] if name.endswith(".class_path")}
+    return found | {name.removesuffix(".class_path"): kind for name, kind in classes.items()}
 
 
 def differing(runs: list[Run], ignored: tuple[str, ...] = PLACES) -> list[str]:

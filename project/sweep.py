@@ -73,7 +73,8 @@ def main(argv: list[str]) -> int:
     args, fit_arguments = parser.parse_known_args(argv)
     check(args, fit_arguments)
     name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
-    folder, space_file = args.root / name, args.space or default_space(Path(__file__).parents[1])
+    folder, own = args.root / name, Path(__file__).parents[1] / SPACE  # the repository's
+    space_file = args.space or (own if own.is_file() and not SPACE.is_file() else SPACE)
     space, is_new = read_space(space_file), not folder.exists()
     fit_arguments, lock = claim(folder, space_file, fit_arguments)
     with lock:
@@ -113,14 +114,6 @@ def check(args: argparse.Namespace, fit_arguments: list[str]) -> None:
     for flag in (word.split("=")[0] for word in fit_arguments):
         if flag in OWN_FLAGS:
             raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
-
-
-def default_space(repository: Path) -> Path:
-    """The sweep file of the working folder, else the repository's; an error where the package was installed by pip."""
-    for path in (SPACE, repository / SPACE):
-        if path.is_file():
-            return path
-    raise UserError(f"--space: there is no {SPACE} here. Name a sweep file, such as a copy of the repository's.")
 
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
@@ -215,7 +208,7 @@ def read_space(path: Path) -> Space:
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise UserError(f"--space: {path} cannot be read: {error.strerror}.") from None
+        raise UserError(f"--space: {path} cannot be read: {error.strerror}. Name a file in W&B's format.") from None
     except (UnicodeDecodeError, yaml.YAMLError):
         raise UserError(f"--space: {path} is not valid YAML.") from None
     section = {key: value for key, value in content.items() if value} if isinstance(content, dict) else {}

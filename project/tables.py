@@ -90,3 +90,15 @@ def format_cell(value: Any) -> str:
 def columns_of(rows: Sequence[Row]) -> list[str]:
     """Every key of the rows, in the order of first appearance."""
     return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration's nested keys joined by dots, without the ``init_args`` levels, as they are typed."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{name}." if name else "")
+        else:
+            found[name] = value
+    return found

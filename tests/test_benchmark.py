@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from project.benchmark import TABLES, Settings, tables, timing
-from project.benchmark.__main__ import main, measure_table, read_options
+from project.benchmark.__main__ import draw, main, measure_table, read_options
 from project.benchmark.tables import ResNet18, time_epoch
 from project.benchmark.timing import (
     Epoch,
@@ -74,6 +74,11 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
     assert not signals.state.deferring  # between two runs a signal ends the benchmark at once
     assert Image.open(tmp_path / "out.png").size[0] > 1000
+
+
+def test_a_table_without_a_measured_value_leaves_its_panel_empty(tmp_path: Path) -> None:
+    draw(tmp_path / "chart.png", {"devices": [{"device": "cpu", "samples_per_sec": None}]}, "nothing")
+    assert (tmp_path / "chart.png").exists()
 
 
 def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from project.data import MNISTDataModule
 from project.engine import summary as summary_module
 from project.engine.restore import load
 from project.engine.summary import Mistake, RunRecord, Summary, read_series
-from project.report import MOST_POINTS, thinned, write_report
+from project.report import MOST_POINTS, render, thinned
 from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders
 
@@ -233,7 +233,7 @@ def test_a_report_that_fails_is_one_warning_and_no_failed_run(tmp_path: Path, mo
     def fail(*_: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr("project.report.write_report", fail)
+    monkeypatch.setattr("project.report.render", fail)
     flags = [
         *REPORTED,
         "--accelerator",
@@ -292,7 +292,7 @@ def crowded_record() -> RunRecord:
 def test_report_of_any_data_is_small_quick_and_safe(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     began = time.process_time()
-    write_report(path, crowded_record())
+    path.write_text(render(crowded_record()), encoding="utf-8")
     assert time.process_time() - began < 6
     source = path.read_text()
     assert len(source.encode()) < LARGEST

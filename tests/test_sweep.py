@@ -294,13 +294,23 @@ def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
     assert {(0xC1, 0x27, 0x2D), (0x33, 0x65, 0x8A), (0xB0, 0xB7, 0xBF)} <= colours
 
 
-def test_the_sweep_file_is_the_working_folders_else_the_repositorys(workplace: Path) -> None:
-    assert sweep.default_space(ROOT) == ROOT / "configs" / "sweep.yaml"
-    with pytest.raises(UserError, match=r"there is no configs/sweep\.yaml here"):
-        sweep.default_space(workplace)
+def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> None:
+        raise UserError(f"reads {path}")
+
+    with monkeypatch.context() as patch:  # installed by pip: there is no repository
+        patch.setattr(sweep, "__file__", str(workplace / "site-packages" / "sweep.py"))
+        with pytest.raises(UserError, match=r"--space: configs/sweep.yaml cannot be read: .* Name a file"):
+            sweep.main([])
+    monkeypatch.setattr(sweep, "read_space", read)
+    with pytest.raises(UserError, match=f"^reads {ROOT}/configs/sweep.yaml$"):
+        sweep.main([])
     (workplace / "configs").mkdir()
     (workplace / "configs" / "sweep.yaml").write_text(SPACE)
-    assert sweep.default_space(ROOT) == Path("configs/sweep.yaml")
+    with pytest.raises(UserError, match=r"^reads configs/sweep.yaml$"):
+        sweep.main([])
 
 
 @pytest.mark.parametrize(

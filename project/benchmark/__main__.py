@@ -121,6 +121,8 @@ def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):
         quantity = TABLES[name][0]
         drawn = [row for row in rows if row.get(quantity) is not None]
+        if not drawn:  # such as a compiled network's memory on a CPU
+            continue
         before = list(drawn[0])[: list(drawn[0]).index(quantity)]  # the columns that say what was measured
         naming = [key for key in before if any(row.get(key) != drawn[0][key] for row in drawn)] or before[:1]
         # a configuration may be a long line of flags

@@ -1,7 +1,4 @@
-"""How everything here is timed: alternating measurements, real runs by the epoch, and the conditions they hold for.
-
-And what real runs are compared with: data in memory, and training loops as people write them by hand.
-"""
+"""How everything here is timed, and what real runs are compared with: training loops written by hand."""
 
 from __future__ import annotations
 
@@ -256,18 +253,12 @@ def afresh(config: Configuration, seed: int | None = None, trainer: Mapping[str,
     return replace(config, module=config.fresh_module(seed), trainer=arguments)
 
 
-class SilentTerminal(io.StringIO):
-    """Claims to be a terminal, so that a run draws its progress bar, which is part of its cost."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @contextmanager
 def scratch_run() -> Iterator[Run]:
     """A run in a temporary folder, whose lines and bar nobody reads."""
-    folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
-    with folder as root, redirect_stdout(SilentTerminal()), redirect_stderr(SilentTerminal()):
+    folder, terminal = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True), io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
+    with folder as root, redirect_stdout(terminal), redirect_stderr(terminal):
         run = choose(Path(root), None, None)
         run.create()
         yield run

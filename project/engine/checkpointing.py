@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 
 from project.engine import exact_resume, lightning_internals, signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
-from project.engine.cli import Configuration, flat
+from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import is_optimizer_step
 from project.engine.ranks import of_all_ranks, say
@@ -25,6 +25,7 @@ from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job
 from project.engine.summary import versions, write_config
 from project.engine.trainer import requeue_signal
 from project.errors import UserError
+from project.tables import flat
 
 Mode = Literal["min", "max"]
 # The default metrics to follow: the first of these that is logged.

@@ -26,6 +26,7 @@ import project.data  # noqa: F401 - known to the parser by their short names
 from project.engine.command import explain, option_names
 from project.errors import UserError
 from project.model import networks
+from project.tables import flat
 
 FLAT = frozenset(inspect.signature(Trainer).parameters)
 DEFAULTS: dict[str, Any] = {
@@ -166,18 +167,6 @@ class CommandLine:
     def asks_for_help(self) -> bool:
         """Whether ``-h`` or ``--help`` is typed."""
         return "--help" in self.words or "-h" in self.words
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots, without the ``init_args`` levels, as they are typed."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{name}." if name else "")
-        else:
-            found[name] = value
-    return found
 
 
 def _read_config(name: str) -> dict[str, Any]:

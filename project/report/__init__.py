@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from PIL import Image
 
-from project.engine.checkpoint_files import write_atomically
 from project.engine.summary import RunRecord, Series, Summary
 from project.loggers import PANELS
 
@@ -58,11 +57,6 @@ STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
 }
-
-
-def write_report(path: Path, record: RunRecord) -> None:
-    """Write the report of a run, whole or not at all."""
-    write_atomically(render(record).encode(), path)
 
 
 def render(record: RunRecord) -> str:

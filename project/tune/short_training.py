@@ -1,7 +1,4 @@
-"""Short trainings of Lightning's Trainer that leave nothing behind: no file, no line of output, no memory.
-
-The first that uses them is the learning-rate range test: its rate grows from step to step.
-"""
+"""Short trainings that leave nothing behind, and the first that uses them: the learning-rate range test."""
 
 from __future__ import annotations
 
