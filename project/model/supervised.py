@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -93,7 +94,7 @@ class SupervisedModule(LightningModule):
             if not fits:
                 raise UserError(f"--model.{name} must be {allowed}, got {value}.")
         self.save_hyperparameters(ignore=["network", "metrics"])
-        self.network = network
+        self.network, self.network_text = network, str(network)  # as it was given
         self.monitor, self.mode, self.lr, self.warmup_fraction = monitor, mode, lr, warmup_fraction
         self.optimizer_name, self.optimizer_args = optimizer, {"weight_decay": weight_decay, **optimizer_args}
         self.schedule, self.schedule_args = schedule, schedule_args
@@ -255,6 +256,14 @@ class SupervisedModule(LightningModule):
         settings = {"scheduler": schedule, "interval": self.schedule_interval}
         followed = {"monitor": self.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
         return {"optimizer": optimizer, "lr_scheduler": settings | followed}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["network"] = self.network_text
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Warn of another network's weights: where their shapes are equal, they would load without a word."""
+        if checkpoint.get("network", self.network_text) != self.network_text:
+            rank_zero_warn("the checkpoint's network is another than this module's: load_from_checkpoint(network=...).")
 
     def metric_state(self) -> dict[str, Tensor]:
         """What a resumed run goes on from: the sums of ``train/loss``; whoever saves them finds torchmetrics' own."""
