@@ -104,7 +104,7 @@ def publish(config: Configuration, run: Run, session: Session, summary: Summary,
     # feature: memory
     if session.memory is not None:
         record.breakdown = session.memory.breakdown
-        record.remarks += session.memory.leaks
+        record.remarks += session.memory.leaks.values()
     # end feature: memory
     # end feature: report, wandb
     if session.wandb is not None:  # feature: wandb

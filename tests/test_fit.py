@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import warnings
 from pathlib import Path
 
 import pytest
@@ -111,11 +112,13 @@ def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(fin
 
 
 def test_a_checkpoint_that_lightning_loads_standardizes_images_itself_or_fails_loudly(finished: Path) -> None:
-    another = "the checkpoint's network is another"
-    with pytest.warns(UserWarning, match=another), pytest.raises(RuntimeError, match="Missing key"):
-        MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", weights_only=True)
-    with pytest.warns(UserWarning, match=another):  # of the same shapes
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="Missing key"):  # another network than it was trained with
+            MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", weights_only=True)
+        # one of the same shapes
         MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", network=MLP(dropout=0.5), weights_only=True)
+    assert [str(each.message)[:37] for each in told].count("the checkpoint's network is another t") == 2
     module = MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", network=MLP(), weights_only=True).eval()
     images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
     torch.testing.assert_close(module(images / 255), load(finished / "best.ckpt").module(images))

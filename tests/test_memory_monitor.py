@@ -22,10 +22,10 @@ from project.callbacks.memory import (
     ACTIVATIONS,
     GIB,
     MIB,
-    HostMemory,
     MemoryMonitor,
     MemorySnapshot,
     flags_to_try,
+    host_memory,
     leak_report,
     memory_breakdown,
 )
@@ -62,21 +62,15 @@ class FakeAllocator:
         return sizes
 
 
-class FakeHost(HostMemory):
+class FakeHost:
     """A host whose memory is set by hand, in GiB."""
 
     def __init__(self, process: float = 1.0, workers: float = 0.5, peak: float = 1.25) -> None:
-        super().__init__()
         self.process, self.workers, self.peak = process, workers, peak
 
-    def process_rss(self) -> int:
-        return int(self.process * GIB)
-
-    def rss(self) -> int:
-        return int((self.process + self.workers) * GIB)
-
-    def peak_rss(self) -> int:
-        return int(self.peak * GIB)
+    def __call__(self) -> dict[str, int]:
+        sizes = {"process": self.process, "rss": self.process + self.workers, "peak_rss": self.peak}
+        return {name: int(size * GIB) for name, size in sizes.items()}
 
 
 def known_run(folder: Path, **options: Any) -> tuple[Any, Any, FakeAllocator, MemoryMonitor, Linear]:
@@ -264,24 +258,23 @@ def work(ready: Any, done: Any) -> None:
 
 
 def test_host_memory_counts_workers_and_forgets_those_that_ended():
-    host = HostMemory()
-    alone = host.rss()
+    alone = host_memory()["rss"]
     context = multiprocessing.get_context("fork")
     ready, done = context.Event(), context.Event()
     worker = context.Process(target=work, args=(ready, done))
     worker.start()
     ready.wait()
-    both = host.rss()
+    both = host_memory()["rss"]
     done.set()
     worker.join()
     assert both > alone + 64 * MIB
-    assert host.rss() < both - 64 * MIB
-    assert host.process_rss() == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+    assert host_memory()["rss"] < both - 64 * MIB
+    assert host_memory()["process"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 def test_the_peak_is_this_process_own_and_not_its_parents():
-    script = "from project.callbacks.memory import HostMemory; print(HostMemory().peak_rss())"
+    script = "from project.callbacks.memory import host_memory; print(host_memory()['peak_rss'])"
     block = bytearray(512 * MIB)
     block[::4096] = b"x" * len(block[::4096])
     peak = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout)
@@ -327,7 +320,7 @@ def test_a_planted_leak_is_reported_once(tmp_path):
         trainer.fit(leaky(8), Points(80, 8).loader(), Points(8, 8).loader())
     assert len([w for w in record if "leaks" in str(w.message)]) == 1
     assert len(monitor.leaks) == 1
-    assert "8." in monitor.leaks[0]
+    assert "8." in monitor.leaks["host"]
 
 
 def test_a_planted_leak_on_the_device_is_reported(tmp_path):
@@ -346,7 +339,7 @@ def test_a_long_clean_run_reports_no_leak(tmp_path, recwarn):
     monitor = MemoryMonitor()
     trainer, _ = make_trainer(tmp_path, monitor, max_epochs=25, log_every_n_steps=2)
     trainer.fit(leaky(0), Points(80, 8).loader(), Points(8, 8).loader())
-    assert monitor.leaks == []
+    assert monitor.leaks == {}
     assert len(monitor._at_epoch_ends["host"]) == 25
 
 
@@ -464,7 +457,6 @@ def test_a_snapshot_is_written_when_training_ends_and_when_it_fails(tmp_path, mo
     cuda = SimpleNamespace(root_device=torch.device("cuda"))
     trainer: Any = SimpleNamespace(strategy=cuda, global_rank=1)
     snapshot = MemorySnapshot(str(tmp_path / "m.pickle"))
-    snapshot.setup(trainer, Linear(), "fit")
     snapshot.on_fit_start(trainer, Linear())
     snapshot.on_exception(trainer, Linear(), RuntimeError())
     snapshot.on_train_end(trainer, Linear())
@@ -475,7 +467,7 @@ def test_a_snapshot_is_written_when_training_ends_and_when_it_fails(tmp_path, mo
     assert calls[4] == str(tmp_path / "m.pickle")
     assert "https://pytorch.org/memory_viz" in capsys.readouterr().out
     with pytest.raises(UserError, match="there is no folder"):
-        MemorySnapshot("nowhere/m.pickle").setup(trainer, Linear(), "fit")
+        MemorySnapshot("nowhere/m.pickle").on_fit_start(trainer, Linear())
 
 
 def test_live_memory_counts_each_tensor_from_birth_to_death_and_raises_at_the_limit() -> None:

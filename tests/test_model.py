@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from project.model import (
     MNISTClassifier,  # feature: mnist
     SupervisedModule,
 )
+from project.model.classifier import check_fit
 from project.model.networks import recompute_activations
 from project.model.supervised import MOST_BATCHES, make_optimizer, rate_factor
 
@@ -420,3 +422,10 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
 
 
 # end feature: mnist
+
+
+def test_a_look_at_one_blank_image_leaves_frozen_parts_frozen() -> None:
+    network = ConvNet()
+    frozen = next(part for part in network.modules() if isinstance(part, nn.BatchNorm2d)).eval()
+    check_fit(network, SimpleNamespace(image_shape=(1, 28, 28), class_names=[*"0123456789"]))
+    assert [part for part in network.modules() if not part.training] == [frozen]

@@ -417,9 +417,6 @@ def test_gpu_metrics_join_the_window(tmp_path, monkeypatch):
         def mean(self):
             return 42.0
 
-        def forget(self):
-            pass
-
         def stop(self):
             pass
 
@@ -454,8 +451,6 @@ def test_utilization_is_the_mean_of_the_samples_since_the_last_window_or_the_las
     readings = Readings(10.0, 30.0, 50.0)
     assert readings.drained.wait(10)
     assert readings.sampler.mean() == 30.0
-    assert readings.sampler.mean() == 30.0
-    readings.sampler.forget()
     assert readings.sampler.mean() is None
     readings.over.set()
     readings.sampler.stop()
@@ -469,11 +464,12 @@ def test_utilization_leaves_out_what_the_gpu_does_meanwhile():
     readings.sampler.stop()
 
 
-def test_a_driver_that_tells_nothing_more_leaves_no_value_behind():
+def test_a_driver_that_tells_nothing_more_is_not_asked_again_and_nothing_is_made_up():
     readings = Readings(10.0)
     assert readings.drained.wait(10)
     readings.over.set()
     readings.sampler.stop()
+    assert readings.sampler.mean() == 10.0
     assert readings.sampler.mean() is None
 
 

@@ -48,8 +48,8 @@ class MemoryMonitor(Callback):
     in a warning, with numbers. An out-of-memory error is raised again with advice in its message.
     """
 
-    def __init__(self, read: Callable[..., dict[str, int]] | None = None, host: HostMemory | None = None) -> None:
-        self._read, self._host = read or device_memory, host or HostMemory()
+    def __init__(self, read: Callable[..., dict[str, int]] | None = None, host: Any = None) -> None:
+        self._read, self._read_host = read or device_memory, host or host_memory
         self._device = torch.device("cpu")
         self._live: LiveMemory | None = None  # counts a step's tensors where no allocator does
         self._counting = ExitStack()
@@ -60,7 +60,7 @@ class MemoryMonitor(Callback):
         self._logged_at, self._logged_peaks = -1, dict[str, float]()
         self._run: dict[str, float] = {}  # highest values
         self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
-        self._leaks: dict[str, str] = {}  # place → its newest report
+        self.leaks: dict[str, str] = {}  # place → the newest report of growth there
 
     def summary(self) -> dict[str, float]:
         """The run's highest values: ``memory/peak_rss_gib``, and with CUDA the other ``memory/peak_*``."""
@@ -73,11 +73,6 @@ class MemoryMonitor(Callback):
         if self._live is not None and self._live.peak_bytes and self._parts:  # weights and state were there before
             peak = self._live.peak_bytes + int(GIB * (self._parts["weights"] + self._parts["optimizer state"]))
         return add_activations(self._parts, peak)
-
-    @property
-    def leaks(self) -> list[str]:
-        """Reports of growth, the newest of each place."""
-        return list(self._leaks.values())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
@@ -110,13 +105,13 @@ class MemoryMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log(trainer)
-        used = {"host": self._host.process_rss(), "device": self._read(self._device).get("allocated", 0)}
+        used = {"host": self._read_host()["process"], "device": self._read(self._device).get("allocated", 0)}
         for place, size in used.items():
             self._at_epoch_ends.setdefault(place, []).append(size / MIB)
             if report := leak_report(place, self._at_epoch_ends[place]):
-                if place not in self._leaks:
+                if place not in self.leaks:
                     rank_zero_warn(report)
-                self._leaks[place] = report
+                self.leaks[place] = report
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._counting.close()
@@ -142,8 +137,8 @@ class MemoryMonitor(Callback):
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
         if "peak_reserved" in sizes:
             metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
-        host = [self._host.rss() / GIB, self._host.peak_rss() / GIB]
-        rss, peak_rss, *columns = zip(*of_all_ranks([*host, *metrics.values()]), strict=True)
+        host = {name: size / GIB for name, size in self._read_host().items()}
+        rss, peak_rss, *columns = zip(*of_all_ranks([host["rss"], host["peak_rss"], *metrics.values()]), strict=True)
         metrics = {name: max(ranks) for name, ranks in zip(metrics, columns, strict=True)}
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
         for name, value in {**peaks, "memory/peak_rss_gib": max(sum(rss), sum(peak_rss))}.items():
@@ -180,28 +175,18 @@ def is_measurable() -> bool:
     return False
 
 
-class HostMemory:
-    """Resident set sizes (bytes) of this rank."""
-
-    def process_rss(self) -> int:
-        """Of this process alone."""
-        return int(psutil.Process().memory_info().rss)
-
-    def rss(self) -> int:
-        """Of this process and the workers that its loaders have started."""
-        total = self.process_rss()
-        # Python's own list of children: psutil's walks through all processes of the machine, some milliseconds
-        for child in multiprocessing.active_children():
-            with suppress(psutil.NoSuchProcess):  # a worker that has just ended
-                total += int(psutil.Process(child.pid).memory_info().rss)
-        return total
-
-    def peak_rss(self) -> int:
-        """The most this process has had, 0 if unknown. Not ``ru_maxrss``, which begins with its parent's size."""
-        with suppress(OSError):
-            if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-                return int(found[1]) * 1024
-        return 0
+def host_memory() -> dict[str, int]:
+    """Resident bytes of this ``process``, of it and the workers of its loaders (``rss``), its ``peak_rss`` (or 0)."""
+    sizes = {"process": int(psutil.Process().memory_info().rss), "peak_rss": 0}
+    sizes["rss"] = sizes["process"]
+    # Python's own list of children: psutil's walks through all processes of the machine, some milliseconds
+    for child in multiprocessing.active_children():
+        with suppress(psutil.NoSuchProcess):  # a worker that has just ended
+            sizes["rss"] += int(psutil.Process(child.pid).memory_info().rss)
+    with suppress(OSError):  # not ru_maxrss, which begins with the parent's size
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            sizes["peak_rss"] = int(found[1]) * 1024
+    return sizes
 
 
 def leak_report(place: str, mib: list[float]) -> str | None:
@@ -293,15 +278,12 @@ class MemorySnapshot(Callback):
         self.path = Path(path)
         self._recording = ExitStack()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        device = trainer.strategy.root_device.type
-        if stage == "fit" and device != "cuda":
-            raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
-        if stage == "fit" and not self.path.parent.is_dir():
-            raise UserError(f"--memory_snapshot {self.path}: there is no folder {self.path.parent}. Make it first.")
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        path, rank = self.path, trainer.global_rank
+        path, rank, device = self.path, trainer.global_rank, trainer.strategy.root_device.type
+        if device != "cuda":
+            raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
+        if not path.parent.is_dir():
+            raise UserError(f"--memory_snapshot {path}: there is no folder {path.parent}. Make it first.")
         if rank == 0:
             where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
             self._recording.callback(print, f"memory snapshot: {where}", flush=True)

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +152,7 @@ class ThroughputMonitor(Callback):
     def _restart(self) -> None:
         """Begin a window, and forget what the GPU did before it."""
         self.window = Window(started=self.clock())
-        self._utilization.forget()
+        self._utilization.mean()
 
     def _close(self) -> tuple[list[float], int]:
         """End the window once the device has caught up, and begin the next. Returns what :func:`rates` takes."""
@@ -294,7 +294,6 @@ class GpuUtilization:
     def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
         self.paused = False  # whether what the GPU does now is not to be counted
         self._samples: list[float] = []
-        self._mean: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
         if read is not None:
@@ -307,25 +306,16 @@ class GpuUtilization:
             self._thread.join(timeout=5)
 
     def mean(self) -> float | None:
-        """Mean (percent) of the samples since the last call, or the last mean; None if the driver gives none."""
+        """Mean (percent) of the samples since the last call; None where there are none."""
         samples, self._samples = self._samples, []
-        if samples:
-            self._mean = sum(samples) / len(samples)
-        return self._mean
-
-    def forget(self) -> None:
-        """Drop what was sampled so far."""
-        self._samples, self._mean = [], None
+        return statistics.mean(samples) if samples else None
 
     def _run(self, read: Callable[[], float], interval_seconds: float) -> None:
-        while not self._ended.wait(interval_seconds):
-            try:
+        with suppress(Exception):  # whatever the driver's library raises: the metric is left out
+            while not self._ended.wait(interval_seconds):
                 sample = float(read())
-            except Exception:  # whatever the driver's library raises: the metric is left out
-                self.forget()
-                return
-            if not self.paused:
-                self._samples.append(sample)
+                if not self.paused:
+                    self._samples.append(sample)
 
 
 def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any) -> float | None:

@@ -97,14 +97,11 @@ class MNISTDataModule(BatchedDataModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if self.batch_size > 60_000:
-            raise UserError(f"--data.batch_size must be at most the 60,000 images of the set, got {self.batch_size}.")
-        if self.trainer is None or self.trainer.world_size == 1:
+        if self.trainer is None:
             return
         # ranks that have found other images would train one network on two data sets
         first = self.trainer.strategy.broadcast(self.data_source)
-        same = torch.tensor(float(first == self.data_source), device=self.trainer.strategy.root_device)
-        if self.trainer.strategy.reduce(same, reduce_op="mean") < 1:
+        if not self.trainer.strategy.reduce_boolean_decision(first == self.data_source):
             raise UserError(
                 f"--data.source auto found different data on different ranks (rank 0: {first}). Give all machines the "
                 "files, or name the source: --data.source mnist or sample."

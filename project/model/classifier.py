@@ -84,7 +84,7 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
     if weight is None or weight.device.type == "meta":
         return
     image_shape, classes = tuple(datamodule.image_shape), len(datamodule.class_names)
-    was_training = network.training
+    modes = [(part, part.training) for part in network.modules()]
     network.eval()  # leaves no trace in batch statistics, draws no random number
     try:
         with torch.no_grad():
@@ -94,7 +94,8 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
     except (RuntimeError, ValueError, IndexError) as error:
         found = " ".join(str(error).split())[:200]
     finally:
-        network.train(was_training)
+        for part, training in modes:  # one by one: a part may be frozen
+            part.training = training
     if found != f"shape {(1, classes)} for one":
         flags = {"image_shape": f"[{','.join(map(str, image_shape))}]", "num_classes": classes}
         known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
