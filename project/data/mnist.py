@@ -97,6 +97,8 @@ class MNISTDataModule(BatchedDataModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if self.batch_size > 60_000:
+            raise UserError(f"--data.batch_size must be at most the 60,000 images of the set, got {self.batch_size}.")
         if self.trainer is None:
             return
         # ranks that have found other images would train one network on two data sets
