@@ -71,7 +71,6 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
     loggers = [wandb, *loggers] if wandb is not None else loggers  # feature: wandb
     predictions = TestPredictions()  # feature: test_predictions
     checkpoint = RunCheckpoint(config, job, best, csv)
-    optimizer = OptimizerMonitor() if "optimizer" in config.monitors else None  # feature: optimizer
     memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
     # feature: throughput
     throughput = None
@@ -83,7 +82,7 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
         wandb,  # feature: wandb
         timer,
         checkpoint,
-        optimizer,  # feature: optimizer
+        OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
         throughput,  # feature: throughput
         memory,  # feature: memory
         MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory

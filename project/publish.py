@@ -13,23 +13,13 @@ from project import threads
 from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
-from project.engine import signals
+from project.engine import signals, summary
 from project.engine.checkpoint_files import write_atomically  # feature: report
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
 from project.engine.restore import Run
 from project.engine.stop import failure_within  # feature: report
-from project.engine.summary import (
-    RunRecord,  # feature: report, wandb
-    RunTimer,
-    Summary,
-    device_name,
-    git_state,
-    parameter_count,
-    read_series,  # feature: report, wandb
-    training_samples,
-)
 from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger  # feature: wandb
@@ -43,7 +33,7 @@ class Session:
 
     trainer: Trainer
     checkpoint: RunCheckpoint
-    timer: RunTimer
+    timer: summary.RunTimer
     csv: MetricsCSV
     predictions: TestPredictions  # feature: test_predictions
     wandb: WandbRunLogger | None = None  # feature: wandb
@@ -51,22 +41,22 @@ class Session:
     memory: MemoryMonitor | None = None  # feature: memory
 
 
-def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> Summary:
+def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> summary.Summary:
     """The summary of a run whose training has ended."""
     trainer, best, timer = session.trainer, session.checkpoint.best, session.timer
-    (commit, dirty), processor = git_state(), cpu()
+    (commit, dirty), processor = summary.git_state(), cpu()
     metrics = dict(best.metrics)
     metrics |= session.throughput.summary() if session.throughput else {}  # feature: throughput
     metrics |= session.memory.summary() if session.memory else {}  # feature: memory
-    return Summary(
+    return summary.Summary(
         run_name=run.name,
         finished=finished,
-        device=device_name(trainer),
+        device=summary.device_name(trainer),
         precision=str(trainer.precision),
         world_size=trainer.world_size,
         data_source=getattr(config.datamodule, "data_source", None),
-        train_samples=training_samples(trainer),
-        parameters=parameter_count(trainer, config.module),
+        train_samples=summary.training_samples(trainer),
+        parameters=summary.parameter_count(trainer, config.module),
         epochs=trainer.current_epoch,
         steps=trainer.global_step,
         fit_seconds=timer.fit_seconds,
@@ -84,20 +74,22 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
     )
 
 
-def publish(config: Configuration, run: Run, session: Session, summary: Summary, stopped_by: str | None = None) -> None:
+def publish(
+    config: Configuration, run: Run, session: Session, facts: summary.Summary, stopped_by: str | None = None
+) -> None:
     """Write the report and complete the W&B run, on rank 0; a failure is a warning. ``stopped_by`` names the signal."""
     if not session.trainer.is_global_zero:
         return
     session.csv.save()
     # feature: report, wandb
-    record = RunRecord(
-        summary,
+    record = summary.RunRecord(
+        facts,
         config=yaml.safe_dump(config.resolved, sort_keys=False),
-        series=read_series(session.csv.path, summary.epochs),
+        series=summary.read_series(session.csv.path, facts.epochs),
         class_names=[str(name) for name in getattr(config.datamodule, "class_names", [])],
         stopped_by=stopped_by,
         max_epochs=session.trainer.max_epochs,
-        remarks=[summary.advice] if summary.advice else [],
+        remarks=[facts.advice] if facts.advice else [],
         confusion=session.predictions.confusion,  # feature: test_predictions
         mistakes=session.predictions.mistakes,  # feature: test_predictions
     )
@@ -128,8 +120,8 @@ def publish_stopped(config: Configuration, run: Run, session: Session, stop: sig
     if session.trainer.is_global_zero and session.timer.begun:
         if session.trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
             signals.state.deferring = False
-        summary = summarize(config, run, session, finished=False)
-        publish(config, run, session, summary, stopped_by=signal.Signals(stop.signum).name)
+        facts = summarize(config, run, session, finished=False)
+        publish(config, run, session, facts, stopped_by=signal.Signals(stop.signum).name)
 
 
 def close(session: Session, exit_code: int) -> None:

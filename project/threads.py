@@ -52,7 +52,11 @@ def configure() -> int:
         os.environ["OMP_NUM_THREADS"] = os.environ[OURS] = str(threads)
     if not sys.platform.startswith("linux"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    keep_freed_memory()
+    elif "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        # glibc reuses freed blocks above 128 KiB, such as a batch's activations (mallopt(3)), not unmaps them at a step
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+                ctypes.CDLL(None).mallopt(threshold, 1 << 30)
     return int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdigit() else threads
 
 
@@ -64,16 +68,6 @@ def chosen_here() -> bool:
 def share(processes: int) -> dict[str, str]:
     """The environment in which one of several processes here takes its part of the cores; empty if the user set it."""
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes)), OURS: ""} if chosen_here() else {}
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks above 128 KiB, such as a batch's activations (mallopt(3)), instead of unmapping them
-    at every step. ``MALLOC_MMAP_THRESHOLD_`` in the environment wins.
-    """
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-                ctypes.CDLL(None).mallopt(threshold, 1 << 30)
 
 
 class Waiting:

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from project.engine.checkpoint_files import read
+from project.engine.cli import configure
+from project.engine.trainer import build_trainer, trainer_flags
 from tests import made_data
 from tests.commands import TORCHRUN, rows
 from tests.promises import ROOT
@@ -175,3 +178,21 @@ def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
     told, _ = second.communicate(timeout=TIMEOUT)
     assert second.returncode == 0, told
     assert_same(only_run(place, "slurm"), undisturbed)
+
+
+def test_torchrun_inside_a_slurm_job_counts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_NTASKS", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("SLURM_JOB_NAME", "batch")
+    trainer = build_trainer(
+        trainer_flags(
+            configure(
+                ["--config", "configs/examples/tabular.yaml", "--accelerator", "cpu", "--strategy", "ddp"],
+                "project.fit",
+            )
+        )
+    )
+    assert isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment)  # type: ignore[attr-defined]

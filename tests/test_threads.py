@@ -217,3 +217,12 @@ def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workpla
         seconds[name] = summary(Path("checkpoints") / name)["fit_seconds"]
     assert seconds["beside"] <= 2.5 * seconds["alone"], seconds
     assert max(seconds["one"], seconds["two"]) <= 3 * seconds["alone"], seconds
+
+
+def test_a_command_watches_the_cores_once_although_it_prepares_its_process_twice() -> None:
+    code = "import threading; from project.engine.command import prepare_process, run; prepare_process('__main__'); "
+    code += "run(lambda _: print([each.name for each in threading.enumerate()].count('waiting')))"
+    left = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    words = [sys.executable, "-c", code]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, env={**left, "OMP_NUM_THREADS": "2"})
+    assert told.stdout == ("1\n" if sys.platform == "linux" else "0\n")

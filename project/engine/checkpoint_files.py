@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 
 from project.errors import UserError
@@ -23,7 +23,7 @@ VALUES = (type(None), bool, int, float, str, dict, list)  # the last two: empty
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
-class AtomicCheckpointIO(CheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old or new.
 
     Lightning's own renames from the temporary folder, does not flush, swallows a PermissionError (issue 21800).
@@ -33,25 +33,16 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # of a ModelCheckpoint that the user added
         if state := checkpoint.get(RUN_KEY, {}).get("state"):
             state["outline"] = outline(checkpoint)
+        buffer = io.BytesIO()
         try:
-            data = serialize(checkpoint)
+            _require_plain(checkpoint, "checkpoint")
+            torch.save(checkpoint, buffer)
         except (MemoryError, RuntimeError) as error:  # known to every rank, as what writing raises is
             raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
-        write_atomically(data, Path(path))
+        write_atomically(buffer.getbuffer(), Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return read(Path(path))
-
-    def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)
-
-
-def serialize(checkpoint: dict[str, Any]) -> memoryview:
-    """The bytes of a file; a TypeError for what is not plain data and would not load with ``weights_only=True``."""
-    _require_plain(checkpoint, "checkpoint")
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    return buffer.getbuffer()
 
 
 def write_atomically(data: bytes | memoryview, path: Path) -> None:
@@ -203,6 +194,7 @@ def load_weights(module: LightningModule, path: Path) -> None:
 
 
 def _require_plain(value: Any, where: str) -> None:
+    """Raise a TypeError for what is not plain data and would not load with ``weights_only=True``."""
     kind = type(value)  # a subclass, as NumPy's numbers and text are, would not load
     if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 from project.engine import exact_resume, lightning_internals, signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
 from project.engine.cli import Configuration
-from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import is_optimizer_step
 from project.engine.ranks import of_all_ranks, say
 from project.engine.restore import Run, point_latest_at
@@ -63,13 +62,6 @@ class Best:
         asked: Any = "typed" if monitor else "module" if named else None
         return cls(named, chosen or FOLLOWED.get(named or "", guess), asked, mode_is_named=chosen is not None)
 
-    def require(self, logged: Iterable[str]) -> None:
-        """Raise a UserError that lists the logged names, if the metric that was asked for is not among them."""
-        known = set(logged)
-        if self.asked and self.monitor not in known:
-            names = ", ".join(sorted(known)) or "nothing"
-            raise UserError(f"--monitor must be a metric that is logged, got {self.monitor}. Logged: {names}.")
-
     def take(self, logged: dict[str, Any], epoch: int) -> bool:
         """Note a value; returns whether it is the best so far. Of equal values the later wins, as more trained."""
         if self.monitor is None:
@@ -97,7 +89,7 @@ class RunCheckpoint(GracefulStop):
     """
 
     def __init__(self, config: Configuration, run: Run, best: Best, rows: Any) -> None:
-        super().__init__(ExactLoading(), requeue_signal(config))
+        super().__init__(requeue_signal(config))
         signals.watch(run.discard)
         self.folder, self.best, self.rows, self.changed = run.folder, best, rows, bool(run.changes)
         self.best_path, self.last_path = self.folder / "best.ckpt", self.folder / "last.ckpt"
@@ -279,12 +271,14 @@ class RunCheckpoint(GracefulStop):
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
-        logged = trainer.callback_metrics
-        if self._followed:
+        logged, best = trainer.callback_metrics, self.best
+        if self._followed or not best.asked:
             return  # what is logged now may come from an earlier epoch's validation
-        if self._followed is not None or (self.best.asked == "typed" and trainer.limit_val_batches == 0):
-            self.best.require(logged)
-        if self.best.asked and self.best.take(logged, trainer.current_epoch - 1):
+        must_be_there = self._followed is not None or (best.asked == "typed" and trainer.limit_val_batches == 0)
+        if must_be_there and best.monitor not in logged:
+            names = ", ".join(sorted(logged)) or "nothing"
+            raise UserError(f"--monitor must be a metric that is logged, got {best.monitor}. Logged: {names}.")
+        if best.take(logged, trainer.current_epoch - 1):
             self._best_due = True
 
     def _boundary(self, trainer: Trainer, place: exact_resume.Place, save_last: bool = False) -> None:

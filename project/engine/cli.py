@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import yaml
@@ -86,6 +86,7 @@ ELSEWHERE = {
 MOST_USED = Path(__file__).with_name("most_used.txt")
 
 
+Precision = Literal["highest", "high", "medium"]
 # Our own flags: name, type, default, help
 Option = tuple[str, Any, Any, str]
 OPTIONS: tuple[Option, ...] = (
@@ -97,7 +98,7 @@ OPTIONS: tuple[Option, ...] = (
     ("monitors", str, "all", f"Any of {','.join(MONITORS)}; all or none."),
     ("report", bool, True, "Write report.html at the end."),  # feature: report
     ("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
-    ("matmul_precision", str | None, None, "float32 matrix products: highest, high (TF32) or medium (bfloat16)."),
+    ("matmul_precision", Precision | None, None, "float32 matrix products: high is TF32, medium bfloat16."),
     ("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),  # feature: memory
     ("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     ("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
@@ -138,11 +139,6 @@ class CommandLine:
         spelled = [word for name in self.files for word in ("--config", name)]
         for before, word in zip(["", *self.words], self.words, strict=False):
             flag = re.match(r"--(\w+)(?=$|[=.+])", word)
-            # feature: mnist
-            if word in DEFAULTS_OF and self.words[-1] == word:  # of the class that is used
-                spelled.append(f"{word}={self.value(f'{word[2:-5]}.class_path') or DEFAULTS_OF[word]}")
-                continue
-            # end feature: mnist
             option, equals, name = word.rpartition("=")
             if flag and flag[1] in FLAT:
                 spelled.append(f"--trainer.{word[2:]}")
@@ -195,17 +191,13 @@ def silence_unfounded_advice() -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def known_options(parser: LightningArgumentParser) -> list[str]:
-    """Every option that ``--help`` shows, Trainer flags flat and nested."""
-    shown = option_names(parser)
-    return [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
-
-
 class OneLineParser(LightningArgumentParser):
     """Parser whose errors are a :class:`UserError` of one line, and whose help shows Trainer flags flat."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known_options(self), ELSEWHERE))
+        shown = option_names(self)
+        known = [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, ELSEWHERE))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
@@ -263,11 +255,13 @@ class ProjectCLI(LightningCLI):
             print(shown.format(prog=parser.prog), end="")
             raise SystemExit(0)
         # feature: mnist
-        if "--help" in words:  # that of the classes follows the Trainer's
+        if "--help" in words:
             print(parser.format_help())
-            for group, default in (("model", DEFAULT_MODEL), ("data", DEFAULT_DATA)):
-                with suppress(SystemExit):
-                    parser.parse_args([f"--{group}.help={self.line.value(f'{group}.class_path') or default}"])
+        asked = [*DEFAULTS_OF] if "--help" in words else [word for word in words[-1:] if word in DEFAULTS_OF]
+        for option in asked:  # that of the classes that are used follows the Trainer's
+            with suppress(SystemExit):
+                parser.parse_args([f"{option}={self.line.value(f'{option[2:-5]}.class_path') or DEFAULTS_OF[option]}"])
+        if asked:
             raise SystemExit(0)
         # end feature: mnist
         if self.base is not None:  # a config of many lines is not taken for a file's name
@@ -277,7 +271,7 @@ class ProjectCLI(LightningCLI):
             try:
                 self.config = parser.parse_args(words)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-                raise UserError(explain(str(error), known_options(parser))) from None
+                parser.error(str(error))
         self.config.pop("config", None)
         seed = self.config.get("seed_everything")
         if seed is True or (isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED):  # true would be Lightning's 0

@@ -43,7 +43,7 @@ def prepare_process(name: str) -> None:
     again and again as they are imported (4.3 s against 2.8 s; 2 cores, median of 3). Where another module imports the
     command, ``name`` is not ``__main__`` and nothing is done.
     """
-    if name == "__main__":
+    if name == "__main__" and not signals.state.importing:  # else it is set up
         gc.disable()
         signals.install()
         open_streams()

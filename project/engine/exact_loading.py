@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -319,14 +320,12 @@ class ExactLoading:
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact, a line each
         self.training: list[ExactLoader | WatchedLoader] = []
-        self._installed: object = None
 
     def install(self, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here (``Strategy.process_dataloader``, Lightning's hook)."""
         strategy: Any = trainer.strategy
-        if self._installed is not strategy:
-            self._installed, further = strategy, strategy.process_dataloader
-            strategy.process_dataloader = lambda loader: further(self.exact(loader, trainer))
+        further = strategy.process_dataloader
+        strategy.process_dataloader = lambda loader: further(self.exact(loader, trainer))
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
@@ -349,7 +348,7 @@ class ExactLoading:
             inner: Any = loader.batch_sampler
             source = loader.sampler if inner is None or type(inner) is data.BatchSampler else inner
             sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
-            if _has_length(source):
+            if sized_len(source) is not None:
                 known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
                 if training and not known:
                     lacks = f"{type(source).__name__} has neither set_epoch nor state_dict"
@@ -390,8 +389,7 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
     """Let a loader's worker ignore stop signals, which the trainer handles, and use one core."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"  # for other libraries: torch sees to itself
     if further is not None:
         further(worker)
 
@@ -399,10 +397,3 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
 def has_state(part: Any) -> bool:
     """Whether an object can be saved and gone on with."""
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
-
-
-def _has_length(source: Any) -> bool:
-    try:
-        return len(source) >= 0
-    except (TypeError, NotImplementedError):
-        return False

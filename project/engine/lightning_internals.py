@@ -44,9 +44,8 @@ NAMES = {
     "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, memory
     "torch.utils._pytree": ["tree_leaves"],  # feature: tune, memory
 }
-# How a value is logged, as its entry remembers it, and the reductions that there are
+# How a value is logged, as its entry remembers it
 HOW_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
-REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def check() -> None:
@@ -178,34 +177,24 @@ def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for key, saved in sums.items():
         how = saved["how"]
-        reduce_fx = getattr(torch, how["reduce_fx"]) if how["reduce_fx"] in REDUCTIONS else torch.mean
-        metric = None if "value" in saved else module.get_submodule(how["metric_attribute"])
-        how = how | {"reduce_fx": reduce_fx, "sync_dist_fn": trainer.strategy.reduce, "batch_size": 1}
-        results.log(value=torch.zeros((), device=module.device) if metric is None else metric, **how)
-        logged: Any = results[key]
-        if metric is None:
-            logged.value = saved["value"].to(module.device)
-            if "samples" in saved:
-                logged.cumulated_batch_size = saved["samples"].to(module.device)
+        value = saved["value"].to(module.device) if "value" in saved else module.get_submodule(how["metric_attribute"])
+        results.log(value=value, **how, sync_dist_fn=trainer.strategy.reduce, batch_size=1)
+        if "samples" in saved:
+            results[key].cumulated_batch_size = saved["samples"].to(module.device)
 
 
-def share_evaluation_sums(trainer: Trainer, loader_idx: int | None) -> None:
-    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in evaluation steps.
+def share_evaluation_sums(trainer: Trainer) -> None:
+    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in evaluation steps of this loader.
 
     Buys: evaluation metrics that do not depend on the number of devices. Public way missing: only the module's author
     could set ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each.
     """
-    loop = trainer.validate_loop if trainer.validating else trainer.test_loop
-    if trainer.state.fn == "fit":
-        loop = trainer.fit_loop.epoch_loop.val_loop
+    results: Any = trainer._results
+    steps = ("validation_step", "test_step")
     entries = {
         key: logged
-        for key, logged in loop._results.items()
-        if logged.is_tensor
-        and not logged.has_reset
-        and not logged.meta.sync.should
-        and logged.meta.fx.startswith(("validation_step", "test_step"))
-        and logged.meta.dataloader_idx == loader_idx
+        for key, logged in results.valid_items()
+        if logged.is_tensor and not logged.meta.sync.should and logged.meta.fx.startswith(steps)
     }
     counted = "cumulated_batch_size"
     ranks = of_all_ranks({key: (float(x.value), int(getattr(x, counted, 0))) for key, x in entries.items()})

@@ -13,7 +13,6 @@ import re
 import shutil
 import time
 import uuid
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -172,7 +171,6 @@ class Run:
     folder: Path
     checkpoint: Path | None = None  # the run resumes from it
     finished: bool = False  # nothing is left to do
-    fork: bool = False  # a new run that starts from another run's checkpoint
     notes: list[str] = field(default_factory=list)  # what the user should know, a line each
     run_id: str = ""  # belongs to the folder; tells its checkpoints from another run's
     new_parents: int = 0  # folders above it that it makes
@@ -205,7 +203,7 @@ class Run:
 
     def discard(self) -> None:
         """Delete a new run's folder if the run failed before it saved a checkpoint."""
-        if (self.checkpoint is None or self.fork) and self._created and not any(self.folder.glob("*.ckpt")):
+        if self._created and not any(self.folder.glob("*.ckpt")):
             shutil.rmtree(self.folder, ignore_errors=True)
             latest = self.folder.parent / LATEST
             if latest.is_symlink() and not latest.exists():  # it was this run
@@ -236,8 +234,7 @@ class Run:
             reason = f"run {self.name} is being written by another process."
             raise UserError(f"{reason} Wait for it or choose another --run_name.") from None
         # a loader's worker that outlives this process must not hold the run
-        lock: Any = weakref.ref(handle)
-        os.register_at_fork(after_in_child=lambda: (held := lock()) and held.close())
+        os.register_at_fork(after_in_child=handle.close)
         self._lock, self._created = handle, is_new
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
@@ -267,7 +264,7 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     folder = root / run_name if run_name else checkpoint.resolve().parent
     # a checkpoint of another run, or of no run: a new run starts from it
     if checkpoint.resolve().parent != folder.resolve() or not (folder / "config.yaml").exists():
-        return Run(_new(root, run_name).folder, checkpoint, fork=True)
+        return replace(_new(root, run_name), checkpoint=checkpoint)
     return Run(folder, checkpoint, finished=_is_finished(checkpoint))
 
 

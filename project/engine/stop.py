@@ -70,20 +70,20 @@ class GracefulStop(Callback):
     module logs in an evaluation. ``requeue_signal`` is SLURM's before the time limit: the job is queued again.
     """
 
-    def __init__(self, loading: ExactLoading | None = None, requeue_signal: int | None = None) -> None:
-        self.loading = loading or ExactLoading()
+    def __init__(self, requeue_signal: int | None = None) -> None:
+        self.loading = ExactLoading()
         self.requeue_signal = requeue_signal
         self.agreement: Agreement
         self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
         signals.watch()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(self, "agreement"):
+        if not hasattr(self, "agreement"):  # else the test after a training
             self.agreement = Agreement(trainer.world_size)
+            self.loading.install(trainer)
         leave_signals_alone(trainer)
         if self.requeue_signal is not None:
             signal.signal(self.requeue_signal, lambda number, _: setattr(signals.state, "requested", number))
-        self.loading.install(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
@@ -104,7 +104,7 @@ class GracefulStop(Callback):
         ranks_agree = isinstance(loaders[loader_idx] if several else loaders, ExactLoader)  # on the number of batches
         is_last = batch_idx + 1 == batches[loader_idx] and not trainer.sanity_checking
         if trainer.world_size > 1 and ranks_agree and is_last:  # Lightning computes the values before the epoch's end
-            share_evaluation_sums(trainer, loader_idx if several and len(loaders) > 1 else None)
+            share_evaluation_sums(trainer)
         if trainer.world_size == 1 or ranks_agree:
             self._request = max(self._request, self.agreement.latest(signals.state.requested))
         if self._request > SAVE_DUE:

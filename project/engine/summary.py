@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import torch
 import yaml
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -203,11 +204,9 @@ class EpochLines(Callback):
         self._began: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began = None
         if self.wants_bar and trainer.is_global_zero:
             steps = trainer.estimated_stepping_batches  # infinite where only a time ends the run
-            total = None if steps == math.inf else int(steps)
-            self._bar = tqdm(total=total, initial=trainer.global_step, unit="step", leave=False, dynamic_ncols=True)
+            self._bar = tqdm(total=steps, initial=trainer.global_step, unit="step", leave=False, dynamic_ncols=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._print_epoch(trainer)
@@ -224,7 +223,8 @@ class EpochLines(Callback):
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.close_bar()
+        if self._bar is not None:
+            self._bar.close()  # so that what is printed next begins a line
         self._print_epoch(trainer)
         if not (trainer.is_global_zero and trainer.should_stop):
             return
@@ -237,13 +237,8 @@ class EpochLines(Callback):
                 say("stopped early: --max_time is over.", *lines)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.close_bar()
-
-    def close_bar(self) -> None:
-        """Take the bar off the terminal, so that what is printed next begins a line."""
         if self._bar is not None:
             self._bar.close()
-            self._bar = None
 
     def _print_epoch(self, trainer: Trainer) -> None:
         if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
@@ -279,9 +274,7 @@ def device_name(trainer: Trainer) -> str:
 
 def samples_of(loader: Any) -> int | None:
     """Samples of a loader's dataset, None where it has no length (an ``IterableDataset``, several loaders)."""
-    with contextlib.suppress(TypeError, AttributeError):
-        return len(loader.dataset)
-    return None
+    return sized_len(getattr(loader, "dataset", None))
 
 
 def training_samples(trainer: Trainer) -> int | None:

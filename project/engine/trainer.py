@@ -28,7 +28,6 @@ from project.engine.ranks import launched_world, say
 from project.engine.summary import RunTimer
 from project.errors import UserError
 
-MATMUL_PRECISIONS = ("highest", "high", "medium")
 ENGINE = __name__.rpartition(".")[0]
 RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 MACHINERY = ("lightning", "torch", "numpy", "random", "packaging", ENGINE)
@@ -56,14 +55,11 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
         from project.engine.sharding import ShardedStrategy  # half a second, for FSDP alone
 
         ShardedStrategy.replace_lightnings()
-    plugins = [plugin for plugin in as_list(flags["plugins"]) if not isinstance(plugin, SLURMEnvironment)]
-    plugins += [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []  # our callback does it
-    flags["plugins"], flags["callbacks"] = [*plugins, AtomicCheckpointIO()], as_list(flags["callbacks"])
+    flags["plugins"] = [*as_list(flags["plugins"]), AtomicCheckpointIO()]
+    flags["callbacks"] = as_list(flags["callbacks"])
     flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the run's first line says the same
     precision = config.options.matmul_precision
     if precision is not None:
-        if precision not in MATMUL_PRECISIONS:
-            raise UserError(f"--matmul_precision must be one of {', '.join(MATMUL_PRECISIONS)}, got {precision}.")
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions: not set by the call above
     return flags
