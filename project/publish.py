@@ -20,6 +20,7 @@ from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
 from project.engine.restore import Run
 from project.engine.stop import failure_within  # feature: report
+from project.engine.summary import Summary
 from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger  # feature: wandb
@@ -41,14 +42,14 @@ class Session:
     memory: MemoryMonitor | None = None  # feature: memory
 
 
-def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> summary.Summary:
+def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> Summary:
     """The summary of a run whose training has ended."""
     trainer, best, timer = session.trainer, session.checkpoint.best, session.timer
     (commit, dirty), processor = summary.git_state(), cpu()
     metrics = dict(best.metrics)
     metrics |= session.throughput.summary() if session.throughput else {}  # feature: throughput
     metrics |= session.memory.summary() if session.memory else {}  # feature: memory
-    return summary.Summary(
+    return Summary(
         run_name=run.name,
         finished=finished,
         device=summary.device_name(trainer),
@@ -74,9 +75,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
     )
 
 
-def publish(
-    config: Configuration, run: Run, session: Session, facts: summary.Summary, stopped_by: str | None = None
-) -> None:
+def publish(config: Configuration, run: Run, session: Session, facts: Summary, stopped_by: str | None = None) -> None:
     """Write the report and complete the W&B run, on rank 0; a failure is a warning. ``stopped_by`` names the signal."""
     if not session.trainer.is_global_zero:
         return

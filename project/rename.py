@@ -3,7 +3,7 @@
 python -m project.rename digits
 python -m project.rename digits --without report,sweep      # code, tests, configs, pages and packages go together
 python -m project.rename digits --without mnist             # without the bundled digits, for data of your own
-python -m project.rename digits --without all               # the core: fit, test, engine, model, data; not even this
+python -m project.rename digits --without all               # the core: fit, test, engine, model, data; this goes too
 """
 
 # What belongs to a feature: the files below, and marked lines in files that the core needs as well. The comment
@@ -118,8 +118,8 @@ def chosen_features(text: str) -> set[str]:
     for name in {*names} - {*FEATURES, "all"}:
         known = ", ".join(FEATURES)
         raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
-    needing = {"dashboard"} if "wandb" in names else set()
-    return features_here() & ({*FEATURES} if "all" in names else {*names, *needing})
+    names += ["dashboard"] if "wandb" in names else []  # which shows what W&B has
+    return features_here() & {*(FEATURES if "all" in names else names)}
 
 
 def texts() -> dict[Path, str]:

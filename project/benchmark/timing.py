@@ -262,6 +262,7 @@ def scratch_run() -> Iterator[Run]:
         run = choose(Path(root), None, None)
         run.create()
         yield run
+        run.release()
 
 
 def conditions() -> Row:

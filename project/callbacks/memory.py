@@ -29,6 +29,7 @@ SETTLING_STEPS = 3
 EPOCHS, LEAST_MIB = 4, {"host": 2.0, "device": 0.5}
 ACTIVATIONS = "activations and the rest"
 HEADLINE = "Out of memory"
+Reader = Callable[..., dict[str, int]]  # sizes in bytes, by name
 
 
 class MemoryMonitor(Callback):
@@ -48,7 +49,7 @@ class MemoryMonitor(Callback):
     in a warning, with numbers. An out-of-memory error is raised again with advice in its message.
     """
 
-    def __init__(self, read: Callable[..., dict[str, int]] | None = None, host: Any = None) -> None:
+    def __init__(self, read: Reader | None = None, host: Reader | None = None) -> None:
         self._read, self._read_host = read or device_memory, host or host_memory
         self._device = torch.device("cpu")
         self._live: LiveMemory | None = None  # counts a step's tensors where no allocator does

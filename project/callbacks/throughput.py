@@ -152,7 +152,7 @@ class ThroughputMonitor(Callback):
     def _restart(self) -> None:
         """Begin a window, and forget what the GPU did before it."""
         self.window = Window(started=self.clock())
-        self._utilization.mean()
+        self._utilization.mean()  # takes what was sampled
 
     def _close(self) -> tuple[list[float], int]:
         """End the window once the device has caught up, and begin the next. Returns what :func:`rates` takes."""

@@ -273,7 +273,7 @@ class RunCheckpoint(GracefulStop):
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
         logged, best = trainer.callback_metrics, self.best
         if self._followed or not best.asked:
-            return  # what is logged now may come from an earlier epoch's validation
+            return  # what is followed comes from validations, or nobody has named it
         must_be_there = self._followed is not None or (best.asked == "typed" and trainer.limit_val_batches == 0)
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged)) or "nothing"

@@ -86,7 +86,6 @@ ELSEWHERE = {
 MOST_USED = Path(__file__).with_name("most_used.txt")
 
 
-Precision = Literal["highest", "high", "medium"]
 # Our own flags: name, type, default, help
 Option = tuple[str, Any, Any, str]
 OPTIONS: tuple[Option, ...] = (
@@ -98,7 +97,7 @@ OPTIONS: tuple[Option, ...] = (
     ("monitors", str, "all", f"Any of {','.join(MONITORS)}; all or none."),
     ("report", bool, True, "Write report.html at the end."),  # feature: report
     ("checkpoint_every", str, "60s", "Save last.ckpt every so many optimizer steps (500) or seconds (60s)."),
-    ("matmul_precision", Precision | None, None, "float32 matrix products: high is TF32, medium bfloat16."),
+    ("matmul_precision", Literal["highest", "high", "medium"] | None, None, "float32: high is TF32, medium bfloat16."),
     ("memory_snapshot", str | None, None, "Record CUDA allocations to FILE, for PyTorch's viewer."),  # feature: memory
     ("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     ("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),

@@ -64,7 +64,7 @@ def check() -> None:
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from handling SIGTERM, and from a broadcast about it between ranks at every step.
+    """Keep Lightning from handling SIGTERM and SLURM's signal, and from a broadcast between ranks at every step.
 
     Buys: a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time in 8), no wait for
     the device. Public way missing: the Trainer has no switch for its handlers (Lightning issues 20806, 21406, 21487).
