@@ -31,9 +31,7 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("project.devices", __doc__)
     parser.add_argument("--measure", action="store_true", help="time training steps in the precisions this machine has")
     add_output(parser, endings=(".json",), what="also write everything as JSON")
-    # feature: mnist
-    parser.add_argument("--data.root", dest="root", default="data", metavar="DIR", help="where to look for MNIST")
-    # end feature: mnist
+    parser.add_argument("--data.root", dest="root", default="data", help="the folder of MNIST")  # feature: mnist
     args = parser.parse_args(argv)
     cpu, memory = hardware.cpu(), hardware.memory()
     arithmetic = " and ".join(name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there)
@@ -50,10 +48,8 @@ def main(argv: list[str]) -> int:
     if args.measure:
         facts["step_ms"] = measure(chosen := choose_gpus(gpus)[0], precisions(cpu, chosen))
     flags = recommend(cpu, gpus, facts.get("step_ms"))
-    # feature: mnist
-    if facts["mnist"]["found"] and args.root != "data":
+    if facts["mnist"]["found"] and args.root != "data":  # feature: mnist
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
-    # end feature: mnist
     command = " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)])
     facts["recommended"] = {"command": command, "reasons": {flag.flag: flag.reason for flag in flags}}
     print(f"\n{command}\n\n{format_table([asdict(flag) for flag in flags])}")
@@ -62,8 +58,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-# feature: mnist
-def mnist_state(root: str) -> dict[str, Any]:
+def mnist_state(root: str) -> dict[str, Any]:  # feature: mnist
     """Whether the four files of the full set lie where fit looks: ``found``, ``folder``, ``text``."""
     from project.data import MNISTDataModule
 
@@ -74,8 +69,6 @@ def mnist_state(root: str) -> dict[str, Any]:
         text = f"not in {folder}: fit downloads it, or uses the bundled digits"
     return {"found": not missing, "folder": str(folder), "text": text}
 
-
-# end feature: mnist
 
 # Which flags of ``fit`` suit a machine, each with its reason: facts in, advice out.
 

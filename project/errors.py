@@ -6,11 +6,6 @@ import difflib
 import re  # feature: tune, memory
 from collections.abc import Iterable
 
-# feature: tune, memory
-# What devices, the CPU, cuBLAS and cuDNN (three ways) say when memory is used up
-USED_UP = "out of memory|t allocate memory|_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|nable to find an engine"
-# end feature: tune, memory
-
 
 class UserError(Exception):
     """A user's mistake, or a condition only the user can mend (bad flag, damaged file, full disk).
@@ -30,12 +25,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {matches[0]}?" if matches else ""
 
 
-# feature: tune, memory
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:  # feature: tune, memory
     """Whether an error says that a device's or the host's memory is used up."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return True
-    return isinstance(error, RuntimeError) and re.search(USED_UP, str(error)) is not None
-
-
-# end feature: tune, memory
+    # what devices, the CPU, cuBLAS and cuDNN (three ways) say
+    said = "out of memory|t allocate memory|_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED|nable to find an engine"
+    return isinstance(error, RuntimeError) and re.search(said, str(error)) is not None

@@ -72,12 +72,10 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
     predictions = TestPredictions()  # feature: test_predictions
     checkpoint = RunCheckpoint(config, job, best, csv)
     memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
-    # feature: throughput
-    throughput = None
-    if "throughput" in config.monitors:
+    throughput = None  # feature: throughput
+    if "throughput" in config.monitors:  # feature: throughput
         throughput = ThroughputMonitor()
         checkpoint.exclude, flags["profiler"] = throughput.pause, throughput.profiler(flags["profiler"])
-    # end feature: throughput
     callbacks: list[Callback | None] = [
         wandb,  # feature: wandb
         timer,

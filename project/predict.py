@@ -213,8 +213,7 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
         return lambda path: (data.prepare_file(path), ""), f"inputs: {owner}.prepare_file"
     if hasattr(data, "prepare_image"):
         return lambda path: (data.prepare_image(read_image(path)), ""), f"inputs: {owner}.prepare_image"
-    # feature: mnist
-    if shape == (1, 28, 28) and getattr(data, "class_names", None) == DIGITS:
+    if shape == (1, 28, 28) and getattr(data, "class_names", None) == DIGITS:  # feature: mnist
         from project.data.digits import find_digit
 
         def prepare(path: Path) -> tuple[np.ndarray, str]:
@@ -222,7 +221,6 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
             return digit[None], "more than one digit" if several else ""
 
         return prepare, "inputs: each digit scaled and centred as in MNIST"
-    # end feature: mnist
     if len(shape) == 3 and shape[0] in (1, 3):
         from project.data.base import fit_image
 

@@ -92,16 +92,13 @@ def publish(config: Configuration, run: Run, session: Session, facts: Summary, s
         confusion=session.predictions.confusion,  # feature: test_predictions
         mistakes=session.predictions.mistakes,  # feature: test_predictions
     )
-    # feature: memory
-    if session.memory is not None:
+    if session.memory is not None:  # feature: memory
         record.breakdown = session.memory.breakdown
         record.remarks += session.memory.leaks.values()
-    # end feature: memory
     # end feature: report, wandb
     if session.wandb is not None:  # feature: wandb
-        session.wandb.record = record  # sent when the W&B run is closed  # feature: wandb
-    # feature: report
-    if config.options.report:
+        session.wandb.record = record  # sent when the W&B run is closed
+    if config.options.report:  # feature: report
 
         def write() -> None:
             from project.report import render  # matplotlib takes half a second to import
@@ -110,7 +107,6 @@ def publish(config: Configuration, run: Run, session: Session, facts: Summary, s
 
         if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
             rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
-    # end feature: report
 
 
 def publish_stopped(config: Configuration, run: Run, session: Session, stop: signals.Stopped) -> None:
@@ -126,5 +122,5 @@ def publish_stopped(config: Configuration, run: Run, session: Session, stop: sig
 def close(session: Session, exit_code: int) -> None:
     """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
     if session.wandb is not None:  # feature: wandb
-        session.wandb.finish(exit_code)  # feature: wandb
+        session.wandb.finish(exit_code)
     release_child_processes()

@@ -6,13 +6,15 @@ python -m project.rename digits --without mnist             # without the bundle
 python -m project.rename digits --without all               # the core: fit, test, engine, model, data; this goes too
 """
 
-# What belongs to a feature: the files below, and marked lines in files that the core needs as well. The comment
-# "feature: NAME" behind a line marks that line; on a line of its own it marks all down to "end feature: NAME". In
-# Markdown the comments are <!-- feature: NAME --> and <!-- end feature: NAME -->, and lines of code and table rows that
-# name a feature's command need none. A mark with several names, as in "feature: tune, sweep", goes with the last.
+# What belongs to a feature: the files below, and marked code in files that the core needs as well. The comment
+# "feature: NAME" behind a line marks that line, and all of a statement that begins there, such as a function; on a line
+# of its own it marks all down to "end feature: NAME". In Markdown the comments are <!-- feature: NAME --> and
+# <!-- end feature: NAME -->, and lines of code and table rows that name a feature's command need none. A mark with
+# several names, as in "feature: tune, sweep", goes with the last.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -154,21 +156,29 @@ def remove(leave_out: Collection[str]) -> None:
 
 def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
     """A file's text without the lines, blocks and commands of features that are gone."""
-    kept, depth = [], 0
-    for line in text.splitlines(keepends=True):
+    kept, depth, ends, end = [], 0, statements(text) if path.suffix == ".py" else {}, 0
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         mark = MARK.match(line.rstrip())
         is_gone = mark is not None and {*mark[3].split(", ")} <= {*gone}
         if mark is not None and is_gone and not mark[1].strip():
             depth += -1 if mark[2] else 1
         elif path.suffix == ".md" and {*COMMAND.findall(line)} & {*gone}:
             continue
-        elif not is_gone and not depth:
+        elif is_gone:
+            end = max(end, ends.get(number, number))
+        elif number > end and not depth:
             kept.append(line)
     shortened = "".join(kept)
     if "mnist" in gone:  # the digits had a licence of their own; what is left to train on is an example
         shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)
         shortened = re.sub(rf"(?m)( && python -m {PACKAGE}\.fit)$", rf"\1 {MADE_UP}", shortened)
     return re.sub(r"\n{3,}", "\n\n", shortened) if path.suffix == ".md" and shortened != text else shortened
+
+
+def statements(code: str) -> dict[int, int]:
+    """The lines of Python code on which a statement, or its first decorator, begins, and on which it ends."""
+    found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.stmt)]
+    return {min(n.lineno for n in [node, *getattr(node, "decorator_list", [])]): node.end_lineno or 0 for node in found}
 
 
 def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:

@@ -110,11 +110,9 @@ def main(argv: list[str]) -> int:
     print(format_table(rows))
     if args.output:
         write_rows(args.output, rows)
-    # feature: report
-    if args.report:
+    if args.report:  # feature: report
         args.report.write_text(render(runs), encoding="utf-8")
         print(f"report in {args.report}")
-    # end feature: report
     return 0
 
 
@@ -215,8 +213,7 @@ def seed_rows(runs: list[Run]) -> list[Row]:
     return rows
 
 
-# feature: report
-def render(runs: list[Run]) -> str:
+def render(runs: list[Run]) -> str:  # feature: report
     """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
 
     Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
@@ -255,9 +252,6 @@ def render(runs: list[Run]) -> str:
     facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
     page = Path(__file__).with_name("runs.html.j2").read_text(encoding="utf-8")
     return Environment(autoescape=True).from_string(page).render(facts, columns=columns_of, cell=format_cell)
-
-
-# end feature: report
 
 
 if __name__ == "__main__":

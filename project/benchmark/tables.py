@@ -129,11 +129,10 @@ def device_cases(config: Configuration, settings: Settings) -> dict[Case, Config
     return cases
 
 
-# feature: memory
-STEPS = 3  # optimizer steps; the first makes the optimizer's state
+STEPS = 3  # optimizer steps; the first makes the optimizer's state  # feature: memory
 
 
-def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
+def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # feature: memory
     """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
 
     ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
@@ -156,9 +155,6 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
         rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
     return rows
-
-
-# end feature: memory
 
 
 def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:

@@ -185,13 +185,13 @@ def run_epochs(
             lightning.fit(config.module, datamodule=config.datamodule)
         finally:
             if session is not None and session.wandb is not None:  # feature: wandb
-                session.wandb.finish(0)  # feature: wandb
+                session.wandb.finish(0)
             signals.state.deferring = False  # between two runs there is no step to wait for
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
     if session is not None and session.memory is not None:  # feature: memory
-        clock.memory = session.memory.breakdown  # feature: memory
-        clock.peak_allocated_gib = session.memory.summary().get("memory/peak_allocated_gib")  # feature: memory
+        clock.memory = session.memory.breakdown
+        clock.peak_allocated_gib = session.memory.summary().get("memory/peak_allocated_gib")
     return clock
 
 

@@ -274,7 +274,7 @@ def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
     datamodule = getattr(trainer, "datamodule", None)
     if waited is None or waited < LOADER_BOUND_PCT:
         if hasattr(datamodule, "batch_size"):  # feature: tune
-            measured += " To find the fastest batch size: python -m project.tune batch_size."  # feature: tune
+            measured += " To find the fastest batch size: python -m project.tune batch_size."
         return measured
     cores, loader = max(1, threads.available_cores() // trainer.num_devices), trainer.train_dataloader
     in_memory = hasattr(getattr(loader, "dataset", None), "gather")  # workers would only copy it

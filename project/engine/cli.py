@@ -35,12 +35,10 @@ DEFAULTS: dict[str, Any] = {
     "trainer.use_distributed_sampler": False,
     "trainer.num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
-# feature: mnist
-DEFAULT_MODEL = "project.model.MNISTClassifier"
-DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}
-DEFAULT_DATA = "project.data.MNISTDataModule"
-DEFAULTS_OF = {"--model.help": DEFAULT_MODEL, "--data.help": DEFAULT_DATA}
-# end feature: mnist
+DEFAULT_MODEL = "project.model.MNISTClassifier"  # feature: mnist
+DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}  # feature: mnist
+DEFAULT_DATA = "project.data.MNISTDataModule"  # feature: mnist
+DEFAULTS_OF = {"--model.help": DEFAULT_MODEL, "--data.help": DEFAULT_DATA}  # feature: mnist
 # Options of one launch, not settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
 MONITORS: tuple[str, ...] = (
@@ -290,8 +288,7 @@ class ProjectCLI(LightningCLI):
         """Not here: the trainer needs the run's folder, see ``fit.build``."""
 
 
-# feature: mnist
-def _brings_loaders(class_path: str) -> bool:
+def _brings_loaders(class_path: str) -> bool:  # feature: mnist
     """Whether a module has a ``train_dataloader`` of its own."""
     module_name, _, name = class_path.rpartition(".")
     try:
@@ -299,9 +296,6 @@ def _brings_loaders(class_path: str) -> bool:
     except Exception:  # the parser reports the reason
         return False
     return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
-
-
-# end feature: mnist
 
 
 @dataclass

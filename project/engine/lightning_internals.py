@@ -206,15 +206,14 @@ def share_evaluation_sums(trainer: Trainer) -> None:
             logged.cumulated_batch_size = torch.tensor(sum(counts), device=logged.value.device)
 
 
-# feature: profiler
-def profiled_module(profiler: Profiler) -> LightningModule:
+def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
     """The module that is trained. Buys regions around the network in the step profiler. Public way missing: a Profiler
     has none to its Trainer or module.
     """
     return profiler._lightning_module  # type: ignore[attr-defined]
 
 
-def surround_compiled_call(
+def surround_compiled_call(  # feature: profiler
     network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
 ) -> Callable[[], None] | None:
     """Call ``before`` and ``after`` around a compiled network; returns what undoes it, None if it is not compiled.
@@ -235,20 +234,12 @@ def surround_compiled_call(
     return lambda: setattr(network, "_compiled_call_impl", compiled)
 
 
-# end feature: profiler
-
-
-# feature: throughput
-def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:
+def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:  # feature: throughput
     """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
     inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
 
 
-# end feature: throughput
-
-
-# feature: memory
-@contextmanager
+@contextmanager  # feature: memory
 def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     """Record CUDA allocations and frees inside, and write the newest, with their stacks, for PyTorch's memory viewer.
 
@@ -260,11 +251,7 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-# end feature: memory
-
-
-# feature: tune, memory
-class LiveMemory(ExitStack):
+class LiveMemory(ExitStack):  # feature: tune, memory
     """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs microseconds each.
 
     Not within one operation. A compiled network runs eagerly. Above ``limit_bytes``: ``torch.OutOfMemoryError``.
@@ -309,6 +296,3 @@ class LiveMemory(ExitStack):
     def _add(self, size: int) -> None:
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-# end feature: tune, memory

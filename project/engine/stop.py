@@ -113,8 +113,7 @@ class GracefulStop(Callback):
             raise signals.Stopped(self._request)
 
 
-# feature: report, wandb
-def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
+def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:  # feature: report, wandb
     """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong, None if nothing."""
     outcome: list[BaseException | None] = [TimeoutError(f"not done after {seconds} s")]
 
@@ -129,9 +128,6 @@ def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseExcept
     thread.start()
     thread.join(seconds)
     return outcome[0]
-
-
-# end feature: report, wandb
 
 
 def requeue_job() -> None:

@@ -82,8 +82,7 @@ class Summary:
         write_atomically((json.dumps(self.to_plain(), indent=2) + "\n").encode(), path)
 
 
-# feature: report, wandb, test_predictions
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # feature: report, wandb, test_predictions
 class Mistake:
     """A test image with a wrong prediction."""
 
@@ -93,7 +92,7 @@ class Mistake:
     probability: float  # 0-1, of the prediction
 
 
-@dataclass
+@dataclass  # feature: report, wandb, test_predictions
 class RunRecord:
     """Everything that the report and W&B show of a run that has ended or was stopped."""
 
@@ -134,7 +133,7 @@ class RunRecord:
         return sorted(pairs, key=lambda pair: -pair[2])
 
 
-def read_series(path: Path, epochs: int) -> dict[str, Series]:
+def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: report, wandb, test_predictions
     """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that are not finite.
 
     Of a training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
@@ -151,9 +150,6 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:
             parts = [[point for point in series[name] if (point[0] in ends) is at_end] for at_end in (False, True)]
             series[name] = max(parts, key=len)
     return series
-
-
-# end feature: report, wandb, test_predictions
 
 
 class RunTimer(Callback):

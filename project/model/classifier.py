@@ -61,8 +61,7 @@ class ImageClassifier(SupervisedModule):
         return targets.argmax(dim=1) if targets.is_floating_point() else targets
 
 
-# feature: mnist
-class MNISTClassifier(ImageClassifier):
+class MNISTClassifier(ImageClassifier):  # feature: mnist
     """:class:`ImageClassifier` with :class:`project.model.ConvNet` unless another network is given.
 
     Args:
@@ -73,9 +72,6 @@ class MNISTClassifier(ImageClassifier):
     def __init__(self, network: nn.Module | None = None, **kwargs: Any) -> None:
         super().__init__(network if network is not None else ConvNet(), **kwargs)
         self.mean, self.std = torch.tensor([0.1307]), torch.tensor([0.3081])  # older checkpoints lack them
-
-
-# end feature: mnist
 
 
 def check_fit(network: nn.Module, datamodule: Any) -> None:
