@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from project.engine.checkpoint_files import damage
+from tests import reported
 from tests.commands import finished_run, run, summary, two_rank_run
-from tests.reported import MONITORED, of_type, wandb_folders, wandb_records  # feature: wandb
 
 
 def test_a_default_run_records_every_metric_that_a_cpu_has():
     folder = finished_run()
     # feature: wandb
-    (history,) = wandb_folders(folder)
-    items = [row["item"] for row in of_type(wandb_records(history), "history")]
+    (history,) = reported.wandb_folders(folder)
+    items = [row["item"] for row in reported.of_type(reported.wandb_records(history), "history")]
     # end feature: wandb
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    groups = ("throughput/", "memory/", "optimizer/")
-    assert {name for row in rows for name, value in row.items() if value and name.startswith(groups)} == MONITORED
-    assert {name for item in items for name in item} >= MONITORED  # feature: wandb
+    monitored, groups = reported.MONITORED, ("throughput/", "memory/", "optimizer/")
+    assert {name for row in rows for name, value in row.items() if value and name.startswith(groups)} == monitored
+    assert {name for item in items for name in item} >= monitored  # feature: wandb
     total = summary(folder)
     assert total["throughput/samples_per_sec"] > 0  # feature: throughput
     assert 0 <= total["throughput/data_wait_pct"] <= 100  # feature: throughput
