@@ -374,6 +374,8 @@ def test_h_is_one_screen_of_options_that_exist_and_help_has_those_of_model_and_d
     assert named - known <= {"--trainer.callbacks", "--trainer.callbacks.monitor"}  # shown flat; a class's own
     assert {"--model.lr", "--data.root", "--data.batch_size"} <= known
     assert "torch.nn.LogSigmoid" not in everything, "known subclasses fill ten screens"
+    assert entry.exit_code(fit.main, ["--model.network.help", "MLP"]) == 0  # torchvision has one, too
+    assert "--network.hidden" in capsys.readouterr().out
 
 
 def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_ended(workplace: Path) -> None:

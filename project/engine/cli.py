@@ -139,7 +139,7 @@ class CommandLine:
             option, equals, name = word.rpartition("=")
             if flag and flag[1] in FLAT:
                 spelled.append(f"--trainer.{word[2:]}")
-            elif "--model.network" in (before, option) and name in networks.__all__:
+            elif {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:
                 # torchvision has an MLP, too, and torchmetrics imports it
                 spelled.append(f"{option}{equals}{networks.__name__}.{name}")
             else:
