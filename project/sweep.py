@@ -52,8 +52,8 @@ OWN_FLAGS |= dict.fromkeys(("--monitor", "--mode"), METRIC)
 STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}
 COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # from the lowest layer to the highest
 TRIAL = "trial-{:03}"  # name of a run, by its number
-POLL_SECONDS = 0.2
-ORPHAN_SECONDS = 60
+POLL_SECONDS, ORPHAN_SECONDS = 0.2, 60
+NO_TEST = "--limit_test_batches=0"  # trials are compared by validation; the test set is for the one that is chosen
 STARTUP_SHARE = 0.4  # of the trials: random search, before the sampler learns from them
 BAD_INPUT = 2  # exit code
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # exit codes
@@ -97,7 +97,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"no trial finished; see {folder}/*.log.")
     best = study.best_trial
     flags = [f"--{key} {value}" for key, value in best.params.items()]
-    print(f"\npicture: {folder}/sweep.png\nbest:    {folder}/{TRIAL.format(best.number)}\n")
+    chosen = folder / TRIAL.format(best.number)
+    print(f"\npicture: {folder}/sweep.png\nbest:    python -m project.test --ckpt_path {chosen}/best.ckpt\n")
     print(" ".join(["python -m project.fit", *fit_arguments, *flags]))
     return 0
 
@@ -285,7 +286,7 @@ class RunningTrial:
         flags = [f"--{name}={value}" for name, value in trial.params.items()]  # what W&B's ${args} looks like
         goal = ["--monitor", space.metric, "--mode", "max" if space.maximize else "min"]
         place = ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
-        words = [sys.executable, "-m", f"{__package__}.fit", *fit_arguments, *flags, *goal, *place]
+        words = [sys.executable, "-m", f"{__package__}.fit", NO_TEST, *fit_arguments, *flags, *goal, *place]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(words, stdout=log, env=environment, preexec_fn=end_with_parent, **pipes)
@@ -316,9 +317,7 @@ class RunningTrial:
         return {int(row["epoch"]): row[self.space.metric] for row in rows if self.space.metric in row}
 
     def has_trained(self, rows: list[dict[str, float]]) -> bool:
-        """Whether nothing but the final test is left, which no signal should cut off."""
-        if not rows:
-            return False
+        """Whether nothing but the report (and a test that was asked for) is left, which no signal should cut off."""
         limits = yaml.safe_load((self.folder / "config.yaml").read_text())["trainer"]
         epochs, steps = (limits.get(name) or -1 for name in ("max_epochs", "max_steps"))  # -1: no limit
         return 0 < epochs <= max([*self.scores(rows), -1]) + 1 or 0 < steps <= max(row["step"] for row in rows) + 1
@@ -370,7 +369,7 @@ def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
     score = ended.space.best(ended.scores(rows).values())
     stopped = exit_code != 0 and (ended.pruned or exit_code in STOPPED)
     state, end = TrialState.FAIL, f"failed (exit code {exit_code}, {log})"
-    if (exit_code == 0 or (stopped and ended.has_trained(rows))) and score is not None:
+    if score is not None and (exit_code == 0 or (stopped and ended.has_trained(rows))):
         state, end = TrialState.COMPLETE, "done"
     elif stopped and ended.pruned:
         state, end = TrialState.PRUNED, f"stopped after {len(ended.reported)} epochs"

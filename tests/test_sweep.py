@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,6 +106,12 @@ def test_a_sweep_survives_a_kill_stops_early_and_beats_its_worst_start(
 
 
 def assert_complete(tmp_path: Path, told: str, count: int) -> None:
+    summaries = [json.loads(path.read_text()) for path in tmp_path.glob("lr/trial-*/summary.json")]
+    assert summaries
+    assert not [name for summary in summaries for name in summary if name.startswith("test/")]
+    tested = re.search(r"best: +python -m project\.test --ckpt_path (\S+)", told)
+    assert tested
+    assert Path(tested[1]).is_file()
     rows = json.loads((tmp_path / "trials.json").read_text())
     assert len(rows) == count
     assert [row["val/accuracy"] for row in rows] == sorted((row["val/accuracy"] for row in rows), reverse=True)
@@ -179,7 +186,7 @@ def write_metrics(trial: RunningTrial, *rows: str) -> None:
 
 def test_every_trial_follows_the_metric_of_the_sweep_file(trial: RunningTrial) -> None:
     words = " ".join(trial.process.command)
-    assert "-m project.fit --max_epochs 2 --model.lr=" in words
+    assert "-m project.fit --limit_test_batches=0 --max_epochs 2 --model.lr=" in words
     assert "--monitor val/error --mode min " in words
     assert "--run_name trial-003 --ckpt_path auto" in words
 
@@ -207,7 +214,7 @@ def test_a_hopeless_trial_is_stopped_and_is_told_as_stopped_early(
     assert capsys.readouterr().out.endswith("stopped after 1 epochs\n")
 
 
-def test_no_signal_is_sent_into_the_final_test(trial: RunningTrial) -> None:
+def test_no_signal_is_sent_after_the_training(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,0.9", "19,1,1.5,0.9", "20,2,,")
     trial.watch()
     assert trial.reported == {0, 1}
@@ -425,9 +432,10 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(mon
     }
     words = create_sweep_command(list(content["command"]))
     flags = create_sweep_command_args({"args": values})["args"]
-    assert words == ["${env}", "${interpreter}", "-m", "project.fit", "${args}"]
+    assert words == ["${env}", "${interpreter}", "-m", "project.fit", sweep.NO_TEST, "${args}"]
     monkeypatch.chdir(ROOT)
-    config = configure(flags, "project.fit")
+    config = configure([sweep.NO_TEST, *flags], "project.fit")
+    assert config.trainer["limit_test_batches"] == 0
     assert config.resolved["model"]["init_args"]["lr"] == values["model.lr"]["value"]
     assert config.resolved["data"]["init_args"]["batch_size"] == values["data.batch_size"]["value"]
     assert (ROOT / content["program"]).is_file()
