@@ -218,7 +218,7 @@ def test_monitors_and_report_are_switched_off_and_on(in_folder: Path, capsys: py
         assert not (run / "report.html").exists()  # feature: report
     assert measured == {chosen: {*chosen.split(",")} - {"none"} for chosen in CHOSEN}
     assert "--monitors must be any of" in error_of(capsys, [*LINE, *QUICK, "--monitors", "memry"])
-    told = train([*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told")
+    told = train([*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told")  # feature: report
     assert (told / "report.html").exists()  # feature: report
 
 
