@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,16 +47,15 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
 SPACE = Path("configs", "sweep.yaml")
-PLACE, METRIC = "--name and --root", "`metric:` of the sweep file"
+PLACE = "--name and --root"
 OWN_FLAGS = dict.fromkeys(("--run_name", "--ckpt_path", "--default_root_dir", "--trainer.default_root_dir"), PLACE)
-OWN_FLAGS |= dict.fromkeys(("--monitor", "--mode"), METRIC)
+OWN_FLAGS |= dict.fromkeys(("--monitor", "--mode"), "`metric:` of the sweep file")
 STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}
 COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # from the lowest layer to the highest
 TRIAL = "trial-{:03}"  # name of a run, by its number
-POLL_SECONDS, ORPHAN_SECONDS = 0.2, 60
+POLL_SECONDS = 0.2
+ORPHAN_SECONDS = 60
 NO_TEST = "--limit_test_batches=0"  # trials are compared by validation; the test set is for the one that is chosen
-STARTUP_SHARE = 0.4  # of the trials: random search, before the sampler learns from them
-BAD_INPUT = 2  # exit code
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # exit codes
 RANGES = ("int_uniform", "uniform", "log_uniform_values")  # W&B's names of distributions from min to max
 
@@ -96,10 +96,10 @@ def main(argv: list[str]) -> int:
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         raise UserError(f"no trial finished; see {folder}/*.log.")
     best = study.best_trial
-    flags = [f"--{key} {value}" for key, value in best.params.items()]
-    chosen = folder / TRIAL.format(best.number)
-    print(f"\npicture: {folder}/sweep.png\nbest:    python -m project.test --ckpt_path {chosen}/best.ckpt\n")
-    print(" ".join(["python -m project.fit", *fit_arguments, *flags]))
+    flags = [word for key, value in best.params.items() for word in (f"--{key}", str(value))]
+    chosen = shlex.quote(f"{folder}/{TRIAL.format(best.number)}/best.ckpt")
+    print(f"\npicture: {folder}/sweep.png\nbest:    python -m project.test --ckpt_path {chosen}\n")
+    print(shlex.join(["python", "-m", "project.fit", *fit_arguments, *flags]))
     return 0
 
 
@@ -135,7 +135,7 @@ def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str
         raise UserError(f"--name {folder.name} was begun with another search space. Choose another name.")
     if fit_arguments and fit_arguments != begun["fit"]:
         advice = "Leave these options away to go on with it, or choose another name."
-        raise UserError(f"--name {folder.name} was begun with `{' '.join(begun['fit'])}`. {advice}")
+        raise UserError(f"--name {folder.name} was begun with `{shlex.join(begun['fit'])}`. {advice}")
     return begun["fit"], lock
 
 
@@ -256,7 +256,7 @@ def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optu
     """The study in a folder, new or continued (its journal survives any kill), and its unfinished trials."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
-    startup = max(3, int(trials * STARTUP_SHARE))
+    startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
     study = optuna.create_study(
         storage=storage,
         study_name="sweep",
@@ -374,7 +374,7 @@ def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
     elif stopped and ended.pruned:
         state, end = TrialState.PRUNED, f"stopped after {len(ended.reported)} epochs"
     study.tell(ended.trial.number, score if end == "done" else None, state)
-    if exit_code == BAD_INPUT:
+    if exit_code == 2:  # bad input
         lines = [line for line in ended.log_path.read_text().splitlines() if line.startswith("error: ")]
         raise UserError(f"{ended.name}: {lines[-1].removeprefix('error: ') if lines else log}")
     if exit_code == 0 and not ended.scores(rows):

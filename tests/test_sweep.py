@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -42,10 +43,10 @@ early_terminate: {type: hyperband, min_iter: 1}
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
     """Options of a sweep whose trials take a second or two, besides starting up."""
-    made_data.make_tensor_files(tmp_path / "data")
+    made_data.make_tensor_files(tmp_path / "my data")
     (tmp_path / "space.yaml").write_text(SPACE)
     config = str(ROOT / "configs" / "examples" / "tensor_dataset.yaml")
-    data = ["--config", config, "--data.root", str(tmp_path / "data"), "--data.batch_size", "20"]
+    data = ["--config", config, "--data.root", str(tmp_path / "my data"), "--data.batch_size", "20"]
     short = ["--max_epochs", "3", "--accelerator", "cpu", "--model.schedule", "constant"]
     short += ["--report", "false"]  # feature: report
     return ["--space", str(tmp_path / "space.yaml"), "--root", str(tmp_path), "--name", "lr", *data, *short]
@@ -118,7 +119,9 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
     first = next(row for row in rows if row["trial"] == 0)
     worst_start = min(row["val/accuracy"] for row in rows if row["trial"] < 3)
     assert rows[0]["val/accuracy"] > worst_start, first
-    assert told.rstrip().splitlines()[-1].startswith("python -m project.fit --config ")
+    words = shlex.split(told.rstrip().splitlines()[-1])
+    assert words[:4] == ["python", "-m", "project.fit", "--config"]
+    assert str(tmp_path / "my data") in words
     with Image.open(tmp_path / "lr" / "sweep.png") as picture:
         assert picture.width > 600
         assert len(picture.convert("RGB").getcolors(1_000_000)) > 50

@@ -12,7 +12,7 @@ from project.errors import UserError
 TABLES = {
     "devices": ("samples_per_sec", "devices × precisions: speed, speed-up over CPU float32, accuracy, peak memory"),
     "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
-    "memory": ("peak_mib", "the peak and its parts by precision, checkpointing, batch size"),  # feature: memory
+    "memory": ("peak_mib", "the peak by precision, activation checkpointing, accumulation, batch"),  # feature: memory
     "overhead": ("epoch_s", "what a run costs against loops written by hand; the share of monitors and checkpoints"),
     "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }
