@@ -76,7 +76,7 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
     except ImportError:
-        install = "pip install 'wandb-workspaces>=0.1.12'"
+        install = "pip install 'wandb-workspaces>=0.4.2'"
         raise UserError(f"python -m project.dashboard needs wandb-workspaces. Install it: {install}.") from None
     sections = []
     for section, lines in LINES.items():

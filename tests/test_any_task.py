@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback, Trainer
 
 from project import fit
@@ -18,7 +19,8 @@ from project import test as test_command
 from project.engine import command as entry
 from project.engine import signals
 from project.engine.checkpointing import Best
-from project.engine.cli import configure
+from project.engine.cli import CommandLine, configure
+from project.engine.restore import Run, refuse_writing_elsewhere
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import LOADERS, Told
 
@@ -335,6 +337,18 @@ def filled(value: Any, name: str) -> Any:
     return [filled(item, name) for item in value] if isinstance(value, list) else value.format(name)
 
 
+def forge(trained: Path, keys: str, value: Any) -> str:
+    """A copy of a checkpoint with another entry in its configuration."""
+    contents = checkpoint(trained)
+    *path, last = keys.split(".")
+    section = contents["run"]["config"]
+    for key in path:
+        section = section[key]
+    section[last] = value
+    torch.save(contents, "strange.ckpt")
+    return "strange.ckpt"
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
     place: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -343,14 +357,8 @@ def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
-    contents = checkpoint(trained)
     keys, value = PLACES[place]
-    *path, last = keys.split(".")
-    section = contents["run"]["config"]
-    for key in path:
-        section = section[key]
-    section[last] = filled(value, name)
-    torch.save(contents, "strange.ckpt")
+    forge(trained, keys, filled(value, name))
     mains = [fit.main] if keys.startswith("trainer") else [fit.main, test_command.main]
     for main in mains:
         line = error_of(capsys, "--ckpt_path", "strange.ckpt", main=main)
@@ -360,3 +368,69 @@ def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
         assert not (tmp_path / "imported").exists()
     assert "names the class" not in error_of(capsys, "--ckpt_path", "strange.ckpt", "--allow_imports", name)
     assert (tmp_path / "imported").exists() or "Strategy" in place or keys.endswith(("loss", "strategy", "profiler"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("model.init_args.network", "file.yaml"),
+        ("model.init_args.network", "~/file.yaml"),
+        ("model.init_args.metrics", {"x": "file.yaml"}),
+        ("model.init_args", "file.yaml"),
+        ("data.init_args.transforms", ["file.yaml"]),
+        ("data.init_args.transforms", "lines.txt"),
+        ("trainer.callbacks", ["file.yaml"]),
+        ("trainer.callbacks", "lines.txt"),
+        ("trainer.logger", "file.yaml"),
+        ("config", "all.yaml"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_brings_in_no_file_that_names_a_strangers_class(
+    keys: str, value: Any, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "of_a_file.py").write_text("import torch\n\n\nclass Thing(torch.nn.Identity): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    Path("file.yaml").write_text("class_path: of_a_file.Thing\n")
+    Path("lines.txt").write_text("of_a_file.Thing\n")
+    Path("all.yaml").write_text("data: {init_args: {transforms: [of_a_file.Thing]}}\n")
+    path = forge(trained, keys, value)
+    mains = [fit.main] if keys.startswith("trainer") else [fit.main, test_command.main]
+    ends = {entry.exit_code(main, ["--ckpt_path", path, "--max_epochs", "2"]) for main in mains}
+    assert ends == {0 if keys == "config" else 2}  # that one is no setting of a run
+    assert "of_a_file" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "OUT"}}),
+        ("logger", [{"class_path": "CSVLogger", "init_args": {"save_dir": "../elsewhere"}}]),
+        ("logger", "{class_path: CSVLogger, init_args: {save_dir: OUT}}"),
+        ("logger", {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "../elsewhere"}}),
+        ("profiler", {"class_path": "SimpleProfiler", "init_args": {"dirpath": "elsewhere", "filename": "f"}}),
+        ("callbacks", [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "OUT"}}]),
+    ],
+    ids=["absolute", "above", "YAML", "a name", "profiler", "callback"],
+)
+def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
+    keys: str, value: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "elsewhere")
+    path = forge(trained, f"trainer.{keys}", yaml.safe_load(yaml.safe_dump(value).replace("OUT", out)))
+    line = error_of(capsys, "--ckpt_path", path, "--max_epochs", "2")
+    assert "in its configuration is outside the run's folder" in line
+    assert not list(tmp_path.rglob("elsewhere"))
+
+
+def test_what_is_typed_again_and_what_a_class_does_by_itself_goes_on(trained: Path, tmp_path: Path) -> None:
+    own = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "mine")]
+    few = ["--ckpt_path", str(trained), "--max_epochs", "2", "--limit_test_batches", "0"]
+    train("typed", *few, *own)
+    train("typed", "--ckpt_path", "last", "--max_epochs", "3", *own)
+    assert list((tmp_path / "mine").rglob("metrics.csv"))
+    wandb = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"save_dir": ".", "offline": True}}
+    base = {"trainer": {"logger": wandb, "default_root_dir": str(tmp_path / "runs")}}
+    refuse_writing_elsewhere(base, CommandLine([]), Run(tmp_path / "runs" / "r"))

@@ -62,15 +62,13 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(tmp_path: Path) -> None:
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
     loops = ["hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"]
-    assert list(rows)[:4] == loops
+    assert list(rows) == loops
     floor, full = rows["hand-written floor"], rows["all features"]
     assert floor["train_vs_floor"] == 1
     assert full["epoch_vs_floor"] == pytest.approx(full["epoch_s"] / floor["epoch_s"])  # one epoch of each
     assert full["lowest"] == full["highest"] == full["epoch_vs_floor"]
     assert full["epoch_s"] > full["train_s"] > 0
     assert {row["batch_size"] for row in rows.values()} == {64}
-    assert 0 < rows["inside MemoryMonitor"]["pct_of_run"] < 100  # feature: memory
-    assert 0 < rows["inside RunCheckpoint"]["pct_of_run"] < 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
     assert not signals.state.deferring  # between two runs a signal ends the benchmark at once
     assert Image.open(tmp_path / "out.png").size[0] > 1000
@@ -260,10 +258,9 @@ def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyP
     events: list[str] = []
     noted(RunCheckpoint, "on_train_end", "saved")
     noted(RunClock, "_end_epoch", "ended")
-    run = run_epochs(configure(SMALL, "project.benchmark"), 1, watched=(RunCheckpoint,))
+    run = run_epochs(configure(SMALL, "project.benchmark"), 1)
     assert events == ["ended", "saved", "ended"]  # the first is that of no epoch, when the first one begins
     assert len(run.epochs) == 1
-    assert list(run.inside_s) == ["RunCheckpoint"]
 
 
 def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:

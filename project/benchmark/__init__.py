@@ -13,7 +13,7 @@ TABLES = {
     "devices": ("samples_per_sec", "devices × precisions: speed, speed-up over CPU float32, accuracy, peak memory"),
     "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
     "memory": ("peak_mib", "the peak by precision, activation checkpointing, accumulation, batch"),  # feature: memory
-    "overhead": ("epoch_s", "what a run costs against loops written by hand; the share of monitors and checkpoints"),
+    "overhead": ("epoch_s", "what a run costs against loops written by hand"),
     "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }
 Row = dict[str, Any]  # of a table, by column

@@ -16,10 +16,7 @@ from torchvision.models import resnet18
 
 from project import fit
 from project.benchmark import Row, Settings, timing
-from project.callbacks.memory import ACTIVATIONS, MemoryMonitor  # feature: memory
-from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
-from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
-from project.engine.checkpointing import RunCheckpoint
+from project.callbacks.memory import ACTIVATIONS  # feature: memory
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
@@ -31,12 +28,6 @@ RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--mo
 RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
 BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
 PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
-WATCHED: tuple[type, ...] = (
-    ThroughputMonitor,  # feature: throughput
-    MemoryMonitor,  # feature: memory
-    OptimizerMonitor,  # feature: optimizer
-    RunCheckpoint,
-)
 BATCHES = 200  # of a loader, per measurement; at most one epoch
 MOST_EPOCHS = 14  # what pytorch/examples trains for MNIST
 # Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
@@ -161,8 +152,7 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
     """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round.
 
     An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
-    plain PyTorch loop only trains). Then, per monitor and for checkpoints, the share of a run that passes inside their
-    hooks, logging included: two runs differ by more than a run with and without one of them.
+    plain PyTorch loop only trains). The share of every monitor's hooks is in ``project.fit --profiler simple``.
     """
     timing.loops_by_hand(config, settings.batch_size)  # refuses other data before a process starts
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, settings.fit_flags, settings.n)
@@ -177,11 +167,6 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
             ratios = [epoch.epoch_s / floor.epoch_s for epoch, floor in both]
             row |= {"epoch_vs_floor": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
         rows.append(row)
-    runs = [timing.run_epochs(config, 2, watched=WATCHED) for _ in timing.progress("hooks", range(settings.n))]
-    for name in runs[0].inside_s:
-        pct = [100 * run.inside_s[name] / sum(epoch.epoch_s for epoch in run.epochs) for run in runs]
-        row = {"loop": f"inside {name}", "batch_size": settings.batch_size}
-        rows.append(row | timing.median_and_spread("pct_of_run", pct))
     return rows
 
 

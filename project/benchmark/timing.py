@@ -109,7 +109,6 @@ class RunClock(Callback):
         self.turn = turn  # says when an epoch may begin, and is sent its seconds; None: at once, to nobody
         self.epochs: list[Epoch] = []
         self.validations: list[tuple[float, float]] = []  # (seconds since training began, val/accuracy in 0-1)
-        self.inside_s: dict[str, float] = {}  # class of a watched callback → seconds inside its hooks
         self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.batches = 0  # per epoch
@@ -147,20 +146,11 @@ class RunClock(Callback):
                 self.turn.send(self.epochs[-1])
 
 
-@contextmanager
-def adds_time(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add to ``seconds[name]`` what passes inside; also decorates a function."""
-    began = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
-
-
 def run_epochs(
     config: Configuration,
     epochs: int,
     *,
     bare: bool = False,  # only the module, the data and the user's callbacks: Lightning's loop alone
-    watched: tuple[type, ...] = (),  # classes of callbacks whose hooks are timed
     turn: Connection | None = None,  # see RunClock
 ) -> RunClock:
     """Train a new module on the configured data for some epochs, the first to warm up. Nothing of it stays on disk."""
@@ -176,11 +166,6 @@ def run_epochs(
         else:
             session = fit.build(config, run, extra=[clock])
             lightning = session.trainer
-        for callback in lightning.callbacks:  # type: ignore[attr-defined]
-            kind = type(callback)
-            for name in dir(Callback) if isinstance(callback, watched) else ():
-                if name.startswith("on_") and getattr(kind, name) is not getattr(Callback, name):
-                    setattr(callback, name, adds_time(clock.inside_s, kind.__name__)(getattr(callback, name)))
         try:
             lightning.fit(config.module, datamodule=config.datamodule)
         finally:

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from project import threads
 from project.engine.lightning_internals import tell_profiled_module
 from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
 from project.engine.ranks import of_all_ranks
@@ -266,22 +265,18 @@ def samples_in(batch: Any) -> int:
 
 
 def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
-    """Where a run's time went, by the medians of ``throughput/*``, and which flag or command to try."""
+    """Where a run's time went, by the medians of ``throughput/*``. No flag that was not tried here is recommended:
+    worker processes make quick data slower.
+    """
     waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
     measured = f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"
     measured += "" if waited is None else f", {waited:.0f} % of it waiting for data"
     measured += "." if busy is None else f", the GPU idle {100 - busy:.0f} % of the time."
-    datamodule = getattr(trainer, "datamodule", None)
-    if waited is None or waited < LOADER_BOUND_PCT:
-        if hasattr(datamodule, "batch_size"):  # feature: tune
-            measured += " To find the fastest batch size: python -m project.tune batch_size."
-        return measured
-    cores, loader = max(1, threads.available_cores() // trainer.num_devices), trainer.train_dataloader
-    in_memory = hasattr(getattr(loader, "dataset", None), "gather")  # workers would only copy it
-    if not in_memory and getattr(loader, "num_workers", cores) < cores:
-        flag = "--data.num_workers " if hasattr(datamodule, "num_workers") else "the DataLoader's num_workers="
-        measured += f" Try {flag}{cores}."
-    return f"loader-bound: {measured}"
+    if waited is not None and waited >= LOADER_BOUND_PCT:
+        return f"loader-bound: {measured}"
+    if hasattr(getattr(trainer, "datamodule", None), "batch_size"):  # feature: tune
+        measured += " To find the fastest batch size: python -m project.tune batch_size."
+    return measured
 
 
 class GpuUtilization:

@@ -24,6 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespa
 
 import project.data  # noqa: F401 - known to the parser by their short names
 from project.engine.command import explain, option_names
+from project.engine.lightning_internals import values_are_no_files
 from project.errors import UserError
 from project.model import networks
 from project.tables import flat
@@ -40,7 +41,7 @@ DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}  # feature: mnist
 DEFAULT_DATA = "project.data.MNISTDataModule"  # feature: mnist
 DEFAULTS_OF = {"--model.help": DEFAULT_MODEL, "--data.help": DEFAULT_DATA}  # feature: mnist
 # Options of one launch, not settings of the run: config.yaml leaves them out
-OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output")
+OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output", "config")
 MONITORS: tuple[str, ...] = (
     "throughput",  # feature: throughput
     "memory",  # feature: memory
@@ -266,6 +267,9 @@ class ProjectCLI(LightningCLI):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
+                if self.base is not None:  # a checkpoint's values are all there; what is typed may name files
+                    with values_are_no_files():
+                        parser.parse_object(self.base)
                 self.config = parser.parse_args(words)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))

@@ -1,4 +1,4 @@
-"""The only file that uses private names of Lightning, torch and torchmetrics: one function each, with its reason.
+"""The only file that uses private names of other packages, such as Lightning: one function each, with its reason.
 
 :func:`check` looks up every name once when a run starts. If a version lacks one, the run ends with one line, instead
 of ignoring a signal or losing a sum later.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import _optionals
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
@@ -39,6 +40,7 @@ NAMES = {
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
+    "jsonargparse._optionals": ["_config_read_mode"],
     "torch.nn": ["Module._compiled_call_impl"],  # feature: profiler
     "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
     "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, memory
@@ -71,6 +73,18 @@ def leave_signals_alone(trainer: Trainer) -> None:
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+@contextmanager
+def values_are_no_files() -> Iterator[None]:
+    """Inside, a parser takes no text for the name of a file that holds the value. Buys: a checkpoint's configuration
+    brings in no other file, which may name any class. Public way missing: jsonargparse has no switch for it.
+    """
+    mode, _optionals._config_read_mode = _optionals._config_read_mode, "rR"  # readable and not readable
+    try:
+        yield
+    finally:
+        _optionals._config_read_mode = mode
 
 
 def end_restart(trainer: Trainer) -> None:

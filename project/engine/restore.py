@@ -6,6 +6,7 @@ import contextlib
 import copy
 import fcntl
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -18,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from project.engine.checkpoint_files import damage, load_weights, read, record
-from project.engine.cli import CommandLine, Configuration, configure, differences
+from project.engine.cli import OF_THE_LAUNCH, CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero
 from project.errors import UserError, nearest
 
@@ -49,10 +51,11 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     if line.value("init_weights") is not None:
         raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
     known = record(run.checkpoint, to_resume=True)
-    base = copy.deepcopy(known["config"])
+    base = {key: value for key, value in copy.deepcopy(known["config"]).items() if key not in OF_THE_LAUNCH}
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
+    refuse_writing_elsewhere(base, line, run)
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
-        base.setdefault("trainer", {})["max_epochs"] = -1
+        base["trainer"] = {**_section(base, "trainer"), "max_epochs": -1}
     config = configure(argv, prog, base)
     load_weights(config.module, run.checkpoint)  # Lightning loads them again; here a misfit becomes one line
     data: Any = config.datamodule
@@ -92,23 +95,29 @@ def load(path: Path, argv: list[str] | None = None) -> Loaded:
 
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration for using a checkpoint: nothing compiled or downloaded, no Trainer flags of another machine."""
-    config = copy.deepcopy({key: value for key, value in config.items() if key != "trainer"})
-    init_args = (config.get("model") or {}).get("init_args") or {}
+    config = copy.deepcopy({key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)})
+    init_args = _section(config, "model", "init_args")
     if "compile" in init_args:
         init_args["compile"] = False
     # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
-    network = init_args.get("network")
-    network_args = (network.get("init_args") or {}) if isinstance(network, dict) else {}
+    network_args = _section(init_args, "network", "init_args")
     if "weights" in network_args:
         network_args["weights"] = None
     return config
+
+
+def _section(config: Any, *names: str) -> dict[str, Any]:
+    """The section of this name, in that of the name before; empty where there is none."""
+    for name in names:
+        config = config.get(name) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
 
 
 def start_from(module: LightningModule, name: str | None) -> list[str]:
     """Give a new run's module the weights of another's checkpoint that fit by name and shape; returns what to say."""
     if name is None:
         return []
-    path = find_checkpoint(name)
+    path = find_checkpoint(name, option="--init_weights")
     given, own = read(path)["state_dict"], module.state_dict()
     shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
     fitting = {k: value for k, value in given.items() if k in own and getattr(value, "shape", None) == shapes[k]}
@@ -124,7 +133,7 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
 def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
     """Raise a UserError, before any import, if a configuration names an untrusted class; ``allowed``: more packages."""
     trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
-    for key, text in _texts(config):
+    for key, text, _ in _texts(config):
         holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
         # the parser also takes a class path, or YAML with one, where the type is not text
         names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
@@ -137,16 +146,42 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
                 )
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a configuration, with the key it stands under."""
+def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run) -> None:
+    """Raise a UserError if a checkpoint's logger, profiler or callback is to write outside the run's folder.
+
+    What is typed again is the user's own wish, and what a class does without its argument is no checkpoint's.
+    """
+    typed = {text for _, text, _ in _texts(line.given)}
+    for key, text, owner in _texts(config.get("trainer")):
+        is_free = text in typed or key in ("class_path", "default_root_dir")
+        is_place = re.search("dir|path|root|folder", key) or re.search(r"^[/~]|:/|(^|/)\.\.(/|$)", text)
+        inside = Path(text).expanduser().resolve().is_relative_to(run.folder.resolve())
+        if is_place and not (is_free or inside or text == _default(owner, key)):
+            where = f"{key}: {text} in its configuration is outside the run's folder"
+            raise UserError(f"--ckpt_path {run.checkpoint}: {where}. Type that setting again if it is right.")
+
+
+def _default(class_path: str, name: str) -> Any:
+    """The default of an argument of a class; None where there is none."""
+    module, _, kind = class_path.rpartition(".")
+    with contextlib.suppress(ImportError, AttributeError, KeyError, TypeError, ValueError):
+        return inspect.signature(getattr(importlib.import_module(module), kind)).parameters[name].default
+    return None
+
+
+def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every text in a configuration, with the key it stands under, and the class whose argument it is."""
+    if isinstance(value, str):  # the parser reads YAML in a text as well
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            value = content if isinstance(content := yaml.safe_load(value), (dict, list)) else value
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _texts(item, str(name))
+            yield from _texts(item, str(name), str(value.get("class_path", owner)))
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _texts(item, key)
+            yield from _texts(item, key, owner)
     elif isinstance(value, str):
-        yield key, value
+        yield key, value, owner
 
 
 def _can_be_imported(root: str) -> bool:
@@ -268,24 +303,26 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     return Run(folder, checkpoint, finished=_is_finished(checkpoint))
 
 
-def find_checkpoint(ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None) -> Path:
+def find_checkpoint(
+    ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None, option: str = "--ckpt_path"
+) -> Path:
     """The file that ``--ckpt_path`` means: a path, or ``best`` (default) or ``last`` of a run (default: the newest)."""
     kind = ckpt_path or "best"
     if kind not in ("best", "last"):
         if (path := Path(kind)).is_file():
             return path
         hint = " A folder was given: add /best.ckpt or /last.ckpt." if path.is_dir() else ""
-        allowed = "best, last, or a file (fit: also auto)"
-        raise UserError(f"--ckpt_path: there is no checkpoint {kind}.{hint} Allowed: {allowed}.")
+        allowed = "best, last, or a file" + (" (fit: also auto)" if option == "--ckpt_path" else "")
+        raise UserError(f"{option}: there is no checkpoint {kind}.{hint} Allowed: {allowed}.")
     folder = root / (run_name or LATEST)
     if not folder.is_dir():
         known = [entry.name for entry in root.glob("*") if entry.is_dir()]
         if run_name:
             raise UserError(f"--run_name {run_name}: there is no such run in {root}.{nearest(run_name, known)}")
-        raise UserError(f"--ckpt_path {kind}: there is no run in {root} yet. Train one: python -m project.fit")
+        raise UserError(f"{option} {kind}: there is no run in {root} yet. Train one: python -m project.fit")
     path = folder.resolve() / f"{kind}.ckpt"
     if not path.is_file():
-        raise UserError(f"--ckpt_path {kind}: run {folder.resolve().name} has no {path.name} yet.")
+        raise UserError(f"{option} {kind}: run {folder.resolve().name} has no {path.name} yet.")
     return root / path.parent.name / path.name
 
 
