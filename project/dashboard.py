@@ -6,8 +6,6 @@ python -m project.dashboard --print      # what would be saved; needs no login a
 Saving needs a W&B login; both need the optional extra ``dashboard`` (wandb-workspaces).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -5,8 +5,6 @@ python -m project.devices --measure      # also which precision is fastest here,
 python -m project.devices --output devices.json --data.root /data
 """
 
-from __future__ import annotations
-
 import shlex
 import statistics
 import time

@@ -1,7 +1,5 @@
 """What a user is told when something they gave does not work: one line, exit code 2, no traceback."""
 
-from __future__ import annotations
-
 import difflib
 import re  # feature: tune, memory
 from collections.abc import Iterable

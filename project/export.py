@@ -7,8 +7,6 @@ Writes model.onnx, model.pt2 and model.safetensors beside the checkpoint. The fi
 Of an image classifier: `images`, float32 in 0-1, (batch, channels, height, width), to `logits` (batch, classes).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import itertools

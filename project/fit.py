@@ -7,8 +7,6 @@ python -m project.fit --run_name mine --ckpt_path auto
 torchrun --nproc_per_node 4 -m project.fit --strategy ddp
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What this machine has: CPU, memory and accelerators, as plain rows. A fact that cannot be had is left out."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

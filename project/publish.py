@@ -1,7 +1,5 @@
 """What a run leaves at its end: its summary, ``report.html``, and the same pictures and tables in W&B."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 

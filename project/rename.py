@@ -12,8 +12,6 @@ python -m project.rename digits --without all               # the core: fit, tes
 # <!-- end feature: NAME -->, and lines of code and table rows that name a feature's command need none. A mark with
 # several names, as in "feature: tune, sweep", goes with the last.
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.metadata

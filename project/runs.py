@@ -8,8 +8,6 @@ python -m project.runs --seeds 5 --run_name slow --model.lr 0.01   # train five 
 Reads each run's summary.json, config.yaml and metrics.csv.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import fcntl

@@ -3,8 +3,6 @@
 A row is a dictionary. A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -5,8 +5,6 @@ python -m project.test --ckpt_path checkpoints/mine/best.ckpt --data.root data -
 python -m project.test --devices 2 --strategy ddp
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from project.engine.command import prepare_process, run

@@ -5,8 +5,6 @@ where every tiny operation waits for a thread that is not running. So they sleep
 :class:`Waiting`. ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the environment win.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

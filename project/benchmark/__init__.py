@@ -1,7 +1,5 @@
 """``python -m project.benchmark``: this machine's tables. Nothing heavy is imported here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

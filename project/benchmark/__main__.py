@@ -7,8 +7,6 @@ python -m project.benchmark accuracy --config configs/fast.yaml --n 10 --baselin
 Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import replace

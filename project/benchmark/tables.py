@@ -1,7 +1,5 @@
 """The tables: devices and memory, overhead and loaders, accuracy. Each is a function of a configuration → rows."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """How much memory a run uses, for what, whether it leaks, and what to try where it is used up."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Learning rate, gradient norm and loss scale at log steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Where the time and the memory of a training step go: PyTorch's profiler over a few steps of a run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What the network predicted in the test pass: confusion matrix and most confident mistakes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ In MNIST's files the box is drawn around every pixel above zero, and the centre 
 from 0, rounds to 14 in both directions.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

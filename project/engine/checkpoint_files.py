@@ -1,7 +1,5 @@
 """Checkpoint files: written completely or not at all, read as plain data or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

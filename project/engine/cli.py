@@ -1,7 +1,5 @@
 """The command line of ``fit`` and ``test``: LightningCLI with flat Trainer flags and errors of one line."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

@@ -3,8 +3,6 @@
 Exit codes: 0 done, 2 bad input, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM), 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import gc

@@ -1,7 +1,5 @@
 """What an exact resume needs and Lightning's checkpoint lacks: generators, unfinished sums, loop counters."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, Literal
 

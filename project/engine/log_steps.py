@@ -1,7 +1,5 @@
 """Optimizer steps and log steps, found by public names of Lightning, and how monitors log there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The rank of this process before Lightning knows it, and decisions that rank 0 makes for all ranks."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """FSDP as the runs of this project need it: Lightning's strategy, mended where its result would be wrong or unsafe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -5,8 +5,6 @@ nothing to save, and the process ends right away. Rank 0 decides for the ranks t
 since they would fail without it; a signal to one of them is passed on to rank 0.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -9,8 +9,6 @@ What happens, in order:
    :mod:`project.engine.command` ends the process with exit code 143 or 130.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a run says of itself: its first line, a line per epoch, its last lines, and ``summary.json``."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import importlib.metadata

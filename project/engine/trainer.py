@@ -1,7 +1,5 @@
 """The Lightning Trainer of a run: its flags, made to agree with the launcher and this machine, and its final test."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Where metrics go, metrics.csv and W&B, and which of them share a chart in ``report.html`` and the W&B dashboard."""
 
-from __future__ import annotations
-
 import netrc  # feature: wandb
 import os  # feature: wandb
 from dataclasses import dataclass  # feature: report, dashboard, wandb

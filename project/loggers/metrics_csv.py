@@ -1,7 +1,5 @@
 """Where scalars go in any case: metrics.csv in the run's folder."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

@@ -3,8 +3,6 @@
 Its charts are matplotlib figures as SVG that takes its colours from the page, light or dark.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -7,8 +7,6 @@ python -m project.tune batch_size --model.network MLP --memory_limit_gib 2     #
 Takes the flags of project.fit (--config, --model.*, --data.*, --precision, --accelerator ...), see its --help.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import math

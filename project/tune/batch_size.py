@@ -1,7 +1,5 @@
 """The batch-size search: the largest that fits, every size timed at full speed, and which of them to use."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import shlex

@@ -1,7 +1,5 @@
 """Short trainings that leave nothing behind, and the first that uses them: the learning-rate range test."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
