@@ -130,7 +130,7 @@ def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
 
 def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Tensor, ...], Tensor | None, str]:
     """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
-    data: Any = loaded.datamodule
+    data: Any = loaded.module if loaded.datamodule is None else loaded.datamodule
     try:
         if as_in_training and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
             data.stay_with("sample")  # `auto` would look for the full set first
@@ -144,7 +144,7 @@ def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Te
                 break
         inputs = [torch.cat(parts)[:MOST_SAMPLES] for parts in zip(*batches, strict=True)]
     except Exception as error:  # somebody else's data are missing in their own way: an export does not need them
-        return (), None, f"no test set: {first_line(error)}"
+        return (), None, f"no test set of tensors: {first_line(error)}"
     labels = inputs[count] if len(inputs) > count and inputs[count].dtype == torch.int64 else None
     return tuple(inputs[:count]), labels, f"{getattr(data, 'data_source', type(data).__name__)} test"
 

@@ -30,7 +30,7 @@ from project.engine.summary import RunTimer, Summary, closing_lines, progress_ca
 from project.engine.trainer import build_trainer, final_test, further_loggers, refusals_as_errors, trainer_flags
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
-from project.publish import Session, close, publish, publish_stopped, summarize
+from project.publish import Session, close, next_commands, publish, publish_stopped, summarize
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         finally:
             job.release()
         if not config.trainer["fast_dev_run"]:
-            say(closing_lines(summary, job.folder))
+            say(closing_lines(summary, job.folder, *next_commands(config)))
             say(*sync_command(job.folder))  # feature: wandb
     return 0
 

@@ -19,11 +19,13 @@ from project.engine.lightning_internals import release_child_processes
 from project.engine.restore import Run
 from project.engine.stop import failure_within  # feature: report
 from project.engine.summary import Summary
+from project.engine.trainer import lacks_for_test
 from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger  # feature: wandb
 
 REPORT_PATIENCE = 4.0  # seconds for that of a stopped run, which has ten for everything  # feature: report
+INPUTS = {"prepare_file", "prepare_image", "image_shape"}  # turn a file into an input  # feature: predict
 
 
 @dataclass
@@ -53,7 +55,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         device=summary.device_name(trainer),
         precision=str(trainer.precision),
         world_size=trainer.world_size,
-        data_source=getattr(config.datamodule, "data_source", None),
+        data_source=getattr(config.datamodule, "data_source", type(config.datamodule or config.module).__name__),
         train_samples=summary.training_samples(trainer),
         parameters=summary.parameter_count(trainer, config.module),
         epochs=trainer.current_epoch,
@@ -62,7 +64,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         start_seconds=timer.start_seconds,
         busy_seconds=round(threads.waiting.seconds_slept(), 1) or None,
         monitor=best.monitor if best.score is not None else None,
-        mode=best.mode,
+        mode=best.mode if best.score is not None else None,
         best_epoch=best.epoch,
         best_score=best.score,
         git_commit=commit,
@@ -115,6 +117,13 @@ def publish_stopped(config: Configuration, run: Run, session: Session, stop: sig
             signals.state.deferring = False
         facts = summarize(config, run, session, finished=False)
         publish(config, run, session, facts, stopped_by=signal.Signals(stop.signum).name)
+
+
+def next_commands(config: Configuration) -> list[str]:
+    """The commands that a checkpoint of this run can be used with."""
+    can = {"test": lacks_for_test(config.module, config.datamodule) is None}
+    can["predict IMAGE.png"] = bool(INPUTS & {*dir(config.datamodule)})  # feature: predict
+    return [command for command, possible in can.items() if possible]
 
 
 def close(session: Session, exit_code: int) -> None:

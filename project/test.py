@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         "checkpoint": str(path),
         "run_name": loaded.run.get("run_name"),
         "data_source": getattr(loaded.datamodule, "data_source", None),
-        "test_samples": samples_of(trainer.test_dataloaders),
+        "test_samples": samples_of(trainer.test_dataloaders) if trainer.limit_test_batches == 1.0 else None,
         "device": device_name(trainer),
         "precision": trainer.precision,
         "world_size": trainer.world_size,

@@ -254,9 +254,12 @@ def test_where_nothing_can_be_followed_the_last_is_the_best_and_that_is_said(
 ) -> None:
     flags = [*LINE, *SHORT, "--limit_val_batches", "0"]
     train("r", *flags)
-    assert "best.ckpt is the last" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "best.ckpt is the last" in told
+    assert "next:" not in told, "there is no test_step, and nothing says how a file becomes an input"
     assert checkpoint(RUNS / "r/best.ckpt")["global_step"] == checkpoint(RUNS / "r/last.ckpt")["global_step"] == 39
-    assert "monitor" not in summary(RUNS / "r")
+    assert not {"monitor", "mode", "best_epoch"} & summary(RUNS / "r").keys()
+    assert summary(RUNS / "r")["data_source"] == "Loaders"
     assert (
         summary(train("t", *flags, "--monitor", "train_loss_epoch", "--mode", "min"))["monitor"] == "train_loss_epoch"
     )

@@ -60,6 +60,7 @@ def test_full_mnist_is_split_55000_5000_10000(mnist_root: Path) -> None:
     assert (module.num_samples("train"), module.num_samples("val")) == (55_000, 5_000)
     module.setup("test")
     assert module.num_samples("test") == 10_000
+    assert len(module.train_dataloader().dataset) == 55_000  # also after a test, which lets go of the training set
     assert module.data_source == "mnist"
 
 

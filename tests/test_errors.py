@@ -65,6 +65,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml"]),
         (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
         (["--ckpt_path", "last"], ["--ckpt_path last", "no run"]),
+        (["--init_weights", "nowhere.ckpt"], ["--init_weights: there is no checkpoint nowhere.ckpt", "a file."]),
         (["--run_name", "../x"], ["--run_name", "../x"]),
         (["--run_name", "latest"], ["--run_name", "latest"]),
         (["--val_check_interval", "100000"], ["val_check_interval", "100000"]),
@@ -100,7 +101,8 @@ def test_a_refused_resume_leaves_every_file_of_the_run_as_it_was(
 ) -> None:
     shutil.copytree(finished, "checkpoints/done", ignore_dangling_symlinks=True)
     before = contents(Path("checkpoints/done"))
-    error_of(capsys, "--run_name", "done", "--ckpt_path", *flags)
+    line = error_of(capsys, "--run_name", "done", "--ckpt_path", *flags)
+    assert ("Raise --max_epochs" in line) == (flags[2] == "1")
     assert contents(Path("checkpoints/done")) == before
 
 
@@ -161,6 +163,8 @@ def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pyte
     assert "list.yaml" in error_of(capsys, "--config", "list.yaml")
     Path("empty.yaml").write_text("trainer:\n")
     assert "trainer must hold flags and values" in error_of(capsys, "--config", "empty.yaml")
+    Path("flat.yaml").write_text("precision: bf16-mixed\n")
+    assert "flat.yaml: write precision under trainer:" in error_of(capsys, "--config", "flat.yaml")
     Path("key.yaml").write_text("trainer: {max_epoch: 3}\n")
     assert "trainer.max_epochs" in error_of(capsys, "--config", "key.yaml")
 

@@ -149,7 +149,7 @@ def test_other_shapes_and_ways_of_training_export_as_well(tmp_path: Path, networ
     loaded = Loaded(MNISTClassifier(network, **options).eval(), ThreeColours(), {}, {}, Path("best.ckpt"))
     samples, rows = exported_rows(loaded, tmp_path)
     assert (samples.names, samples.outputs) == (["images"], ["logits"])
-    assert samples.source == "random images; no test set: there are none"
+    assert samples.source == "random images; no test set of tensors: there are none"
     assert len(rows) == 7
     assert all(row["agrees"] and row["samples"] == 1000 and row["different_labels"] == 0 for row in rows)
 
@@ -201,6 +201,22 @@ def test_without_a_test_set_the_example_input_array_is_taken(tmp_path: Path) -> 
     samples, rows = exported_rows(Loaded(Prices().eval(), None, {}, {}, Path("best.ckpt")), tmp_path)
     assert samples.source.startswith("example_input_array; no test set")
     assert all(row["agrees"] and row["samples"] == 2 for row in rows)
+
+
+class BringsHouses(Prices):
+    """Brings its own loader, and no data module."""
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        houses = Houses()
+        houses.setup("test")
+        return houses.test_dataloader()
+
+
+def test_a_module_that_brings_its_test_set_is_compared_on_it(tmp_path: Path) -> None:
+    samples, rows = exported_rows(Loaded(BringsHouses().eval(), None, {}, {}, Path("best.ckpt")), tmp_path)
+    assert samples.source == "BringsHouses test"
+    assert rows
+    assert all(row["agrees"] for row in rows)
 
 
 class NoForward(LightningModule):

@@ -27,6 +27,7 @@ from project.engine.cli import configure
 from project.engine.restore import choose, load
 from project.engine.summary import Summary, closing_lines, stopped_lines
 from project.model import MLP, MNISTClassifier
+from project.publish import next_commands
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
 from tests.trained import trained_checkpoint
 
@@ -130,7 +131,10 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     for name in ("best.ckpt", "last.ckpt"):
         (folder / name).touch()
     facts = Summary("my run", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="")
-    lines = [*closing_lines(facts, folder).splitlines(), *stopped_lines(folder, 5)]
+    commands = next_commands(configure([], "project.fit"))
+    assert commands[0] == "test"
+    assert commands[1:] == ["predict IMAGE.png"]  # feature: predict
+    lines = [*closing_lines(facts, folder, *commands).splitlines(), *stopped_lines(folder, 5)]
     commands = [shlex.split(line) for line in lines if line.startswith("  python")]
     assert len(commands) >= 2
     assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)

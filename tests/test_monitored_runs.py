@@ -24,10 +24,10 @@ def test_a_default_run_records_every_metric_that_a_cpu_has():
     monitored, groups = reported.MONITORED, ("throughput/", "memory/", "optimizer/")
     assert {name for row in rows for name, value in row.items() if value and name.startswith(groups)} == monitored
     assert {name for item in items for name in item} >= monitored  # feature: wandb
-    total = summary(folder)
-    assert total["throughput/samples_per_sec"] > 0  # feature: throughput
-    assert 0 <= total["throughput/data_wait_pct"] <= 100  # feature: throughput
-    assert 0.1 < total["memory/peak_rss_gib"] < 10  # feature: memory
+    assert summary(folder)["world_size"] == 1
+    assert summary(folder)["throughput/samples_per_sec"] > 0  # feature: throughput
+    assert 0 <= summary(folder)["throughput/data_wait_pct"] <= 100  # feature: throughput
+    assert 0.1 < summary(folder)["memory/peak_rss_gib"] < 10  # feature: memory
 
 
 # feature: throughput

@@ -172,6 +172,8 @@ def _read_config(name: str) -> dict[str, Any]:
         raise UserError(f"--config {name} is not valid YAML{place}.") from None
     if not isinstance(content, dict):
         raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
+    if flags := [key for key in content if key in FLAT]:
+        raise UserError(f"--config {name}: write {flags[0]} under trainer:, as in `trainer: {{{flags[0]}: ...}}`.")
     if not isinstance(content.get("trainer", {}), dict):
         raise UserError(f"--config {name}: trainer must hold flags and values, got {str(content['trainer'])[:40]}.")
     return content

@@ -52,7 +52,7 @@ class Summary:
     steps: int  # optimizer steps
     fit_seconds: float
     command: str = field(default_factory=lambda: command_line())
-    mode: str = "max"
+    mode: str | None = None
     monitor: str | None = None  # the metric that best.ckpt follows
     best_score: float | None = None
     best_epoch: int | None = None  # from 0
@@ -350,8 +350,8 @@ def stopped_lines(folder: Path, step: int, longer: str = "") -> list[str]:
     return [f"stopped after step {step:,}; saved in {os.path.relpath(folder)}/last.ckpt. To go on:", f"  {go_on}"]
 
 
-def closing_lines(summary: Summary, folder: Path) -> str:
-    """What is printed at the end of a run."""
+def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
+    """What is printed at the end of a run; ``commands`` are those that its best checkpoint can be used with."""
     shown = shlex.quote(os.path.relpath(folder))
     tests = [f"{name} {value:.4f}" for name, value in summary.metrics.items() if name.startswith("test")]
     lines = ["", "   ".join(tests)] if tests else [""]
@@ -365,7 +365,6 @@ def closing_lines(summary: Summary, folder: Path) -> str:
     if summary.advice:
         lines.append(summary.advice)
     lines.append(f"everything in {shown}/")
-    if (folder / "best.ckpt").exists():
-        lines += ["next:", f"  python -m project.test --ckpt_path {shown}/best.ckpt"]
-        lines.append(f"  python -m project.predict IMAGE.png --ckpt_path {shown}/best.ckpt")  # feature: predict
+    if commands and (folder / "best.ckpt").exists():
+        lines += ["next:", *(f"  python -m project.{each} --ckpt_path {shown}/best.ckpt" for each in commands)]
     return "\n".join(lines)

@@ -157,6 +157,7 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
             raise UserError(f"--ckpt_path {resumed} cannot be resumed: {why}. Give another checkpoint.") from None
         if not told:
             raise
+        text += " Raise --max_epochs." if "restored a checkpoint with current_epoch" in text else ""
         raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
 
 
