@@ -64,6 +64,20 @@ def test_full_mnist_is_split_55000_5000_10000(mnist_root: Path) -> None:
     assert module.data_source == "mnist"
 
 
+def test_a_damaged_test_file_is_told_before_the_training(mnist_root: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in (mnist_root / "MNIST" / "raw").glob("*-ubyte*"):
+        (raw / path.name).symlink_to(path)
+    for path in raw.glob("t10k-labels-idx1-ubyte*"):
+        labels = read_idx(path)
+        labels[0] = (labels[0] + 1) % 10
+        path.unlink()
+        write_idx(path, labels)
+    with pytest.raises(UserError, match="t10k-labels-idx1-ubyte.* is damaged: SHA-256"):
+        MNISTDataModule(root=str(tmp_path)).setup("fit")
+
+
 def test_auto_falls_back_to_the_sample_and_says_so(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision import datasets
 

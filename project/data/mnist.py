@@ -97,6 +97,8 @@ class MNISTDataModule(BatchedDataModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if stage == "fit" and self.data_source == "mnist":
+            self.make_split("test")  # a damaged file is told before the training, not at its end
         if self.batch_size > 60_000:
             raise UserError(f"--data.batch_size must be at most the 60,000 images of the set, got {self.batch_size}.")
         if self.trainer is None:
