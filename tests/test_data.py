@@ -74,7 +74,7 @@ def test_a_damaged_test_file_is_told_before_the_training(mnist_root: Path, tmp_p
         labels[0] = (labels[0] + 1) % 10
         path.unlink()
         write_idx(path, labels)
-    with pytest.raises(UserError, match="t10k-labels-idx1-ubyte.* is damaged: SHA-256"):
+    with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte.* is damaged: SHA-256"):
         MNISTDataModule(root=str(tmp_path)).setup("fit")
 
 
