@@ -415,8 +415,9 @@ def test_a_checkpoint_brings_in_no_file_that_names_a_strangers_class(
         ("logger", {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "../elsewhere"}}),
         ("profiler", {"class_path": "SimpleProfiler", "init_args": {"dirpath": "elsewhere", "filename": "f"}}),
         ("callbacks", [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "OUT"}}]),
+        ("callbacks", [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "~nobody/elsewhere\0"}}]),
     ],
-    ids=["absolute", "above", "YAML", "a name", "profiler", "callback"],
+    ids=["absolute", "above", "YAML", "a name", "profiler", "callback", "no path"],
 )
 def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
     keys: str, value: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

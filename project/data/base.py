@@ -161,7 +161,8 @@ class SplitDataModule(LightningDataModule):
             raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
 
     def train_dataloader(self) -> DataLoader[Any]:
-        self.setup("fit")  # where a test has let go of it
+        if "train" not in self.splits:  # a test has let go of it
+            self.setup("fit")
         # a set smaller than a batch is one batch and is not dropped
         return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
 

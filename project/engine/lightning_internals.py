@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import _optionals
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
@@ -80,11 +79,12 @@ def values_are_no_files() -> Iterator[None]:
     """Inside, a parser takes no text for the name of a file that holds the value. Buys: a checkpoint's configuration
     brings in no other file, which may name any class. Public way missing: jsonargparse has no switch for it.
     """
-    mode, _optionals._config_read_mode = _optionals._config_read_mode, "rR"  # readable and not readable
+    options: Any = importlib.import_module("jsonargparse._optionals")
+    mode, options._config_read_mode = options._config_read_mode, "rR"  # readable and not readable
     try:
         yield
     finally:
-        _optionals._config_read_mode = mode
+        options._config_read_mode = mode
 
 
 def end_restart(trainer: Trainer) -> None:

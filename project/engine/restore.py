@@ -151,11 +151,11 @@ def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run
 
     What is typed again is the user's own wish, and what a class does without its argument is no checkpoint's.
     """
-    typed = {text for _, text, _ in _texts(line.given)}
+    typed, folder = {text for _, text, _ in _texts(line.given)}, run.folder.resolve()
     for key, text, owner in _texts(config.get("trainer")):
         is_free = text in typed or key in ("class_path", "default_root_dir")
         is_place = re.search("dir|path|root|folder", key) or re.search(r"^[/~]|:/|(^|/)\.\.(/|$)", text)
-        inside = Path(text).expanduser().resolve().is_relative_to(run.folder.resolve())
+        inside = "\0" not in text and Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(folder)
         if is_place and not (is_free or inside or text == _default(owner, key)):
             where = f"{key}: {text} in its configuration is outside the run's folder"
             raise UserError(f"--ckpt_path {run.checkpoint}: {where}. Type that setting again if it is right.")
