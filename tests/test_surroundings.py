@@ -229,3 +229,14 @@ def test_a_server_of_wandb_that_fails_costs_ten_seconds_at_most(
 
 
 # end feature: wandb
+
+
+def test_an_error_beside_a_loaders_workers_ends_the_process(workplace: Path) -> None:
+    raises = "from lightning.pytorch import Callback\n\n\nclass Breaks(Callback):\n"
+    raises += "    def on_validation_batch_start(self, *args):\n        raise ValueError('broken')\n"
+    Path("breaks.py").write_text(raises)
+    flags = ["--data.source", "sample", "--data.num_workers", "2", "--trainer.callbacks", "breaks.Breaks"]
+    words = [sys.executable, "-m", "project.fit", *flags, "--limit_train_batches", "3", "--max_epochs", "2"]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:.", "WANDB_MODE": "disabled"}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "ValueError: broken" in ended.stderr) == (1, True), ended.stderr

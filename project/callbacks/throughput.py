@@ -265,9 +265,7 @@ def samples_in(batch: Any) -> int:
 
 
 def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
-    """Where a run's time went, by the medians of ``throughput/*``. No flag that was not tried here is recommended:
-    worker processes make quick data slower.
-    """
+    """Where a run's time went, by the medians of ``throughput/*``. Workers are not advised: quick data get slower."""
     waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
     measured = f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"
     measured += "" if waited is None else f", {waited:.0f} % of it waiting for data"

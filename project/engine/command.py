@@ -6,8 +6,10 @@ Exit codes: 0 done, 2 bad input, 130 interrupted (Ctrl-C), 143 terminated (SIGTE
 import argparse
 import errno
 import gc
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -74,11 +76,14 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     signals.state.importing = False
     gc.freeze()
     gc.enable()
-    # PYTHONWARNINGS wins; otherwise users see no deprecation notes of other packages.
-    if not sys.warnoptions:
+    if not sys.warnoptions:  # PYTHONWARNINGS wins; otherwise users see no deprecation notes of other packages
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-    sys.exit(exit_code(main, sys.argv[1:]))
+    code = exit_code(main, sys.argv[1:])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a loader's worker is killed
+    for worker in multiprocessing.active_children():  # they ignore SIGTERM, with which Python would wait for them
+        worker.kill()
+    sys.exit(code)
 
 
 def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:

@@ -76,9 +76,7 @@ def leave_signals_alone(trainer: Trainer) -> None:
 
 @contextmanager
 def values_are_no_files() -> Iterator[None]:
-    """Inside, a parser takes no text for the name of a file that holds the value. Buys: a checkpoint's configuration
-    brings in no other file, which may name any class. Public way missing: jsonargparse has no switch for it.
-    """
+    """Inside, a parser reads no value from a file. Buys: a checkpoint brings in no other file. Public way missing."""
     options: Any = importlib.import_module("jsonargparse._optionals")
     mode, options._config_read_mode = options._config_read_mode, "rR"  # readable and not readable
     try:

@@ -147,9 +147,8 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
 
 
 def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run) -> None:
-    """Raise a UserError if a checkpoint's logger, profiler or callback is to write outside the run's folder.
-
-    What is typed again is the user's own wish, and what a class does without its argument is no checkpoint's.
+    """Raise a UserError if a checkpoint's logger, profiler or callback is to write outside the run's folder, unless
+    that is typed again, or is its class's default.
     """
     typed, folder = {text for _, text, _ in _texts(line.given)}, run.folder.resolve()
     for key, text, owner in _texts(config.get("trainer")):
