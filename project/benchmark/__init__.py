@@ -10,7 +10,7 @@ from project.errors import UserError
 TABLES = {
     "devices": ("samples_per_sec", "devices × precisions: speed, speed-up over CPU float32, accuracy, peak memory"),
     "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
-    "memory": ("peak_mib", "the peak by precision, activation checkpointing, accumulation, batch"),  # feature: memory
+    "memory": ("peak_mib", "peak by precision, activation checkpointing, accumulation, batch size"),  # feature: memory
     "overhead": ("epoch_s", "what a run costs against loops written by hand"),
     "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }
