@@ -1,33 +1,26 @@
 """What this machine has, and the flags of fit that suit it.
 
 python -m project.devices
-python -m project.devices --measure      # also which precision is fastest here, in a few seconds
 python -m project.devices --output devices.json --data.root /data
 """
 
 import shlex
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from project import hardware
 from project.engine.command import CommandParser, add_output, run
-from project.errors import UserError
 from project.loggers import wandb_state  # feature: wandb
 from project.tables import format_table, write_rows
 
 # A GPU that computes this much for others, or has less than this part of its memory free, is taken.
 BUSY_PCT, LEAST_FREE = 30, 0.5
-# Seconds of measuring, and by how much another precision must be faster to be recommended.
-MEASURE_SECONDS, LEAST_GAIN = 1.5, 1.05
 
 
 def main(argv: list[str]) -> int:
     """Report as ``argv`` says. The first lines appear before torch, which takes seconds, is imported."""
     parser = CommandParser("project.devices", __doc__)
-    parser.add_argument("--measure", action="store_true", help="time training steps in the precisions this machine has")
     add_output(parser, endings=(".json",), what="also write everything as JSON")
     parser.add_argument("--data.root", dest="root", default="data", help="the folder of MNIST")  # feature: mnist
     args = parser.parse_args(argv)
@@ -43,9 +36,7 @@ def main(argv: list[str]) -> int:
     print(f"MNIST   {facts['mnist']['text']}", flush=True)  # feature: mnist
     facts["accelerators"] = gpus = hardware.accelerators()
     print(f"\n{format_table(gpus)}" if gpus else f"GPU     {hardware.unusable_gpus() or 'none'}")
-    if args.measure:
-        facts["step_ms"] = measure(chosen := choose_gpus(gpus)[0], precisions(cpu, chosen))
-    flags = recommend(cpu, gpus, facts.get("step_ms"))
+    flags = recommend(cpu, gpus)
     if facts["mnist"]["found"] and args.root != "data":  # feature: mnist
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
     command = " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)])
@@ -80,12 +71,10 @@ class Flag:
     reason: str
 
 
-def recommend(
-    cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]], step_ms: Mapping[str, float] | None = None
-) -> list[Flag]:
+def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
     """Flags for :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`.
 
-    ``step_ms`` is what :func:`measure` found here; without it no precision but the exact one is recommended.
+    No precision but the exact one is recommended: which is fastest is measured by ``project.benchmark``.
     """
     chosen, why = choose_gpus(accelerators)
     if not chosen:
@@ -100,21 +89,11 @@ def recommend(
         flags = [Flag("--accelerator", kind, f"{chosen[0]['name']} is here"), Flag("--devices", devices, why)]
         if len(chosen) > 1:
             flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
-    if not step_ms:
-        others = [name for name in precisions(cpu, chosen) if name != "32-true"]
-        hint = f"; --measure compares it with {' and '.join(others)}" if others else ""
-        return [*flags, Flag("--precision", "32-true", f"float32 throughout{hint}")]
-    best = min(step_ms, key=lambda name: step_ms[name])
-    best = best if step_ms["32-true"] >= LEAST_GAIN * step_ms[best] else "32-true"
-    measured = ", ".join(f"{ms:.2f} ms in {name}" for name, ms in step_ms.items())
-    return [*flags, Flag("--precision", best, f"measured here: a step of the default network takes {measured}")]
-
-
-def precisions(cpu: Mapping[str, Any], chosen: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The values of ``--precision`` that have their own arithmetic in the hardware and could be faster."""
-    if all(row.get("bf16") for row in chosen or [cpu]):
-        return ["32-true", "bf16-mixed"]  # bf16 needs no loss scaling, which 16-mixed does
-    return ["32-true", *(["16-mixed"] if chosen and all(row.get("tensor_cores") for row in chosen) else [])]
+    # what has its own arithmetic in the hardware; bf16 needs no loss scaling
+    other = "bf16-mixed" if all(row.get("bf16") for row in chosen or [cpu]) else None
+    other = other or ("16-mixed" if chosen and all(row.get("tensor_cores") for row in chosen) else None)
+    hint = f"; try {other} as well, which this hardware can compute" if other else ""
+    return [*flags, Flag("--precision", "32-true", f"float32 throughout{hint}")]
 
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
@@ -138,47 +117,6 @@ def is_busy(row: Mapping[str, Any]) -> bool:
     """Whether others are computing on a GPU or hold most of its memory."""
     free = row.get("memory_free_gib", row["memory_total_gib"])
     return bool(row.get("utilization_pct", 0) > BUSY_PCT or free < LEAST_FREE * row["memory_total_gib"])
-
-
-def measure(
-    chosen: Sequence[Mapping[str, Any]], names: Sequence[str], seconds: float = MEASURE_SECONDS
-) -> dict[str, float]:
-    """Milliseconds of a training step of the default network at batch 128, by precision, on one device.
-
-    Precisions take turns, and the median counts: a neighbour who wakes up slows all of them. A network that cannot be
-    trained here is a UserError.
-    """
-    import torch
-
-    from project.engine.log_steps import synchronize
-    from project.model import ConvNet
-
-    device, times = torch.device("cpu"), {name: list[float]() for name in names}
-    if chosen:
-        device = torch.device("mps" if chosen[0]["type"] == "mps" else "cuda", chosen[0]["index"])
-    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    scalers = {name: torch.amp.GradScaler(device.type, enabled=name == "16-mixed") for name in names}
-    try:
-        network = ConvNet().to(device).to(memory_format=torch.channels_last)
-        optimizer = torch.optim.AdamW(network.parameters())
-        images = torch.rand(128, 1, 28, 28, device=device).contiguous(memory_format=torch.channels_last)
-        labels = torch.arange(128, device=device) % 10
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(times[names[0]]) < 4:
-            for name in names:
-                started = time.perf_counter()
-                for _ in range(5):
-                    optimizer.zero_grad()
-                    with torch.autocast(device.type, dtypes.get(name), enabled=name in dtypes):
-                        loss = torch.nn.functional.cross_entropy(network(images), labels)
-                    scalers[name].scale(loss).backward()
-                    scalers[name].step(optimizer)
-                    scalers[name].update()
-                synchronize(device)  # a GPU's step returns before it is done
-                times[name].append((time.perf_counter() - started) / 5 * 1000)
-    except RuntimeError as error:
-        raise UserError(f"--measure: a training step failed: {' '.join(str(error).split())[:300]}") from error
-    return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round is warm-up
 
 
 if __name__ == "__main__":

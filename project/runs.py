@@ -1,7 +1,7 @@
 """List, compare and average the runs of checkpoints/.
 
 python -m project.runs
-python -m project.runs --filter optimizer=SGD --sort val/accuracy
+python -m project.runs --sort val/accuracy
 python -m project.runs --seeds --output seeds.csv      # mean and standard deviation over the seeds of a configuration
 python -m project.runs --seeds 5 --run_name slow --model.lr 0.01   # train five first; other options are those of fit
 
@@ -80,8 +80,6 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("project.runs", __doc__)
     parser.add_argument("--root", default="checkpoints", metavar="DIR", help="the folder of the runs")
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds")
-    only = "only runs with this setting or state"
-    parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help=only)
     seeds = "one line per configuration: mean and std over its seeds; with N train those first, or go on with them"
     parser.add_argument("--seeds", nargs="?", type=int, const=0, metavar="N", help=seeds)
     parser.add_argument("--run_name", metavar="NAME", help="of the N runs: NAME-1, NAME-2, ...")
@@ -93,10 +91,6 @@ def main(argv: list[str]) -> int:
 
     names = train(args.seeds or 0, args.run_name, args.root, fit_arguments)
     runs = [run for run in read_runs(Path(args.root)) if not names or run.folder.name in names]
-    for condition in args.filter:
-        runs = [run for run in runs if holds(condition, run, runs)]
-    if not runs:
-        raise UserError(f"--filter {' '.join(args.filter)}: none of the runs in {args.root} is like that.")
     rows = seed_rows(runs) if args.seeds is not None else [run.row(differing(runs)) for run in runs]
     if args.sort:
         if args.sort not in (known := columns_of(rows)):
@@ -165,21 +159,6 @@ def differing(runs: list[Run], ignored: tuple[str, ...] = PLACES) -> list[str]:
     """Names of the settings that are not the same in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in ignored)
     return [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
-
-
-def holds(condition: str, run: Run, runs: list[Run]) -> bool:
-    """Whether a run has what ``KEY=VALUE`` says; KEY is a setting, its last part, or a fact of the summary."""
-    key, equals, value = condition.partition("=")
-    known = {name for each in runs for name in (*each.settings, *each.summary, "name", "state")}
-    names = [name for name in known if name == key] or [name for name in known if name.endswith(f".{key}")]
-    if not names or not equals:
-        raise UserError(f"--filter must be KEY=VALUE with a setting of the runs, got {condition}.{nearest(key, known)}")
-    facts = {**run.summary, **run.settings, "name": run.folder.name, "state": run.state}
-    meant: list[Any] = [value]
-    for read in (yaml.safe_load, float):  # to YAML, 1e-3 is text
-        with contextlib.suppress(yaml.YAMLError, ValueError):
-            meant.append(read(value))
-    return any(name in facts and facts[name] in meant for name in names)
 
 
 def is_number(value: Any) -> bool:

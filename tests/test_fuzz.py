@@ -193,7 +193,7 @@ LINES = {
         "--output",
     ],
     # end feature: sweep
-    "runs": ["", "--root", "--sort", "--filter", "--output", "--report", "--seeds", ""],  # feature: runs
+    "runs": ["", "--root", "--sort", "--output", "--report", "--seeds", ""],  # feature: runs
 }
 
 
