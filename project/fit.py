@@ -66,7 +66,7 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
     timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
     csv, loggers = MetricsCSV(job.folder / "metrics.csv"), further_loggers(flags, options, job.folder)
     wandb = make_wandb_logger(config, job, best)  # feature: wandb
-    loggers = [wandb, *loggers] if wandb is not None else loggers  # feature: wandb
+    loggers += [] if wandb is None else [wandb]  # feature: wandb
     predictions = TestPredictions()  # feature: test_predictions
     checkpoint = RunCheckpoint(config, job, best, csv)
     memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
@@ -89,7 +89,7 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
     return Session(
-        build_trainer(flags | {"logger": [csv, *loggers], "default_root_dir": job.folder}),
+        build_trainer(flags | {"logger": [*loggers, csv], "default_root_dir": job.folder}),
         checkpoint,
         timer,
         csv,

@@ -31,13 +31,14 @@ def main(argv: list[str]) -> int:
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     named = line.value("ckpt_path"), root, line.value("run_name")
     path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(*named))))
-    loaded = load(path, argv)
+    loaded = load(path, argv, late=True)
     if missing := lacks_for_test(loaded.module, loaded.datamodule):
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
     flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
     trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
     with refusals_as_errors(RunTimer()), float32_products():  # like fit's own test; --precision still chooses autocast
-        found = trainer.test(loaded.module, datamodule=loaded.datamodule, verbose=False)
+        weights = path if loaded.late else None
+        found = trainer.test(loaded.module, loaded.datamodule, ckpt_path=weights, weights_only=True, verbose=False)
     facts = {
         "checkpoint": str(path),
         "run_name": loaded.run.get("run_name"),

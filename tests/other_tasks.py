@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanAbsoluteError
@@ -269,6 +270,188 @@ class Plateaus(Told):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_told"}}
+
+
+class Side(Line):
+    """Trains on two loaders side by side, and notes what they give."""
+
+    def __init__(self, kind: str = "cycled") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = [part for part in batch if part is not None]
+        with open("side.txt", "a") as file:
+            print(self.current_epoch, *[[round(float(y), 3) for y in part[1]] for part in parts], sep="|", file=file)
+        return super().training_step([torch.cat(part) for part in zip(*parts, strict=True)], batch_idx)
+
+    def train_dataloader(self) -> Any:
+        shuffled = [DataLoader(Noisy(table(rows)), 8, shuffle=True) for rows in (37, 101)]
+        stateful = [DataLoader(table(rows), 8, sampler=WithState(rows)) for rows in (37, 101)]
+        return {
+            "cycled": shuffled,
+            "alike": [shuffled[1], DataLoader(Noisy(table(101)), 8, shuffle=True)],
+            "longest": CombinedLoader(shuffled, "max_size"),
+            "states": stateful,
+            "one has a state": [shuffled[0], stateful[1]],
+        }[self.kind]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(53), batch_size=10)
+
+
+class Habits(Side):
+    """What it needs for an epoch it makes at its start, also in its data; it draws where others do not look."""
+
+    beta = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(4)
+        self.register_buffer("epochs", torch.zeros(()))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Curriculum(101), 8, shuffle=True, num_workers=1)
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs += 1
+        self.frozen.eval()
+        self.beta, self.outputs = 0.1 * self.current_epoch, list[Tensor]()
+        loader = self.trainer.train_dataloader
+        loader.dataset.shift = loader.dataset.step * self.current_epoch * loader.batch_size  # type: ignore[union-attr]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.outputs.append(batch[0])
+        noisy = self.frozen(batch[0]) + self.beta * torch.randn_like(batch[0])
+        return Line.training_step(self, [noisy, batch[1]], batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.randn(3)
+
+    def on_validation_end(self) -> None:
+        random.random()
+
+
+class Curriculum(TensorDataset):
+    """Rows that are shifted as the module says."""
+
+    shift, step = 0.0, 0.25
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(*table(rows).tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + self.shift, y
+
+
+class Accumulates(Side):
+    """Manual optimization, a step for every third batch; its validation has a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.val_error = MeanAbsoluteError()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(101), 8, shuffle=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(Line.training_step(self, batch, batch_idx))
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.val_error(self.last(self.first(batch[0])).squeeze(1), batch[1])
+        self.log("val_error", self.val_error)
+
+
+class Reloads(Side):
+    """New loaders for every epoch, whose samplers have a state."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(101), 8, sampler=WithState(101))
+
+    training_step = Line.training_step
+
+
+class TwoSteps(Side):
+    """Manual optimization, two steps a batch after the first."""
+
+    train_dataloader = Reloads.train_dataloader
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(Line.training_step(self, batch, batch_idx))
+        for _ in range(2 if batch_idx else 1):
+            optimizer.step()
+
+
+class LateLayers(Reloads):
+    """Makes its layers where Lightning's documents do: in ``setup`` or ``configure_model``."""
+
+    def __init__(self, where: str = "setup") -> None:
+        super().__init__()
+        self.where, self.last, self.first = where, nn.Identity(), nn.Identity()
+
+    def make(self) -> None:
+        if isinstance(self.last, nn.Identity):
+            self.last = nn.Linear(4, 1)
+
+    def setup(self, stage: str) -> None:
+        if self.where == "setup":
+            self.make()
+
+    def configure_model(self) -> None:
+        if self.where == "configure_model":
+            self.make()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["told"] = 7
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.told = checkpoint["told"]
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_told", float(self.told))
+        self.log("test_loss", nn.functional.mse_loss(self.last(batch[0]).squeeze(1), batch[1]))
+
+    test_dataloader = Side.val_dataloader
+
+
+class OwnLoader(DataLoader[Any]):
+    """With other arguments than PyTorch's, as graph libraries have one."""
+
+    def __init__(self, rows: int, batch_size: int) -> None:
+        super().__init__(table(rows), batch_size=batch_size)
+
+
+class Joined(Line):
+    """On several ranks: a loader of its own, validation sets side by side, a value that is put together at the end."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return OwnLoader(101, 16 // self.trainer.world_size)
+
+    def val_dataloader(self) -> Any:
+        self.seen = 0
+        return CombinedLoader({rows: DataLoader(table(rows), 5) for rows in (21, 53)}, "max_size")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for rows, part in batch.items():
+            if part is not None:
+                self.seen += len(part[1])
+                self.log(f"val_samples_{rows}", float(len(part[1])), reduce_fx="sum")
+                self.log(f"val_mean_{rows}", part[1].mean(), batch_size=len(part[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_seen", float(self.seen))
 
 
 # feature: mnist

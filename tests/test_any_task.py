@@ -22,7 +22,7 @@ from project.engine.checkpointing import Best
 from project.engine.cli import CommandLine, configure
 from project.engine.restore import Run, refuse_writing_elsewhere
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
-from tests.other_tasks import LOADERS, Told
+from tests.other_tasks import LOADERS, Plateaus, Told
 
 LINE = ["--model", "tests.other_tasks.Line", "--data", "tests.other_tasks.Loaders", "--accelerator", "cpu"]
 SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none"]
@@ -181,6 +181,94 @@ def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_doe
     again = run_ranks("fit", "--run_name", "killed", "--ckpt_path", "auto")
     assert again.returncode == 0, again.stderr
     assert_same_run(RUNS / "two", RUNS / "killed")
+
+
+# Modules of other people
+
+
+def of(module: str, *flags: str) -> list[str]:
+    return ["--model", f"tests.other_tasks.{module}", "--data", "null", "--accelerator", "cpu", *SHORT, *flags]
+
+
+class StopInValidation(Callback):
+    """Notes SIGTERM in the second batch of the second epoch's validation."""
+
+    def on_validation_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.current_epoch == 1:
+            signals.state.requested = signal.SIGTERM
+
+
+SIDE = [["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state")]
+OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"]]
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize("named", [*SIDE, *OTHERS], ids=" ".join)
+@pytest.mark.parametrize("place", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.nightly)])
+def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: str) -> None:
+    """The batch ends no step of ``Accumulates``, and no pass of a short loader."""
+    reference = train("reference", *of(*named))
+    if place == "validation":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fit, "build", partial(fit.build, extra=[StopInValidation()]))
+            assert entry.exit_code(fit.main, [*of(*named), "--run_name", "stopped"]) == 143
+        signals.state.requested = 0
+    else:
+        train_until(21, "stopped", *of(*named), dies=place == "epoch")
+    assert checkpoint(RUNS / "stopped/last.ckpt")["run"]["state"]["place"] == place
+    assert_same_run(reference, resume("stopped"))
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize(("kind", "short"), [("cycled", 37), ("alike", 101)])
+def test_loaders_side_by_side_differ_in_order_and_draws_and_so_do_passes(kind: str, short: int) -> None:
+    train("r", *of("Side", "--model.kind", kind, "--max_epochs", "1"))
+    first, second = zip(*(line.split("|")[1:] for line in Path("side.txt").read_text().splitlines()), strict=True)
+    assert len(set(second)) == 13
+    assert len(set(first)) == 13, "a pass repeats the one before"
+    assert not set(first) & set(second)
+    assert sum(len(yaml.safe_load(batch)) for batch in first[: -(-short // 8)]) == short
+
+
+@pytest.mark.parametrize("where", ["setup", "configure_model"])
+def test_layers_that_are_made_late_are_resumed_and_tested(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = of("LateLayers", "--model.where", where, "--max_epochs", "2")
+    reference = train("reference", *line)
+    assert summary(reference)["test_told"] == 7
+    train_until(20, "stopped", *line)
+    assert_same_run(reference, resume("stopped"))
+    given = ["--ckpt_path", str(reference / "best.ckpt"), "--accelerator", "cpu", "--output", "m.json"]
+    assert test_command.main(given) == 0
+    found = yaml.safe_load(Path("m.json").read_text())
+    assert found["test_loss"] == pytest.approx(summary(reference)["test_loss"])
+
+
+def test_a_resume_with_a_changed_setting_keeps_a_rate_that_training_has_lowered() -> None:
+    """What is typed changes what was configured; the schedule's part stays."""
+    told = ["--model", "tests.other_tasks.Plateaus", *LINE[2:], *SHORT]
+    rate = lambda run: checkpoint(run / "last.ckpt")["optimizer_states"][0]["param_groups"][0]["lr"]  # noqa: E731
+    whole = rate(train("whole", *told, "--max_epochs", "5"))
+    before = rate(train("r", *told, "--max_epochs", "3"))
+    assert whole < before < Plateaus().lr
+    between = rate(resume("r", "--max_epochs", "4"))
+    assert whole <= between < before
+    assert rate(resume("r", "--max_epochs", "5", "--model.lr", "0.2")) == pytest.approx(10 * whole)
+
+
+def test_an_interval_of_steps_counts_the_steps_of_a_batch() -> None:
+    train_until(4, "r", *of("TwoSteps", "--checkpoint_every", "2"), dies=True)
+    assert checkpoint(RUNS / "r/last.ckpt")["global_step"] == 5
+
+
+def test_two_ranks_share_any_loader_and_say_what_they_cannot_join() -> None:
+    one = train("one", *of("Joined"))
+    two = run_ranks("fit", *of("Joined"), "--run_name", "two")
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("val_seen, logged at an evaluation's end, is of rank 0's samples alone") == 1
+    for name in ("val_samples_21", "val_samples_53", "val_mean_21", "val_mean_53", "train_samples"):
+        ours, theirs = ([float(row[name]) for row in rows(run) if name in row] for run in (one, RUNS / "two"))
+        assert ours == pytest.approx(theirs, rel=1e-5), name
+    assert "It is recommended" not in two.stderr
 
 
 def test_a_limit_in_time_ends_the_run() -> None:

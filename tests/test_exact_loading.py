@@ -173,13 +173,13 @@ def test_random_transforms_of_an_evaluation_do_not_depend_on_how_the_set_is_cut(
 
 NAMED_KEYS = """
 import random
-from project.engine.exact_loading import Fetch
+from project.engine.exact_loading import Fetch, Request
 
 class Drawn:
     def __getitem__(self, key):
         return random.random()
 
-print(hash("left"), *Fetch(Drawn(), list, seed=1, rank=None, batched=True)[0, 0, ["left", ("right", 2)]])
+print(hash("left"), *Fetch(Drawn(), list, seed=1, rank=None, batched=True)[Request(0, 0, ["left", ("right", 2)])])
 """
 
 
@@ -310,10 +310,10 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     )
     loading.install(trainer)
     trainer.fit(Looks(), DataLoader(ResumableStream(), batch_size=2))
-    assert states == [[{"next": 10}]]  # Lightning itself had fetched one batch more
+    assert states == [[(0, {"next": 10})]]  # Lightning itself had fetched one batch more
     trainer.training = True
     rest = loading.exact(DataLoader(ResumableStream(), batch_size=2), trainer)
-    rest.start_at(Start(batches=5, states=states[0]))
+    rest.start_at(Start(batches=5, loaders=states[0]))
     assert [int(x) for batch in rest for x in batch] == Looks.seen[10:]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from project.errors import UserError
 
@@ -122,7 +123,8 @@ LIGHTNING: dict[str, Any] = {
 }
 SECTION = (dict, type(None))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
-OF_RANK = dict.fromkeys(("random", "metrics", "logged", "module", "gradients"), dict) | {"loaders": list, "device": str}
+OF_RANK: dict[str, Any] = dict.fromkeys(("random", "metrics", "logged", "module", "gradients"), dict)
+OF_RANK |= {"loaders": list, "passed": list, "device": str}
 RECORD: dict[str, Any] = {
     "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
     "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int, "outline": str},
@@ -182,13 +184,24 @@ def _changed(path: Path, key: str) -> UserError:
     return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
 
 
-def load_weights(module: LightningModule, path: Path) -> None:
-    """Give a module a checkpoint's weights; a UserError where they do not fit."""
+def load_weights(module: LightningModule, path: Path, late: bool = False) -> bool:
+    """Give a module a checkpoint's weights as Lightning does; a UserError where they do not fit.
+
+    ``late``: nothing is loaded, and False returned, where its ``setup`` may make layers that it still lacks.
+    """
+    checkpoint = read(path)
+    checkpoint.pop("network", None)  # of which SupervisedModule warns: here a misfit is an error
+    module.configure_model()
+    module.on_load_checkpoint(checkpoint)
     try:
-        module.load_state_dict(read(path)["state_dict"])
+        missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
+        if late and is_overridden("setup", module) and unexpected and not missing:
+            return False
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"--ckpt_path {path}: its weights do not fit the network: {reason}") from None
+    return True
 
 
 def _require_plain(value: Any, where: str) -> None:

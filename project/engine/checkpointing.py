@@ -107,6 +107,7 @@ class RunCheckpoint(GracefulStop):
         self._resume: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}  # of the checkpoint: all that was logged last
         self._fresh_groups: list[list[dict[str, Any]]] = []
+        self._steps = 0  # done when the interval was last looked at
         self._last_save = time.monotonic()
 
     # Start and resume
@@ -126,6 +127,7 @@ class RunCheckpoint(GracefulStop):
         if before != now:
             self.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
+            self._resume = self._resume and self._resume | {"groups": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict["score"], float | None) or state_dict["mode"] not in ("min", "max"):
@@ -141,10 +143,25 @@ class RunCheckpoint(GracefulStop):
         groups = [optimizer.param_groups for optimizer in trainer.optimizers]  # the checkpoint's come next
         self._fresh_groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups]
         lightning_internals.average_on_the_device(trainer)
+        plugin, strategy = trainer.precision_plugin, trainer.strategy
+        convert, further = plugin.convert_input, strategy.on_train_start
+
+        def note_and_convert(batch: Any) -> Any:
+            # the module's hooks of the step before are done, and its hooks for this batch may draw random numbers
+            if trainer.training and (self._request or self._best_due):
+                self._mine.note_random(trainer)
+            return convert(batch)
+
+        def start_and_restore() -> None:
+            further()
+            self._restore(trainer, pl_module)
+
+        plugin.convert_input = note_and_convert  # type: ignore
+        strategy.on_train_start = start_and_restore  # type: ignore # the last hook of this name
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
-        self._last_save = time.monotonic()
+        self._last_save, self._steps = time.monotonic(), trainer.global_step
         if self._resume is not None:
             self._go_on(trainer, pl_module, self._resume)
         if trainer.is_global_zero:
@@ -172,12 +189,19 @@ class RunCheckpoint(GracefulStop):
                 trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         if note := exact_resume.settle_place(trainer, self.loading, state):
             self.notes.append(note)
-        exact_resume.apply_typed_hyperparameters(trainer, self._fresh_groups, self.changed)
+        exact_resume.apply_typed_hyperparameters(trainer, self._fresh_groups, state.get("groups"), self.changed)
+
+    def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What the module's own hooks must not change: generators, unfinished sums."""
+        if (state := self._resume) is None:
+            return
+        if state["place"] != "epoch":
+            lightning_internals.begin_epoch_again(trainer)
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
         # files are changed last: what cannot be restored is refused before
         if note := self._set_aside_unusable_best(trainer):
-            self.notes.append(note)
+            say(note)
             self.best.score, self.best.epoch, self.best.metrics = None, None, {}
         self.rows.keep_rows(state["metric_rows"])
 
@@ -199,10 +223,6 @@ class RunCheckpoint(GracefulStop):
     # Step boundaries
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._resume is not None:  # Lightning leaves on_train_epoch_start out of a resumed epoch
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, callbacks.GradientAccumulationScheduler):
-                    callback.on_train_epoch_start(trainer)
         if self._request or self._best_due:
             self._boundary(trainer, "batch")
 
@@ -213,9 +233,11 @@ class RunCheckpoint(GracefulStop):
         self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._resume = None  # also where it went on in the validation
         # which no later batch of this epoch has logged again
         lightning_internals.log_training_sums(trainer, self._mine.sums)
         self._mine.sums = {}
+        lightning_internals.share_sums(trainer)
         lightning_internals.end_restart(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -245,7 +267,8 @@ class RunCheckpoint(GracefulStop):
         overdue = self.every_steps is None and time.monotonic() - self._last_save >= self.every_seconds
         request = signals.state.requested or (SAVE_DUE if overdue and trainer.is_global_zero else 0)
         self._request = max(self._request, self.agreement.latest(request))
-        if self.every_steps is not None and trainer.global_step % self.every_steps == 0:
+        before, self._steps = self._steps, trainer.global_step  # a batch may have several steps
+        if self.every_steps is not None and before // self.every_steps < self._steps // self.every_steps:
             self._request = max(self._request, SAVE_DUE)
         if self._request:
             self._mine.note(trainer)
@@ -253,6 +276,7 @@ class RunCheckpoint(GracefulStop):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         exact_resume.share_running_statistics(trainer, pl_module, self.agreement.group)
         self._mine.note(trainer)
+        self._mine.hold_metrics(pl_module)
 
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -261,6 +285,8 @@ class RunCheckpoint(GracefulStop):
         self._boundary(trainer, "validation", save_last=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._mine.held = None
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
@@ -344,6 +370,7 @@ class RunCheckpoint(GracefulStop):
             "samples_per_batch": self.loading.samples_per_batch,
             "metric_rows": self.rows.flush_rows(to_disk=True),
             "followed": self._followed,
+            "groups": self._fresh_groups,
         }
 
 

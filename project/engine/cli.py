@@ -52,9 +52,10 @@ LARGEST_SEED = 2**32 - 1
 # Advice of Lightning and wandb that is wrong here, with the reason
 UNFOUNDED = (
     "You're resuming from a checkpoint that ended before the epoch",  # our sampler starts where the run was stopped
-    "It is recommended to use `self.log",  # torchmetrics has summed over the ranks before we log
+    "It is recommended to use `self.log",  # the sums of all ranks are added up; what cannot be is told
     "The '.*_dataloader' does not have many workers",  # none is fastest for images in memory
     "You requested to overfit",
+    "Be aware that when using `ckpt_path`",  # it misses our own callbacks
     "The number of training batches .* is smaller than the logging interval",  # the rest of an epoch is logged
     "The `srun` command is available",
     "`isinstance.treespec, LeafSpec.` is deprecated",

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,13 +45,26 @@ class Start:
     epoch: int = 0
     batches: int = 0  # done, on each rank
     samples_per_batch: int = 0  # of all ranks together, at that time
-    states: Sequence[Any] = ()  # of this rank's stateful loaders or samplers
+    # of each of this rank's loaders: the number of the batch at which its pass began, and its (or its sampler's) state
+    loaders: Sequence[tuple[int, Any]] = ()
     over: bool = False  # whether nothing of the epoch's training is left: only its validation, and the states after it
+
+    def of_loader(self, index: int) -> tuple[int, Any]:
+        """The entry of ``loaders`` of one loader."""
+        return self.loaders[index] if index < len(self.loaders) else (0, None)
+
+
+class Request(NamedTuple):
+    """A batch that is asked for."""
+
+    epoch: int
+    number: int  # in the epoch, also where a loader is passed through several times
+    keys: Any
 
 
 @dataclass(eq=False)
-class ExactBatches(data.Sampler[Any]):
-    """What one rank's loader asks its dataset for: ``(epoch, number, keys)`` per batch.
+class ExactBatches(data.Sampler[Request]):
+    """What one rank's loader asks its dataset for.
 
     Training: global batch ``k`` is ``order[k·B·W : (k+1)·B·W]`` and rank ``r`` takes its ``r``-th part, so W ranks with
     batch B train on what one rank with batch B·W trains on. What does not fill a global batch is shared out evenly as a
@@ -74,7 +87,9 @@ class ExactBatches(data.Sampler[Any]):
     def __post_init__(self) -> None:
         self.epoch = self.start_batch = self.start_sample = 0
         self.over = False  # whether nothing of this epoch is left
-        self.state: Any = None  # of the source at the epoch's start, where it has one
+        # a short loader beside a longer one is passed through again, in another order
+        self.cycles, self.passed = False, 0  # batches of this epoch's earlier passes
+        self.passes: dict[int, Any] = {}  # the source's state where it has one, at the start of each pass
         self.num_samples = len(self.source)
         if self.batch_size is not None and self.training and self.drop_last:  # a set smaller than a batch is one batch
             self.batch_size = min(self.batch_size, max(1, self.num_samples // self.world_size))
@@ -95,31 +110,37 @@ class ExactBatches(data.Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Lightning's hook: the next iteration is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.epoch:
-            self.start_batch, self.start_sample, self.over = 0, 0, False
+            self.start_batch = self.start_sample = self.passed = 0
+            self.over, self.passes = False, {}
         self.epoch = epoch
 
-    def start_at(self, start: Start) -> None:
+    def start_at(self, start: Start, index: int = 0) -> None:
         """Start inside an epoch, whose rest has the samples not seen, even if batch size or number of ranks differ."""
         self.epoch, self.over = start.epoch, start.over
+        self.passed, state = start.of_loader(index)
         per_batch = start.samples_per_batch or self.global_batch_size
-        self.start_sample = min(start.batches * per_batch, self.num_samples)
+        self.start_sample = min((start.batches - self.passed) * per_batch, self.num_samples)
         self.start_batch = len(self._cuts()) - len(self._cuts(self.start_sample))
-        if start.states and has_state(self.source):
-            self.source.load_state_dict(start.states[0])
+        if state is not None:
+            self.source.load_state_dict(state)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Request]:
         if self.over:  # workers ask before they are asked; the source's order must wait for the next epoch
             return
-        epoch, first_batch, order = self.epoch, self.start_batch, self._order()
+        epoch, order, first = self.epoch, self._order(), self.passed + self.start_batch
         order = order.to(self.device) if self.device is not None and isinstance(order, Tensor) else order
-        for number, (begin, end) in enumerate(pairwise(self._cuts(self.start_sample)), start=first_batch):
+        cuts = self._cuts(self.start_sample)
+        for number, (begin, end) in enumerate(pairwise(cuts), start=first):
             mine, others = (begin + (end - begin) * rank // self.world_size for rank in (self.rank, self.rank + 1))
-            yield (epoch, number, order[mine] if self.batch_size is None else order[mine:others])
+            yield Request(epoch, number, order[mine] if self.batch_size is None else order[mine:others])
         self.start_batch = self.start_sample = 0  # the next iteration starts at the first batch
+        self.passed = first + len(cuts) - 1 if self.cycles else 0
 
     def _order(self) -> Any:
-        """The whole epoch's samples (or batches) in order, the same on every rank."""
+        """The samples (or batches) of a whole pass in order, the same on every rank."""
         source, epoch_seed = self.source, self.seed * SEED_STRIDE + self.epoch
+        epoch_seed = hash((epoch_seed, self.passed)) % 2**63 if self.passed else epoch_seed
+        self.passes[self.passed] = None
         if type(source) is data.SequentialSampler:
             return torch.arange(self.num_samples)
         permutes = type(source) is data.RandomSampler and not source.replacement
@@ -128,12 +149,12 @@ class ExactBatches(data.Sampler[Any]):
         if hasattr(source, "set_epoch"):
             source.set_epoch(self.epoch)
         if has_state(source):
-            self.state = source.state_dict()
+            self.passes[self.passed] = source.state_dict()
         with isolate_rng(include_cuda=False):
             seed_generators(epoch_seed)
             if isinstance(generator := getattr(source, "generator", None), torch.Generator):
                 generator.manual_seed(epoch_seed)
-            order = list(source)
+            order = list(islice(source, len(source)))  # there are samplers that never end
         self.num_samples = len(order)
         return torch.tensor(order) if order and isinstance(order[0], int) else order
 
@@ -152,6 +173,8 @@ class ExactBatches(data.Sampler[Any]):
 class Fetch(data.Dataset[Any]):
     """A map-style dataset, fetched and collated a batch at a time, its random numbers tied to what is fetched.
 
+    To others it is the dataset: its samples, and its attributes to read and to set.
+
     All generators are seeded first: in training from (seed, rank, epoch, batch), so that any number of workers, and a
     resumed run, get the same batch; in evaluation from (seed, sample), however the set is cut into batches.
 
@@ -160,43 +183,57 @@ class Fetch(data.Dataset[Any]):
     without ``batched`` a request holds one key instead of a batch's.
     """
 
+    _dataset: Any
+    _how: Any
+
     def __init__(
         self, dataset: Any, collate: Callable[[Any], Any], seed: int, rank: int | None, batched: bool = True
     ) -> None:
-        self.dataset, self.collate, self.seed, self.rank, self.batched = dataset, collate, seed, rank, batched
+        vars(self).update(_dataset=dataset, _how=(collate, seed, rank, batched))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle asks before there is a dataset
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self._dataset)
 
-    def __getitem__(self, request: tuple[int, int, Any]) -> Any:
+    def __getitem__(self, request: Any) -> Any:
+        dataset, (collate, seed, rank, batched) = self._dataset, self._how
+        if not isinstance(request, Request):
+            return dataset[request]
         epoch, number, part = request
-        if hasattr(self.dataset, "gather"):
-            return self.dataset.gather(part)
+        if hasattr(dataset, "gather"):
+            return dataset.gather(part)
         keys = part.tolist() if isinstance(part, Tensor) else part
         # a worker has generators of its own; in the main process those of the training must not change
         with isolate_rng(include_cuda=False) if data.get_worker_info() is None else nullcontext():
-            seed_generators(hash((self.seed, self.rank or 0, epoch, number)))
-            if not self.batched:
-                samples = self.dataset[keys]
-            elif hasattr(self.dataset, "__getitems__"):
-                samples = self.dataset.__getitems__(keys)
+            seed_generators(hash((seed, rank or 0, epoch, number)))
+            if not batched:
+                samples = dataset[keys]
+            elif hasattr(dataset, "__getitems__"):
+                samples = dataset.__getitems__(keys)
             else:
-                samples = [self._sample(key) for key in keys]
-            return self.collate(samples)
+                samples = [self._sample(key, seed if rank is None else None) for key in keys]
+            return collate(samples)
 
-    def _sample(self, key: Any) -> Any:
-        if self.rank is None:
+    def _sample(self, key: Any, seed: int | None) -> Any:
+        if seed is not None:
             # hash() of a text differs from process to process
             number = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
-            seed_generators(hash((self.seed, number)))
-        return self.dataset[key]
+            seed_generators(hash((seed, number)))
+        return self._dataset[key]
 
 
 class ExactLoader(DataLoader[Any]):
-    """A ``DataLoader`` of the user's with :class:`ExactBatches` for its sampler; ``dataset.dataset`` is the user's."""
+    """A ``DataLoader`` of the user's with :class:`ExactBatches` for its sampler."""
 
     batches: ExactBatches
-    start_at: Callable[[Start], None]
+    start_at: Callable[[Start, int], None]
 
     @classmethod
     def of(cls, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> ExactLoader:
@@ -224,18 +261,23 @@ class ExactLoader(DataLoader[Any]):
             **{name: getattr(loader, name) for name in KEPT},
         )
         exact.batches, exact.start_at = batches, batches.start_at
+        vars(exact).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # as the user's code knows them
         return exact
 
-    def __iter__(self) -> Any:
-        fetch: Any = self.dataset
-        if hasattr(fetch.dataset, "gather") and not (self.num_workers or self.pin_memory):
-            return map(fetch.__getitem__, self.batches)  # PyTorch's iterator would take longer than the batch itself
-        return super().__iter__()
+    def __iter__(self) -> Any:  # a generator: workers start when the first batch is asked for, at an epoch's start
+        if hasattr(self.dataset, "gather") and not (self.num_workers or self.pin_memory):
+            # PyTorch's iterator would take longer than the batch itself
+            yield from map(self.dataset.__getitem__, self.batches)
+        else:
+            yield from super().__iter__()
 
-    def state_after(self, batches: int, epoch_ends: bool) -> Any:
-        """The sampler's own state when this epoch began, or when the next one will; None where it has none."""
+    def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
+        """Where the pass that has given this batch of the epoch began, or the next epoch's will; see :class:`Start`."""
         source = self.batches.source
-        return source.state_dict() if epoch_ends and has_state(source) else self.batches.state
+        if epoch_ends:
+            return 0, source.state_dict() if has_state(source) else None
+        began = max((number for number in self.batches.passes if number < batches), default=0)
+        return began, self.batches.passes.get(began)
 
 
 class WatchedLoader:
@@ -276,6 +318,7 @@ class WatchedLoader:
             # One batch ahead: Lightning does not ask a loader with a length for more, and it would never end its epoch.
             current, batch = batch, self._drawn_for(done, lambda: next(batches, END))
             self.finished = batch is END
+            self.first = done if self.finished else 0  # of a further pass, beside a longer loader
             yield current
 
     def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
@@ -287,28 +330,29 @@ class WatchedLoader:
         return None if self.owner is None else self.owner.state_dict()
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch, self.first = epoch, self.first if epoch == self.epoch else 0
         samplers = [getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
         for part in (self.dataset, self.loader, *samplers):
             if (tell := getattr(part, "set_epoch", None)) is not None:
                 tell(epoch)
 
-    def start_at(self, start: Start) -> None:
+    def start_at(self, start: Start, index: int = 0) -> None:
         """Start where the checkpoint was taken."""
         self.set_epoch(start.epoch)
-        if start.states and self.owner is not None:
-            self.owner.load_state_dict(start.states[0])
+        state = start.of_loader(index)[1]
+        if state is not None:
+            self.owner.load_state_dict(state)
             self.first = 0 if start.over else start.batches
         self._over = start.epoch if start.over else -1
 
-    def state_after(self, batches: int, epoch_ends: bool) -> Any:
+    def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
         """The state after so many batches of this epoch, where there is one."""
         if epoch_ends and self.finished:
-            return self._state()
+            return 0, self._state()
         state = self._states.get(batches)
         if epoch_ends:
             self._rest = state
-        return state
+        return 0, state
 
 
 class ExactLoading:
@@ -320,6 +364,7 @@ class ExactLoading:
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact, a line each
         self.training: list[ExactLoader | WatchedLoader] = []
+        self._loaded_at: int | None = None  # the epoch
 
     def install(self, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here (``Strategy.process_dataloader``, Lightning's hook)."""
@@ -329,9 +374,16 @@ class ExactLoading:
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
+        if trainer.training and self._loaded_at != (epoch := trainer.current_epoch):
+            # the first loaders, or those of --reload_dataloaders_every_n_epochs: these get no state of the ones before
+            place, n = self.start, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+            if self._loaded_at is not None or (n and not place.batches and not place.over):
+                self.start = Start(epoch)
+            self._loaded_at, self.training = epoch, []
         found = self._exact(loader, trainer.training, trainer.global_rank, trainer.world_size)
         if not isinstance(found, ExactLoader) and getattr(found, "owner", None) is None:
-            name = type(getattr(loader, "dataset", loader)).__name__
+            own = isinstance(loader, DataLoader) and not is_plain(loader)
+            name = type(loader if own else getattr(loader, "dataset", loader)).__name__
             if trainer.training:
                 self.anywhere = False
                 lacks = f"the training data come from {name}, which has no state_dict"
@@ -339,12 +391,17 @@ class ExactLoading:
             if trainer.world_size > 1:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
         if trainer.training:
+            found.start_at(self.start, len(self.training))
             self.training.append(found)
-            found.start_at(self.start)
+            for each in self.training if len(self.training) > 1 else ():
+                if isinstance(each, ExactLoader):
+                    each.batches.cycles = True
         return found
 
     def _exact(self, loader: Any, training: bool, rank: int, world_size: int) -> Any:
-        if type(loader) is DataLoader and not isinstance(loader.dataset, data.IterableDataset):
+        # loaders side by side differ in order and draws
+        seed = hash((self.seed, len(self.training))) % 2**32 if training and self.training else self.seed
+        if is_plain(loader) and not isinstance(loader.dataset, data.IterableDataset):
             inner: Any = loader.batch_sampler
             source = loader.sampler if inner is None or type(inner) is data.BatchSampler else inner
             sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
@@ -353,19 +410,19 @@ class ExactLoading:
                 if training and not known:
                     lacks = f"{type(source).__name__} has neither set_epoch nor state_dict"
                     self._note(f"{lacks}: if it keeps its own random state, a resumed run sees another order.")
-                return ExactLoader.of(loader, training, self.seed, *((0, 1) if sharded else (rank, world_size)))
+                return ExactLoader.of(loader, training, seed, *((0, 1) if sharded else (rank, world_size)))
             if world_size > 1 and not sharded:
                 why = f"{type(source).__name__} has no length, so it cannot be shared by the ranks"
                 raise UserError(f"--devices {world_size}: {why}. Give it __len__, or use one device.")
         # with workers the dataset that counts is theirs
         owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
         owner = next((part for part in owners if has_state(part)), None)
-        return WatchedLoader(loader, owner, self.seed) if training else loader
+        return WatchedLoader(loader, owner, seed) if training else loader
 
-    def states(self, batches: int, epoch_ends: bool = False) -> list[Any]:
-        """The state of this rank's training loaders after so many batches of the epoch, or before the next epoch."""
+    def states(self, batches: int, epoch_ends: bool = False) -> list[tuple[int, Any]]:
+        """Where this rank's training loaders are after so many batches of the epoch, or before the next epoch."""
         states = [loader.state_after(batches, epoch_ends) for loader in self.training]
-        return states if any(state is not None for state in states) else []
+        return states if any(state != (0, None) for state in states) else []
 
     @property
     def samples_per_batch(self) -> int:
@@ -392,6 +449,11 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # for other libraries: torch sees to itself
     if further is not None:
         further(worker)
+
+
+def is_plain(loader: Any) -> bool:
+    """Whether a loader gives its batches as PyTorch's own does; a subclass may have other arguments."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and not has_state(loader)
 
 
 def has_state(part: Any) -> bool:

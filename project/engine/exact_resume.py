@@ -1,6 +1,8 @@
 """What an exact resume needs and Lightning's checkpoint lacks: generators, unfinished sums, loop counters."""
 
+import copy
 import random
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -48,30 +50,41 @@ class RankState:
     def __init__(self, loading: ExactLoading) -> None:
         self.loading = loading
         self._random: dict[str, Any] | None = None
-        self._loaders: list[Any] = []
+        self._loaders: list[tuple[int, Any]] = []
         self.sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
+        # in a validation, which a resumed run begins again: the metrics' sums before it
+        self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def note(self, trainer: Trainer, place: Place = "batch") -> None:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
-        self._random = random_state(trainer.strategy.root_device)
+        self.note_random(trainer)
         batches = trainer.fit_loop.epoch_loop.batch_progress
         over = place == "epoch" or batches.is_last_batch  # then the next epoch's start is what counts
         self._loaders = self.loading.states(batches.current.ready, over)
 
+    def note_random(self, trainer: Trainer) -> None:
+        """Remember the generators alone: also what the module's last hooks drew."""
+        self._random = random_state(trainer.strategy.root_device)
+
+    def hold_metrics(self, module: LightningModule) -> None:
+        """Let checkpoints hold the metrics' sums as they are now, until ``held`` is None."""
+        self.held = copy.deepcopy(_sums_of(module))
+
     def gather(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """The noted state and the current sums: plain values and tensors on the CPU."""
-        own = getattr(module, "metric_state", None)
-        sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
+        sums, metrics = self.held or _sums_of(module)
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         inside_step = done % trainer.accumulate_grad_batches and done < trainer.num_training_batches
+        inside_step = inside_step or not module.automatic_optimization  # whose steps nobody knows
         gradients = {name: p.grad.cpu() for name, p in module.named_parameters() if inside_step and p.grad is not None}
         return {
             "random": self._random,
-            "loaders": self._loaders,
-            "metrics": metric_states(module),
+            "loaders": [state for _, state in self._loaders],
+            "passed": [began for began, _ in self._loaders],
+            "metrics": metrics,
             "logged": training_sums(trainer),
             "module": sums,
-            "gradients": gradients,  # where a validation falls between the batches of one step
+            "gradients": gradients,  # between the batches of one step
             "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
             "untracked": [n for n, part in module.named_modules() if not getattr(part, "track_running_stats", True)],
             "device": trainer.strategy.root_device.type,
@@ -95,9 +108,16 @@ class RankState:
             restore_random_state(state["random"], trainer.strategy.root_device)
 
 
+def _sums_of(module: LightningModule) -> tuple[dict[str, Any], dict[str, Any]]:
+    own = getattr(module, "metric_state", None)
+    sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
+    return sums, metric_states(module)
+
+
 def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> Start:
     """Where a rank's training loaders begin in a resumed run; ``state`` is what this project added for the resume."""
-    loaders = state["ranks"][rank]["loaders"] if rank < len(state["ranks"]) else []
+    of_rank = state["ranks"][rank] if rank < len(state["ranks"]) else {"loaders": []}
+    loaders = list(zip(of_rank.get("passed", [0] * len(of_rank["loaders"])), of_rank["loaders"], strict=True))
     batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     done = batches["current"]["completed"] if state["place"] != "epoch" else 0
     over = state["place"] == "validation" and batches["is_last_batch"]
@@ -127,8 +147,8 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     fit = loops["fit_loop"]
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
     batches = fit["epoch_loop.batch_progress"]
-    begun = [batches["total"], batches["current"]]
-    begun += fit["epoch_progress"].values() if place == "epoch" else []
+    begun, validation = [batches["total"], batches["current"]], fit["epoch_loop.val_loop.batch_progress"]
+    begun += [*fit["epoch_progress"].values(), validation["total"]] if place == "epoch" else []
     for counters in begun:
         _set_all(counters, counters["completed"])
     if place == "epoch":
@@ -138,7 +158,6 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     if place == "batch" and validated:  # Lightning's restart finds a validation due, ends this batch again, counts it
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":  # it has begun, with no batch done: the resumed run starts it again
-        validation = fit["epoch_loop.val_loop.batch_progress"]
         _set_all(validation["current"], 0)
         _set_all(validation["total"], 0)
         validation["total"].update(ready=1, started=1)
@@ -162,21 +181,25 @@ def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_grou
                 torch.distributed.broadcast(buffer, src=0, group=cpu_group if buffer.device.type == "cpu" else None)
 
 
-def apply_typed_hyperparameters(trainer: Trainer, fresh: list[list[dict[str, Any]]], changed: bool) -> None:
+def apply_typed_hyperparameters(
+    trainer: Trainer, fresh: list[list[dict[str, Any]]], before: list[list[dict[str, Any]]] | None, changed: bool
+) -> None:
     """Let typed hyperparameters win over those in the checkpoint's optimizer state.
 
-    ``fresh`` are the optimizers' parameter groups before the restore. Where the configuration is not ``changed``, only
-    the kernels are chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision, which is.
+    ``fresh`` are the optimizers' parameter groups as configured now, ``before`` as the checkpoint's run had configured
+    them: what differs was typed; the rest goes on, also where training has changed it. Where the configuration is not
+    ``changed``, only the kernels are chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision.
     """
     schedulers = {id(config.scheduler.optimizer): config.scheduler for config in trainer.lr_scheduler_configs}
-    for optimizer, groups in zip(trainer.optimizers, fresh, strict=False):
-        if len(groups) != len(optimizer.param_groups):
+    for optimizer, groups, earlier in zip(trainer.optimizers, fresh, before or repeat(None), strict=False):
+        saved = optimizer.param_groups if earlier is None else earlier
+        if not len(groups) == len(optimizer.param_groups) == len(saved):
             continue
         scheduler = schedulers.get(id(optimizer))
-        for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-            rate = wanted.get("initial_lr", wanted["lr"]) / (group.get("initial_lr", group["lr"]) or 1.0)
-            keys = [key for key in wanted if key != "lr"] if changed else [key for key in KERNELS if key in wanted]
-            group.update({key: wanted[key] for key in keys})
+        for group, wanted, was in zip(optimizer.param_groups, groups, saved, strict=True):
+            rate = wanted.get("initial_lr", wanted["lr"]) / (was.get("initial_lr", was["lr"]) or 1.0)
+            differ = [key for key in wanted if changed and key != "lr" and wanted[key] != was.get(key)]
+            group.update({key: wanted[key] for key in wanted if key in differ or key in KERNELS})
             if changed and rate != 1.0:
                 group["lr"] *= rate
             for parameter in group["params"]:

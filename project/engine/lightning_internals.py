@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer import call
 from torch import nn
 from torchmetrics import Metric
 
@@ -32,6 +33,8 @@ KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
+    "lightning.pytorch.loops.evaluation_loop": ["_EvaluationLoop._is_sequential"],
+    "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
         *("_ResultCollection.valid_items", "_ResultCollection.log", "_ResultMetric.update"),
@@ -83,6 +86,24 @@ def values_are_no_files() -> Iterator[None]:
         yield
     finally:
         options._config_read_mode = mode
+
+
+def begin_epoch_again(trainer: Trainer) -> None:
+    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on.
+
+    Buys what they set for an epoch, such as frozen layers in eval mode. Weights and buffers stay as they are. Public
+    way missing: Lightning leaves the hook out there, and only its own call tells ``self.log`` where it is.
+    """
+    module, not_again = trainer.lightning_module, ("lightning.", __name__.rpartition(".")[0])
+    kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        hook = callback.on_train_epoch_start
+        if not hook.__module__.startswith(not_again) or isinstance(callback, GradientAccumulationScheduler):
+            hook(trainer, module)
+    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
 
 
 def end_restart(trainer: Trainer) -> None:
@@ -195,14 +216,16 @@ def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None
             results[key].cumulated_batch_size = saved["samples"].to(module.device)
 
 
-def share_evaluation_sums(trainer: Trainer) -> None:
-    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in evaluation steps of this loader.
+def share_sums(trainer: Trainer) -> None:
+    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in steps of an epoch, or of this loader.
 
-    Buys: evaluation metrics that do not depend on the number of devices. Public way missing: only the module's author
-    could set ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each.
+    Buys: metrics that do not depend on the number of devices. Public way missing: only the module's author could set
+    ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each.
     """
+    if trainer.world_size == 1:
+        return
     results: Any = trainer._results
-    steps = ("validation_step", "test_step")
+    steps = ("training_step", "validation_step", "test_step")
     entries = {
         key: logged
         for key, logged in results.valid_items()
@@ -216,6 +239,28 @@ def share_evaluation_sums(trainer: Trainer) -> None:
         logged.value = torch.tensor(join(values), dtype=torch.float64).to(logged.value)
         if logged.meta.is_mean_reduction:
             logged.cumulated_batch_size = torch.tensor(sum(counts), device=logged.value.device)
+
+
+def of_rank_zero_alone(trainer: Trainer) -> list[str]:
+    """What an evaluation logged at its end with another value on each rank: nobody can tell how to join them.
+
+    Buys a line about a wrong value. Public way missing: ``trainer.callback_metrics`` holds the training's values, too.
+    """
+    items = trainer._results.valid_items() if trainer._results is not None else ()
+    ends = ("on_validation_epoch_end", "on_test_epoch_end")
+    alone = [x for _, x in items if x.is_tensor and x.meta.fx in ends and not x.meta.sync.should]
+    own = {logged.meta.name: float(logged.value) for logged in alone}
+    ranks = of_all_ranks(own)
+    return [name for name in own if any(rank.get(name) != own[name] for rank in ranks)]
+
+
+def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[Any], bool]:
+    """The loaders of the evaluation that runs, and whether this is the last batch of one of them, or of all that are
+    read side by side. Public way missing: how they are read is the loop's secret.
+    """
+    loop: Any = trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop.val_loop
+    last = batch_idx + 1 == loop.max_batches[loader_idx] if loop._is_sequential else loop.batch_progress.is_last_batch
+    return loop._combined_loader.flattened, last
 
 
 def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler

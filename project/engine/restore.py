@@ -57,7 +57,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
         base["trainer"] = {**_section(base, "trainer"), "max_epochs": -1}
     config = configure(argv, prog, base)
-    load_weights(config.module, run.checkpoint)  # Lightning loads them again; here a misfit becomes one line
+    load_weights(config.module, run.checkpoint, late=True)  # Lightning loads again; here a misfit becomes one line
     data: Any = config.datamodule
     if hasattr(data, "stay_with"):  # it has several sources: the earlier run's is used
         data.stay_with(known.get("data_source"))
@@ -69,15 +69,16 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
 class Loaded:
     """What a checkpoint holds, ready for use on the CPU."""
 
-    module: LightningModule  # weights loaded, in eval mode
+    module: LightningModule  # weights loaded (unless they come late), in eval mode
     datamodule: LightningDataModule | None  # as in training; not set up, nothing read from disk
     config: Configuration
     run: dict[str, Any]  # run_name, data_source, precision, epoch, global_step, metrics, ...
     path: Path
+    late: bool = False  # the Trainer loads the weights, after the module's ``setup`` has made its layers
 
 
-def load(path: Path, argv: list[str] | None = None) -> Loaded:
-    """The module and data module of a checkpoint, from the checkpoint alone.
+def load(path: Path, argv: list[str] | None = None, late: bool = False) -> Loaded:
+    """The module and data module of a checkpoint, from the checkpoint alone; ``late``: see :func:`load_weights`.
 
     ``argv`` are arguments of ``project.test`` that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
     A UserError where the file is unusable, not this project's, does not fit its network, or names a foreign class.
@@ -86,11 +87,11 @@ def load(path: Path, argv: list[str] | None = None) -> Loaded:
     base = _for_use(run.pop("config"))
     refuse_foreign_classes(base, CommandLine(argv or []).value("allow_imports"), path)
     config = configure(argv or [], "project.test", base)
-    load_weights(config.module, path)
+    is_late = not load_weights(config.module, path, late)
     data: Any = config.datamodule
     if hasattr(data, "describe"):
         data.describe(run.pop("data", {}))
-    return Loaded(config.module.eval(), config.datamodule, config, run, path)
+    return Loaded(config.module.eval(), config.datamodule, config, run, path, is_late)
 
 
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     if name is None:
         return []
     path = find_checkpoint(name, option="--init_weights")
+    module.configure_model()
     given, own = read(path)["state_dict"], module.state_dict()
     shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
     fitting = {k: value for k, value in given.items() if k in own and getattr(value, "shape", None) == shapes[k]}

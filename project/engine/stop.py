@@ -23,7 +23,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.engine import signals
 from project.engine.exact_loading import ExactLoader, ExactLoading
-from project.engine.lightning_internals import leave_signals_alone, share_evaluation_sums
+from project.engine.lightning_internals import evaluated, leave_signals_alone, of_rank_zero_alone, share_sums
+from project.engine.ranks import say
 
 SAVE_DUE = 1  # a request that is lower than every signal's number
 
@@ -73,6 +74,7 @@ class GracefulStop(Callback):
         self.requeue_signal = requeue_signal
         self.agreement: Agreement
         self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
+        self._told: set[str] = set()  # metrics of rank 0 alone
         signals.watch()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -87,23 +89,28 @@ class GracefulStop(Callback):
         signals.defer()
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        self._evaluated(trainer, pl_module, trainer.val_dataloaders, trainer.num_val_batches, *args[2:])
+        self._evaluated(trainer, pl_module, *args[2:])
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        self._evaluated(trainer, pl_module, trainer.test_dataloaders, trainer.num_test_batches, *args[2:])
+        self._evaluated(trainer, pl_module, *args[2:])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size > 1 and (names := set(of_rank_zero_alone(trainer)) - self._told):
+            self._told |= names
+            what = f"{', '.join(sorted(names))}, logged at an evaluation's end, is of rank 0's samples alone"
+            say(f"{what}: log it in the step, with self.log or as a torchmetrics metric.")
+
+    on_test_end = on_validation_end
 
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before a training's validation is left."""
 
-    def _evaluated(
-        self, trainer: Trainer, module: LightningModule, loaders: Any, batches: Any, batch_idx: int, loader_idx: int = 0
-    ) -> None:
-        several = isinstance(loaders, (list, tuple))
-        ranks_agree = isinstance(loaders[loader_idx] if several else loaders, ExactLoader)  # on the number of batches
-        is_last = batch_idx + 1 == batches[loader_idx] and not trainer.sanity_checking
-        if trainer.world_size > 1 and ranks_agree and is_last:  # Lightning computes the values before the epoch's end
-            share_evaluation_sums(trainer)
-        if trainer.world_size == 1 or ranks_agree:
+    def _evaluated(self, trainer: Trainer, module: LightningModule, batch_idx: int, loader_idx: int = 0) -> None:
+        loaders, is_last = evaluated(trainer, batch_idx, loader_idx) if trainer.world_size > 1 else ([], False)
+        ranks_agree = all(isinstance(loader, ExactLoader) for loader in loaders)  # on the number of batches
+        if ranks_agree and is_last and not trainer.sanity_checking:
+            share_sums(trainer)  # Lightning computes the values before the epoch's end
+        if ranks_agree:
             self._request = max(self._request, self.agreement.latest(signals.state.requested))
         if self._request > SAVE_DUE:
             if trainer.state.fn == "fit" and not trainer.sanity_checking:
