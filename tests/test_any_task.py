@@ -255,6 +255,12 @@ def test_a_resume_with_a_changed_setting_keeps_a_rate_that_training_has_lowered(
     assert rate(resume("r", "--max_epochs", "5", "--model.lr", "0.2")) == pytest.approx(10 * whole)
 
 
+def test_loaders_that_are_made_anew_at_every_other_epoch_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for n, times in (("1", 0), ("2", 1)):
+        train(n, *of("Reloads", "--max_epochs", "1", "--reload_dataloaders_every_n_epochs", n))
+        assert capsys.readouterr().out.count("not exact with --reload_dataloaders_every_n_epochs above 1") == times
+
+
 def test_an_interval_of_steps_counts_the_steps_of_a_batch() -> None:
     train_until(4, "r", *of("TwoSteps", "--checkpoint_every", "2"), dies=True)
     assert checkpoint(RUNS / "r/last.ckpt")["global_step"] == 5

@@ -180,6 +180,8 @@ class RunCheckpoint(GracefulStop):
                 self.notes.append(f"with {name} a run resumes from its last epoch's end.")
             reasons = [reason for kind, reason in NOT_EXACT.items() if isinstance(callback, kind)]
             self.notes += [f"a resume is not exact with {name}: {reason}." for reason in reasons]
+        if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
+            self.notes.append("a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew.")
         say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:

@@ -138,9 +138,8 @@ class ExactBatches(data.Sampler[Request]):
 
     def _order(self) -> Any:
         """The samples (or batches) of a whole pass in order, the same on every rank."""
-        source, epoch_seed = self.source, self.seed * SEED_STRIDE + self.epoch
+        source, epoch_seed, self.passes[self.passed] = self.source, self.seed * SEED_STRIDE + self.epoch, None
         epoch_seed = hash((epoch_seed, self.passed)) % 2**63 if self.passed else epoch_seed
-        self.passes[self.passed] = None
         if type(source) is data.SequentialSampler:
             return torch.arange(self.num_samples)
         permutes = type(source) is data.RandomSampler and not source.replacement

@@ -52,8 +52,7 @@ class RankState:
         self._random: dict[str, Any] | None = None
         self._loaders: list[tuple[int, Any]] = []
         self.sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
-        # in a validation, which a resumed run begins again: the metrics' sums before it
-        self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.held: tuple[dict[str, Any], dict[str, Any]] | None = None  # in a validation: the metrics' sums before it
 
     def note(self, trainer: Trainer, place: Place = "batch") -> None:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
