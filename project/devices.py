@@ -74,7 +74,7 @@ class Flag:
 def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
     """Flags for :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`.
 
-    No precision but the exact one is recommended: which is fastest is measured by ``project.benchmark``.
+    No precision but the exact one is recommended: which is fastest was not measured.
     """
     chosen, why = choose_gpus(accelerators)
     if not chosen:

@@ -530,5 +530,6 @@ def test_what_is_typed_again_and_what_a_class_does_by_itself_goes_on(trained: Pa
     train("typed", "--ckpt_path", "last", "--max_epochs", "3", *own)
     assert list((tmp_path / "mine").rglob("metrics.csv"))
     wandb = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"save_dir": ".", "offline": True}}
-    base = {"trainer": {"logger": wandb, "default_root_dir": str(tmp_path / "runs")}}
+    throughput = {"class_path": "lightning.pytorch.callbacks.ThroughputMonitor", "init_args": {"separator": "/"}}
+    base = {"trainer": {"logger": wandb, "callbacks": [throughput], "default_root_dir": str(tmp_path / "runs")}}
     refuse_writing_elsewhere(base, CommandLine([]), Run(tmp_path / "runs" / "r"))

@@ -154,7 +154,7 @@ def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run
     """
     typed, folder = {text for _, text, _ in _texts(line.given)}, run.folder.resolve()
     for key, text, owner in _texts(config.get("trainer")):
-        is_free = text in typed or key in ("class_path", "default_root_dir")
+        is_free = text in typed or key in ("class_path", "default_root_dir", "separator")
         is_place = re.search("dir|path|root|folder", key) or re.search(r"^[/~]|:/|(^|/)\.\.(/|$)", text)
         inside = "\0" not in text and Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(folder)
         if is_place and not (is_free or inside or text == _default(owner, key)):
