@@ -237,6 +237,7 @@ def test_layers_that_are_made_late_are_resumed_and_tested(where: str, capsys: py
     assert summary(reference)["test_told"] == 7
     train_until(20, "stopped", *line)
     assert_same_run(reference, resume("stopped"))
+    assert len(Path("loads.txt").read_text().splitlines()) == 1 + 2  # a test each, and the resume
     given = ["--ckpt_path", str(reference / "best.ckpt"), "--accelerator", "cpu", "--output", "m.json"]
     assert test_command.main(given) == 0
     found = yaml.safe_load(Path("m.json").read_text())

@@ -184,18 +184,19 @@ def _changed(path: Path, key: str) -> UserError:
     return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
 
 
-def load_weights(module: LightningModule, path: Path, late: bool = False) -> bool:
-    """Give a module a checkpoint's weights as Lightning does; a UserError where they do not fit.
-
-    ``late``: nothing is loaded, and False returned, where its ``setup`` may make layers that it still lacks.
+def load_weights(module: LightningModule, path: Path, late: bool = False, again: bool = False) -> bool:
+    """Give a module a checkpoint's weights as Lightning does (and will do ``again``); a UserError where they do not
+    fit. ``late``: nothing is loaded, and False returned, where a hook may make layers that it still lacks.
     """
     checkpoint = read(path)
     checkpoint.pop("network", None)  # of which SupervisedModule warns: here a misfit is an error
     module.configure_model()
-    module.on_load_checkpoint(checkpoint)
+    if not again:
+        module.on_load_checkpoint(checkpoint)
     try:
         missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
-        if late and is_overridden("setup", module) and unexpected and not missing:
+        makes_layers = is_overridden("setup", module) or is_overridden("on_load_checkpoint", module)
+        if late and makes_layers and unexpected and not missing:
             return False
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
     except (RuntimeError, TypeError, AttributeError) as error:

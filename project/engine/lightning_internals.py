@@ -249,8 +249,7 @@ def of_rank_zero_alone(trainer: Trainer) -> list[str]:
     items = trainer._results.valid_items() if trainer._results is not None else ()
     ends = ("on_validation_epoch_end", "on_test_epoch_end")
     alone = [x for _, x in items if x.is_tensor and x.meta.fx in ends and not x.meta.sync.should]
-    own = {logged.meta.name: float(logged.value) for logged in alone}
-    ranks = of_all_ranks(own)
+    ranks = of_all_ranks(own := {logged.meta.name: float(logged.value) for logged in alone})
     return [name for name in own if any(rank.get(name) != own[name] for rank in ranks)]
 
 

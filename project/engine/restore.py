@@ -57,7 +57,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
         base["trainer"] = {**_section(base, "trainer"), "max_epochs": -1}
     config = configure(argv, prog, base)
-    load_weights(config.module, run.checkpoint, late=True)  # Lightning loads again; here a misfit becomes one line
+    load_weights(config.module, run.checkpoint, late=True, again=True)  # here a misfit becomes one line
     data: Any = config.datamodule
     if hasattr(data, "stay_with"):  # it has several sources: the earlier run's is used
         data.stay_with(known.get("data_source"))
