@@ -6,6 +6,7 @@ import gc
 import json
 import mmap
 import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -173,8 +174,13 @@ def test_the_breakdown_adds_up_tensors_exactly(tmp_path):
 def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path):
     monitor, measured = MemoryMonitor(), list[float]()
     trainer, rows = make_trainer(tmp_path, monitor)
-    module = Linear()  # measures right after the monitor: what other tests have left may be freed at any time
-    module.on_train_batch_end = lambda *_: measured.append(psutil.Process().memory_info().rss / GIB)
+    module = Linear()  # measures right after the monitor, and with the loader workers that other tests have left
+
+    def measure(*_):
+        processes = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
+        measured.append(sum(psutil.Process(pid).memory_info().rss for pid in processes) / GIB)
+
+    module.on_train_batch_end = measure
     trainer.fit(module, Points(80, 8).loader())
     ((step, row),) = rows.of("memory")
     assert (step, set(row)) == (9, {"rss_gib"})
