@@ -231,7 +231,7 @@ def test_loaders_side_by_side_differ_in_order_and_draws_and_so_do_passes(kind: s
 
 
 @pytest.mark.parametrize("where", ["setup", "configure_model"])
-def test_layers_that_are_made_late_are_resumed_and_tested(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
     line = of("LateLayers", "--model.where", where, "--max_epochs", "2")
     reference = train("reference", *line)
     assert summary(reference)["test_told"] == 7

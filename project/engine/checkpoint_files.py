@@ -198,7 +198,8 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
         makes_layers = is_overridden("setup", module) or is_overridden("on_load_checkpoint", module)
         if late and makes_layers and unexpected and not missing:
             return False
-        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        if missing or unexpected:
+            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)  # tells which
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"--ckpt_path {path}: its weights do not fit the network: {reason}") from None

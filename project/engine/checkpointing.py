@@ -288,7 +288,6 @@ class RunCheckpoint(GracefulStop):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        self._mine.held = None
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
@@ -368,7 +367,7 @@ class RunCheckpoint(GracefulStop):
         exact_resume.clean_place(checkpoint["loops"], self._place, self._validated)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
-            "ranks": of_all_ranks(self._mine.gather(trainer, pl_module), self.agreement.group),
+            "ranks": of_all_ranks(self._mine.gather(trainer, pl_module, self._place), self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
             "metric_rows": self.rows.flush_rows(to_disk=True),
             "followed": self._followed,

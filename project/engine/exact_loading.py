@@ -265,8 +265,7 @@ class ExactLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:  # a generator: workers start when the first batch is asked for, at an epoch's start
         if hasattr(self.dataset, "gather") and not (self.num_workers or self.pin_memory):
-            # PyTorch's iterator would take longer than the batch itself
-            yield from map(self.dataset.__getitem__, self.batches)
+            yield from map(self.dataset.__getitem__, self.batches)  # PyTorch's iterator takes longer than the batch
         else:
             yield from super().__iter__()
 
@@ -363,7 +362,7 @@ class ExactLoading:
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact, a line each
         self.training: list[ExactLoader | WatchedLoader] = []
-        self._loaded_at: int | None = None  # the epoch
+        self._loaded_at: int | None = None  # the epoch for which ``training`` was made
 
     def install(self, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here (``Strategy.process_dataloader``, Lightning's hook)."""
@@ -392,9 +391,9 @@ class ExactLoading:
         if trainer.training:
             found.start_at(self.start, len(self.training))
             self.training.append(found)
-            for each in self.training if len(self.training) > 1 else ():
+            for each in self.training:
                 if isinstance(each, ExactLoader):
-                    each.batches.cycles = True
+                    each.batches.cycles = len(self.training) > 1
         return found
 
     def _exact(self, loader: Any, training: bool, rank: int, world_size: int) -> Any:
@@ -421,7 +420,7 @@ class ExactLoading:
     def states(self, batches: int, epoch_ends: bool = False) -> list[tuple[int, Any]]:
         """Where this rank's training loaders are after so many batches of the epoch, or before the next epoch."""
         states = [loader.state_after(batches, epoch_ends) for loader in self.training]
-        return states if any(state != (0, None) for state in states) else []
+        return states if any(began or state is not None for began, state in states) else []
 
     @property
     def samples_per_batch(self) -> int:

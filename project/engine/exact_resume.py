@@ -52,7 +52,7 @@ class RankState:
         self._random: dict[str, Any] | None = None
         self._loaders: list[tuple[int, Any]] = []
         self.sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
-        self.held: tuple[dict[str, Any], dict[str, Any]] | None = None  # in a validation: the metrics' sums before it
+        self._held: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the metrics' sums before the last validation
 
     def note(self, trainer: Trainer, place: Place = "batch") -> None:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
@@ -66,12 +66,12 @@ class RankState:
         self._random = random_state(trainer.strategy.root_device)
 
     def hold_metrics(self, module: LightningModule) -> None:
-        """Let checkpoints hold the metrics' sums as they are now, until ``held`` is None."""
-        self.held = copy.deepcopy(_sums_of(module))
+        """Remember the metrics' sums: a resumed run begins the validation that comes now again."""
+        self._held = copy.deepcopy(_sums_of(module))
 
-    def gather(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    def gather(self, trainer: Trainer, module: LightningModule, place: Place) -> dict[str, Any]:
         """The noted state and the current sums: plain values and tensors on the CPU."""
-        sums, metrics = self.held or _sums_of(module)
+        sums, metrics = self._held if place == "validation" else _sums_of(module)
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         inside_step = done % trainer.accumulate_grad_batches and done < trainer.num_training_batches
         inside_step = inside_step or not module.automatic_optimization  # whose steps nobody knows

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import fcntl
 import importlib.util
-import inspect
 import itertools
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from project.engine.checkpoint_files import damage, load_weights, read, record
@@ -154,7 +154,7 @@ def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run
     """
     typed, folder = {text for _, text, _ in _texts(line.given)}, run.folder.resolve()
     for key, text, owner in _texts(config.get("trainer")):
-        is_free = text in typed or key in ("class_path", "default_root_dir", "separator")
+        is_free = text in typed or key in ("class_path", "default_root_dir")
         is_place = re.search("dir|path|root|folder", key) or re.search(r"^[/~]|:/|(^|/)\.\.(/|$)", text)
         inside = "\0" not in text and Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(folder)
         if is_place and not (is_free or inside or text == _default(owner, key)):
@@ -163,10 +163,11 @@ def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run
 
 
 def _default(class_path: str, name: str) -> Any:
-    """The default of an argument of a class; None where there is none."""
-    module, _, kind = class_path.rpartition(".")
+    """The default of an argument of a class, also of one that it hands on; None where there is none."""
+    (module, _, kind), parser = class_path.rpartition("."), ArgumentParser()
     with contextlib.suppress(ImportError, AttributeError, KeyError, TypeError, ValueError):
-        return inspect.signature(getattr(importlib.import_module(module), kind)).parameters[name].default
+        parser.add_class_arguments(getattr(importlib.import_module(module), kind), fail_untyped=False)
+        return parser.get_default(name)
     return None
 
 
