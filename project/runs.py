@@ -176,16 +176,17 @@ def by_configuration(runs: list[Run]) -> list[list[Run]]:
 
 
 def seed_rows(runs: list[Run]) -> list[Row]:
-    """One row per configuration: its runs, and mean and sample standard deviation of results over finished ones."""
+    """One row per configuration: its runs; means and standard deviations (of a sample) over the finished ones."""
     rows, names = [], differing(runs, (*PLACES, SEED))
     for group in by_configuration(runs):
-        finished = [run for run in group if run.state == "finished"]
+        done = [run for run in group if run.state == "finished"]
+        finished: list[Row] = [{**run.results, "fit_seconds": run.summary.get("fit_seconds")} for run in done]
         row = {"runs": " ".join(run.folder.name for run in group), "finished": len(finished)}
         row |= {name: group[0].settings.get(name) for name in names}
-        for metric in dict.fromkeys(name for run in finished for name in run.results):
-            values = [run.results[metric] for run in finished if metric in run.results]
+        for metric in columns_of(finished):
+            values = [found[metric] for found in finished if is_number(found.get(metric))]
             spread = statistics.stdev(values) if len(values) > 1 else None
-            row |= {metric: statistics.fmean(values), f"{metric} std": spread}
+            row |= {metric: statistics.fmean(values), f"{metric} std": spread} if values else {}
         rows.append(row)
     return rows
 

@@ -79,6 +79,7 @@ def test_seeds_of_one_configuration_are_averaged(root: Path) -> None:
     assert (slow["runs"], slow["finished"], slow["model.lr"]) == ("slow-1 slow-2 slow-3", 2, 0.01)
     assert slow["val/accuracy"] == pytest.approx(0.91)  # of the finished ones
     assert slow["val/accuracy std"] == pytest.approx(0.02 / 2**0.5)
+    assert (slow["fit_seconds"], slow["fit_seconds std"]) == (1.5, 0)
     assert (fast["runs"], fast["test/accuracy"], fast["test/accuracy std"]) == ("fast", 0.94, None)
 
 

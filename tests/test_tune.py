@@ -344,7 +344,7 @@ def plain(module: LightningModule, datamodule: LightningDataModule | None) -> Co
     config = configure(SMALL, "project.tune")
     config.module, config.datamodule = module, datamodule
     config.resolved["model"] = {"class_path": "mine.PlainModule", "init_args": {"width": 4}}
-    config.fresh_module = lambda seed=None: type(module)()  # type: ignore[method-assign]
+    config.fresh_module = lambda: type(module)()  # type: ignore[method-assign]
     return config
 
 

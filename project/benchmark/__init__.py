@@ -12,7 +12,6 @@ TABLES = {
     "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
     "memory": ("peak_mib", "peak by precision, activation checkpointing, accumulation, batch size"),  # feature: memory
     "overhead": ("epoch_s", "what a run costs against loops written by hand"),
-    "accuracy": ("test/accuracy", "a configuration over several seeds: accuracy, time, time to a target"),
 }
 Row = dict[str, Any]  # of a table, by column
 
@@ -21,14 +20,12 @@ Row = dict[str, Any]  # of a table, by column
 class Settings:
     """How much is measured. All but the last two are options of the same name; a UserError for a wrong value."""
 
-    n: int = 5  # measurements behind every median; seeds, for accuracy
+    n: int = 5  # measurements behind every median
     quick: bool = False  # tiny sizes
     networks: Sequence[str] = ("chosen", "ResNet18")  # of devices; chosen is --model.network
     precisions: Sequence[str] = ("32-true", "tf32", "16-mixed", "bf16-mixed")  # of devices and memory
     batch_sizes: Sequence[int] = ()  # of devices (besides the configured one) and memory; none: their own choice
     workers: Sequence[int] = (0, 2, 4)  # of loaders
-    target: float = 0.99  # accuracy, 0-1, whose time accuracy reports
-    baseline: bool = False  # whether accuracy also times a plain PyTorch loop to the target, which takes minutes
     fit_flags: Sequence[str] = ()  # flags of fit that say what is measured
     batch_size: int = 0  # that these flags set; 0 where the data module has none
 
@@ -38,5 +35,3 @@ class Settings:
             least = 0 if name == "workers" else 1
             if wrong := [value for value in values if value < least]:
                 raise UserError(f"--{name} must be at least {least}, got {wrong[0]}.")
-        if not 0 < self.target < 1:
-            raise UserError(f"--target must be above 0 and below 1, got {self.target}. 0.99 is 99 %.")

@@ -1,9 +1,8 @@
-"""This machine's tables, such as devices, loaders, overhead, accuracy. Without a name: all of them.
+"""This machine's tables, such as devices, loaders, overhead. Without a name: all of them.
 
 python -m project.benchmark
 python -m project.benchmark devices --output devices.json
 python -m project.benchmark overhead --model.network MLP --data.batch_size 64
-python -m project.benchmark accuracy --config configs/fast.yaml --n 10 --baseline
 Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is measured.
 """
 
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[str]]:
     """The table's name or None, the benchmark's own options, and the rest, which are flags of ``fit``."""
-    table, rest = take_word(argv, TABLES, switches=("--quick", "--baseline"))
+    table, rest = take_word(argv, TABLES, switches=("--quick",))
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
     tables = "\ntables:\n" + "\n".join(f"  {name}: {what}" for name, (_, what) in TABLES.items())
@@ -66,7 +65,7 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     add_output(parser, "--plot", (".png",), "chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
     n = Settings.n if table else f"{IN_WHOLE_PASS['n']}, of loaders {Settings.n}"
-    add("--n", type=int, metavar="N", help=f"measurements behind every median (accuracy: seeds; default: {n})")
+    add("--n", type=int, metavar="N", help=f"measurements behind every median (default: {n})")
     if table == "devices":
         add("--networks", nargs="+", choices=Settings.networks, help="chosen is --model.network")
     if table in ("devices", "memory"):
@@ -74,9 +73,6 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
         add("--batch_sizes", nargs="+", type=int, metavar="B")
     if table == "loaders":
         add("--workers", nargs="+", type=int, metavar="W", help="worker counts to try (default: 0 2 4)")
-    if table == "accuracy":
-        add("--target", type=float, metavar="A", help="accuracy, 0-1, whose time is reported (default: 0.99)")
-        add("--baseline", action="store_true", help="also time a plain PyTorch loop (pytorch/examples') to the target")
     return table, *parser.parse_known_args(rest)
 
 
@@ -90,7 +86,7 @@ def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_
     flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if settings.quick else []), *fit_flags]
     config = configure(flags, "project.benchmark")
     size = getattr(config.datamodule, "batch_size", 0)
-    if not size and name != "accuracy":
+    if not size:
         kind = type(config.datamodule).__name__
         raise UserError(f"--data: the table {name} needs a data module with a batch_size, {kind} has none.")
     n = min(settings.n, 2) if settings.quick else settings.n
@@ -123,11 +119,9 @@ def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
             continue
         before = list(drawn[0])[: list(drawn[0]).index(quantity)]  # the columns that say what was measured
         naming = [key for key in before if any(row.get(key) != drawn[0][key] for row in drawn)] or before[:1]
-        # a configuration may be a long line of flags
-        names = [", ".join(format_cell(row.get(key))[:60] for key in naming) for row in drawn]
+        names = [", ".join(format_cell(row.get(key)) for key in naming) for row in drawn]
         values = [row[quantity] for row in drawn]
-        # of accuracy the spread is that of its seconds
-        errors = [row.get("std", row[quantity] * row.get("spread_pct", 0) / 200) or 0 for row in drawn]
+        errors = [row[quantity] * row.get("spread_pct", 0) / 200 for row in drawn]
         axes.barh(range(len(drawn)), values, xerr=errors, tick_label=names, color="#4477aa", ecolor="#999999")
         axes.invert_yaxis()
         axes.set_title(f"{name}: {quantity} by {', '.join(naming)}", loc="left", fontsize=10)

@@ -1,4 +1,4 @@
-"""The tables: devices and memory, overhead and loaders, accuracy. Each is a function of a configuration → rows."""
+"""The tables: devices and memory, overhead and loaders. Each is a function of a configuration → rows."""
 
 import statistics
 import time
@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
-from project import fit
 from project.benchmark import Row, Settings, timing
 from project.callbacks.memory import ACTIVATIONS  # feature: memory
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
-from project.engine.summary import Summary
 from project.errors import UserError
 
 # On a CPU a whole epoch of ResNet-18 would take minutes.
@@ -27,7 +25,6 @@ RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
 BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
 PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
 BATCHES = 200  # of a loader, per measurement; at most one epoch
-MOST_EPOCHS = 14  # what pytorch/examples trains for MNIST
 # Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
 Case = tuple[str, str, str, int]
 
@@ -87,7 +84,7 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
             row["epoch_s"] = train_samples / row["samples_per_sec"]
-        if accuracies := [run.validations[-1][1] for run in runs if run.validations]:
+        if accuracies := [run.accuracy for run in runs if run.accuracy is not None]:
             row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
         if peaks := [run.peak_allocated_gib for run in runs if run.peak_allocated_gib is not None]:
             row["peak_allocated_gib"] = max(peaks)
@@ -231,49 +228,3 @@ def time_epoch(
             edges.append(time.perf_counter())
     began, first, end = edges[0], edges[1], edges[-1]
     return 1000 * (end - first) / max(1, batches - 1), 1000 * (first - began)
-
-
-def measure_accuracy(config: Configuration, settings: Settings) -> list[Row]:
-    """One row for the configuration, and with ``--baseline`` one for the plain PyTorch loop.
-
-    ``test/accuracy`` is that of the best checkpoint (chosen on validation) on the test set, seen once per run; ``std``
-    that of the seeds. ``fit_s`` is training with its validations and savings, from the first step. ``to_target_s`` ends
-    where validation first reaches the target; it is left out where fewer than half of the seeds reach it.
-    """
-    # refuses other data before the seeds take their time
-    plain = timing.PlainLoop(config) if settings.baseline else None
-    runs: list[Summary] = []
-    times: list[float] = []  # to the target
-    for seed in timing.progress("accuracy", range(settings.n)):
-        clock, of_seed = timing.RunClock(), timing.afresh(config, seed)
-        with timing.scratch_run() as run:
-            runs.append(fit.train(of_seed, run, fit.build(of_seed, run, extra=[clock])))
-        if "test/accuracy" not in runs[0].metrics:
-            kind = type(config.module).__name__
-            raise UserError(f"--model: this table needs a module that logs test/accuracy, not {kind}.")
-        times += [seconds for seconds, accuracy in clock.validations if accuracy >= settings.target][:1]
-    first, seconds = runs[0], [summary.fit_seconds for summary in runs]
-    scores = [summary.metrics["test/accuracy"] for summary in runs]
-    row: Row = {
-        "configuration": " ".join(settings.fit_flags) or "default",
-        "device": first.device,
-        "data_source": first.data_source,
-        "epochs": first.epochs,
-        "test/accuracy": statistics.mean(scores),
-        "std": statistics.stdev(scores) if len(scores) > 1 else None,
-        "lowest": min(scores),
-        "at_target": f"{sum(score >= settings.target for score in scores)} of {len(scores)}",
-        **timing.median_and_spread("fit_s", seconds),
-        "target": settings.target,
-        **({"to_target_s": statistics.median(times)} if 2 * len(times) >= len(runs) else {}),
-        "test_accuracies": scores,
-        "all_fit_s": seconds,
-    }
-    if plain is None:
-        return [row]
-    name = "plain loop (pytorch/examples' kind)"
-    baseline: Row = {"configuration": name, "device": first.device, "n": 1, "target": settings.target}
-    baseline |= plain.train(settings.target, 1 if settings.quick else MOST_EPOCHS)
-    if "to_target_s" in baseline:
-        row["times_faster_than_plain"] = baseline["to_target_s"] / row["fit_s"]
-    return [row, baseline]

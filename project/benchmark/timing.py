@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -44,7 +44,6 @@ from project.errors import UserError
 
 T = TypeVar("T")
 LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"
-IMAGE_SHAPE = (1, 28, 28)  # of pytorch/examples' network
 
 
 def progress(table: str, items: Iterable[Any]) -> Any:
@@ -103,40 +102,36 @@ class Epoch:
 
 
 class RunClock(Callback):
-    """Times whole epochs and validations. Comes last among the callbacks, so that what the others do counts."""
+    """Times whole epochs. Comes last among the callbacks, so that what the others do counts."""
 
     def __init__(self, turn: Connection | None = None) -> None:
         self.turn = turn  # says when an epoch may begin, and is sent its seconds; None: at once, to nobody
         self.epochs: list[Epoch] = []
-        self.validations: list[tuple[float, float]] = []  # (seconds since training began, val/accuracy in 0-1)
+        self.accuracy: float | None = None  # 0-1, of the last validation
         self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.batches = 0  # per epoch
         self.train_samples: int | None = None  # in the training set; None where its loader does not tell
         self.device = ""  # its name
-        self._train_began = self._began = self._train_s = 0.0  # _train_s: of this epoch's training steps
+        self._began = self._train_s = 0.0  # of this epoch's training steps
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # here, because what is saved of an epoch is saved when the next begins
         if self.turn is not None:
             self.turn.recv()
         self._began = time.perf_counter()
-        self._train_began = self._train_began or self._began
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx + 1 == trainer.num_training_batches:
             synchronize(trainer.strategy.root_device)
             self._train_s = time.perf_counter() - self._began
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if "val/accuracy" in trainer.callback_metrics and not trainer.sanity_checking:
-            accuracy = float(trainer.callback_metrics["val/accuracy"])
-            self.validations.append((time.perf_counter() - self._train_began, accuracy))
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # after every on_train_end, where the last epoch's checkpoint is saved
         self.batches, self.device = int(trainer.num_training_batches), device_name(trainer)
         self.train_samples = samples_of(trainer.train_dataloader)
+        if "val/accuracy" in trainer.callback_metrics:
+            self.accuracy = float(trainer.callback_metrics["val/accuracy"])
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._began:
@@ -154,7 +149,7 @@ def run_epochs(
     turn: Connection | None = None,  # see RunClock
 ) -> RunClock:
     """Train a new module on the configured data for some epochs, the first to warm up. Nothing of it stays on disk."""
-    config = afresh(config, trainer={"max_epochs": epochs, "max_steps": -1, "max_time": None})
+    config = afresh(config, max_epochs=epochs, max_steps=-1, max_time=None)
     clock, session = RunClock(turn), None
     torch.cuda.empty_cache()  # of the run before
     with scratch_run() as run:
@@ -231,11 +226,10 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
             turn.send(error)
 
 
-def afresh(config: Configuration, seed: int | None = None, trainer: Mapping[str, Any] | None = None) -> Configuration:
+def afresh(config: Configuration, **trainer: Any) -> Configuration:
     """The configuration with a new module and callbacks that have seen no run; ``trainer`` replaces arguments of it."""
     callbacks = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
-    arguments = {**config.trainer, "callbacks": callbacks, **(trainer or {})}
-    return replace(config, module=config.fresh_module(seed), trainer=arguments)
+    return replace(config, module=config.fresh_module(), trainer={**config.trainer, "callbacks": callbacks, **trainer})
 
 
 @contextmanager
@@ -297,12 +291,12 @@ class InMemory:
 
     @classmethod
     def of(cls, config: Configuration, split: str) -> InMemory:
-        """A split ("train", "val" or "test") of the configured data; a UserError where it is not of this kind."""
+        """A split ("train" or "val") of the configured data; a UserError where it is not of this kind."""
         data: Any = config.datamodule
         images = labels = None
         with suppress(MisconfigurationException, AttributeError):  # no loader, or one without such tensors
             data.prepare_data()
-            data.setup("test" if split == "test" else "fit")
+            data.setup("fit")
             dataset = getattr(data, f"{split}_dataloader")().dataset
             images, labels = dataset.images, dataset.labels
         if not (isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4):
@@ -404,47 +398,3 @@ def train_epoch(
     synchronize(device)
     seconds = time.perf_counter() - began
     return Epoch(seconds, seconds)
-
-
-def example_network() -> nn.Module:
-    """Images (batch, 1, 28, 28) → log-probabilities (batch, 10); 1,199,882 parameters."""
-    features = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)]
-    classifier = [nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)]
-    return nn.Sequential(*features, *classifier, nn.LogSoftmax(dim=1))
-
-
-class PlainLoop:
-    """Trains as the example does until the test accuracy, looked at after every epoch, reaches a target.
-
-    All training samples (also those that we hold out for validation), batch 64, per-sample transforms through Pillow,
-    Adadelta from 1.0 and 0.7 times that after each epoch. Its test after each epoch is not part of the time. A
-    UserError where the data are no grey images of 28 × 28 pixels in 10 classes, or do not lie in memory.
-    """
-
-    def __init__(self, config: Configuration) -> None:
-        train, val, test = (InMemory.of(config, split) for split in ("train", "val", "test"))
-        shape, classes = tuple(train.images.shape[1:]), int(train.labels.max()) + 1
-        if shape != IMAGE_SHAPE or classes > 10:
-            raise UserError(f"--baseline needs images of {IMAGE_SHAPE} in 10 classes, got {shape} in {classes}.")
-        both: Dataset[Any] = ConcatDataset([PerSampleImages(part) for part in (train, val)])
-        self.loader: DataLoader[Any] = DataLoader(both, batch_size=64, shuffle=True)
-        self.test_loader: DataLoader[Any] = DataLoader(PerSampleImages(test), batch_size=1000)
-        self.device = torch.device(wanted_devices(config)[-1])
-
-    def train(self, target: float, most_epochs: int) -> Row:
-        """``epochs``, ``test/accuracy`` at the end, ``fit_s``, and ``to_target_s`` where the target was reached."""
-        seed_everything(0, verbose=False)
-        network, device = example_network().to(self.device), self.device
-        optimizer = torch.optim.Adadelta(network.parameters(), lr=1.0)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-        row: Row = {"fit_s": 0.0}
-        for epoch in progress("plain loop", range(1, most_epochs + 1)):
-            row["fit_s"] += train_epoch(network, optimizer, self.loader, device).train_s
-            schedule.step()
-            with torch.no_grad():
-                network.eval()
-                right = [network(images.to(device)).argmax(1).cpu() == labels for images, labels in self.test_loader]
-            row |= {"epochs": epoch, "test/accuracy": float(torch.cat(right).double().mean())}
-            if row["test/accuracy"] >= target:
-                return {**row, "to_target_s": row["fit_s"]}
-        return row

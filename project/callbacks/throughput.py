@@ -365,7 +365,8 @@ def may_use_tf32(module: nn.Module) -> bool:
 
 # Dense TFLOP/s: float32, TF32, 16 bits with float32 accumulation (as cuBLAS and cuDNN do). From NVIDIA's data sheets,
 # half of the figures that are printed "with sparsity" only, and from the appendices of the white papers on GA102, Ada
-# and RTX Blackwell. 0: the chip has no such mode. Names as the devices call themselves: "h100" is the SXM form.
+# and RTX Blackwell. 0: the chip has no such mode. Names as the devices call themselves: "h100" is the SXM form. (In
+# Lightning's get_available_flops an H200 is missing, an L40S is an L4, and 16-bit rates of A40 and RTX are too low.)
 PEAK_TFLOPS = """
     b200 75 1125 2250, h200 67 494.5 989.5, h200 nvl 60 417.5 835.5, gh200 67 494.5 989.5, h100 66.9 494.7 989.4,
     h100 pcie 51.2 378 756, h100 nvl 60 417.5 835.5, a100 19.5 156 312, a30 10.3 82 165, a40 37.4 74.8 149.7,

@@ -324,10 +324,10 @@ class Configuration:
             raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
         return names
 
-    def fresh_module(self, seed: int | None = None) -> LightningModule:
-        """A new module of the same class and arguments, its random weights made by ``seed`` (default: the run's)."""
-        chosen = self.options.seed_everything if seed is None else seed
-        seed_everything(chosen if type(chosen) is int else 42, verbose=False)
+    def fresh_module(self) -> LightningModule:
+        """A new module of the same class and arguments, its random weights made by the run's seed."""
+        seed = self.options.seed_everything
+        seed_everything(seed if type(seed) is int else 42, verbose=False)
         module: LightningModule = self._make().model
         return module
 
