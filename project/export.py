@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from project import __version__
 from project.engine.restore import Loaded, find_checkpoint, load
+from project.engine.summary import network_of
 from project.errors import UserError
 from project.tables import format_table, write_rows
 
@@ -202,7 +203,7 @@ def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
         "classes": json.dumps(samples.classes, ensure_ascii=False) if samples.classes else None,
         "input": "; ".join(map(": ".join, zip(samples.names, sizes, strict=True))).replace("torch.", ""),
         "output": ", ".join(samples.outputs),
-        "network": type(network_of(loaded)).__name__,
+        "network": type(network_of(loaded.module)).__name__,
         "run_name": loaded.run.get("run_name"),
         "checkpoint": loaded.path.name,
         "trained_on": loaded.run.get("data_source"),
@@ -219,12 +220,6 @@ def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
         facts["test/accuracy"] = round(float(right.double().mean()), 6)
         facts["test_samples"] = f"{len(right)} of {samples.source}"
     return {key: str(value) for key, value in facts.items() if value is not None}
-
-
-def network_of(loaded: Loaded) -> nn.Module:
-    """The network inside the module, or the module where it has none of that name."""
-    network = getattr(loaded.module, "network", None)
-    return network if isinstance(network, nn.Module) else loaded.module
 
 
 def write_files(
@@ -254,7 +249,7 @@ def write_files(
     onnx.checker.check_model(model, full_check=True)
     (folder / NAMES[0]).write_bytes(model.SerializeToString())
     # clones: safetensors refuses tensors that share memory, as tied weights do
-    weights = {name: value.clone().contiguous() for name, value in network_of(loaded).state_dict().items()}
+    weights = {name: value.clone().contiguous() for name, value in network_of(loaded.module).state_dict().items()}
     (folder / NAMES[2]).write_bytes(save(weights, facts))  # save_file would make it readable by its owner alone
 
 
@@ -279,7 +274,7 @@ def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, An
         found = answer(model, samples.exported, size)
         seconds, differs = time.perf_counter() - started, difference(loaded, samples, expected, found)
         rows.append({"file": kind, "batch_size": size, **differs, "seconds": seconds})
-    network_of(loaded).load_state_dict(load_file(folder / NAMES[2]))
+    network_of(loaded.module).load_state_dict(load_file(folder / NAMES[2]))
     found = answer(loaded.module, samples.inputs)
     return [*rows, {"file": "safetensors", **difference(loaded, samples, expected, found)}]
 

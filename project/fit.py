@@ -22,7 +22,7 @@ from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine import signals
-from project.engine.checkpointing import Best, RunCheckpoint
+from project.engine.checkpointing import Best, CheckpointPaths, RunCheckpoint
 from project.engine.cli import Configuration
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run, read_configuration, start_from
@@ -85,6 +85,7 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
         predictions,  # feature: test_predictions
         progress_callback(flags),
         *flags["callbacks"],
+        CheckpointPaths(checkpoint) if checkpoint.saves else None,  # for the module's own code
         *extra,
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]

@@ -12,7 +12,6 @@ from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.engine import signals, summary
-from project.engine.checkpoint_files import write_atomically  # feature: report
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
@@ -23,6 +22,7 @@ from project.engine.trainer import lacks_for_test
 from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger  # feature: wandb
+from project.tables import write_atomically  # feature: report
 
 REPORT_PATIENCE = 4.0  # seconds for that of a stopped run, which has ten for everything  # feature: report
 INPUTS = {"prepare_file", "prepare_image", "image_shape"}  # turn a file into an input  # feature: predict

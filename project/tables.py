@@ -1,4 +1,4 @@
-"""What a command prints as a table, and the same rows as a ``.json`` or ``.csv`` file.
+"""What a command prints as a table, and the same rows as a ``.json`` or ``.csv`` file. How every file is written.
 
 A row is a dictionary. A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
 """
@@ -51,12 +51,28 @@ def write_rows(path: Path | str, rows: Sequence[Row] | Row) -> None:
         writer.writeheader()
         for row in plain:
             writer.writerow({key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()})
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    write_atomically(text.getvalue().encode(), path)
+
+
+def write_atomically(data: bytes | memoryview, path: Path) -> None:
+    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
+    beside = path.with_name(f".{path.name}.part")
     try:
-        beside.write_text(text.getvalue(), encoding="utf-8", newline="")
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must survive a power cut
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        fix = "What was there before is whole. Free space, or make the folder writable."
+        raise UserError(f"{path} could not be saved: {error.strerror or error}. {fix}") from error
 
 
 def format_table(rows: Sequence[Row]) -> str:

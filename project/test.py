@@ -13,7 +13,7 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 
 from project import tables
 from project.engine.cli import CommandLine, configure
-from project.engine.ranks import decided_by_rank_zero, is_rank_zero
+from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
 from project.engine.restore import ROOT, find_checkpoint, load
 from project.engine.stop import GracefulStop
 from project.engine.summary import RunTimer, device_name, samples_of
@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     loaded = load(path, argv, late=True)
     if missing := lacks_for_test(loaded.module, loaded.datamodule):
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
+    say(*([f"testing {path} with {', '.join(loaded.changes)}"] if loaded.changes else []))
     flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
     trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
     with refusals_as_errors(RunTimer()), float32_products():  # like fit's own test; --precision still chooses autocast

@@ -79,9 +79,6 @@ class Waiting:
 
     Milliseconds per step of an MLP at batch 64 on two cores (2026-11-22, 4 turns of 150 steps each): 31 to 85 spinning
     and 2 to 11 sleeping under a load average of 4.5; 1.4 to 2.5 and 3.7 to 4.4 on the idle machine.
-
-    Two threads on one core, where the kernel may leave them beside a busy process, also wait inside oneDNN, in its own
-    way: a step's backward convolutions took 12 ms instead of 2 (2026-11-23). A core for each would bind children, too.
     """
 
     def __init__(self) -> None:

@@ -436,7 +436,7 @@ class OwnLoader(DataLoader[Any]):
 
 
 class Joined(Line):
-    """On several ranks: a loader of its own, validation sets side by side, a value that is put together at the end."""
+    """On several ranks: a loader of its own, validation sets side by side, a value put together and logged by hand."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return OwnLoader(101, 16 // self.trainer.world_size)
@@ -454,6 +454,7 @@ class Joined(Line):
 
     def on_validation_epoch_end(self) -> None:
         self.log("val_seen", float(self.seen))
+        self.logger.experiment.log({"seen": self.seen})  # type: ignore[union-attr] # as code for W&B does, on all ranks
 
 
 # feature: mnist

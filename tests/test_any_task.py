@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project import fit
 from project import test as test_command
@@ -276,6 +277,29 @@ def test_two_ranks_share_any_loader_and_say_what_they_cannot_join() -> None:
         ours, theirs = ([float(row[name]) for row in rows(run) if name in row] for run in (one, RUNS / "two"))
         assert ours == pytest.approx(theirs, rel=1e-5), name
     assert "It is recommended" not in two.stderr
+
+
+class Asks(Callback):
+    """Looks for the checkpoints as a module's own code does."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found: Any = trainer.checkpoint_callback
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_modules_own_code_finds_the_checkpoints_where_lightnings_are(own: bool) -> None:
+    asks = Asks()
+    flags = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT]
+    flags += ["--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "mine"] if own else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "build", partial(fit.build, extra=[asks]))
+        run = train("r", *flags)
+    assert isinstance(asks.found, ModelCheckpoint) == own
+    best, facts = (run / "best.ckpt").absolute(), summary(run)
+    if not own:
+        assert [asks.found.best_model_path, asks.found.last_model_path] == [str(best), str(best.with_name("last.ckpt"))]
+        assert (asks.found.monitor, asks.found.mode, asks.found.dirpath) == ("val_told", "min", str(best.parent))
+        assert float(asks.found.best_model_score) == facts["val_told"]
 
 
 def test_a_limit_in_time_ends_the_run() -> None:

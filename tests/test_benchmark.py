@@ -25,7 +25,6 @@ from project.benchmark.timing import (
     InMemory,
     PerSampleImages,
     RunClock,
-    afresh,
     alternate,
     epochs_in_turn,
     median_and_spread,
@@ -217,16 +216,24 @@ def test_a_median_comes_with_n_and_spread() -> None:
     assert median_and_spread("ms", [4.0]) == {"ms": 4.0, "n": 1}
 
 
-def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks() -> None:
+def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = [*SMALL, "--trainer.callbacks", "lightning.pytorch.callbacks.EMAWeightAveraging"]
     config = configure(flags, "project.benchmark")
-    one, other = afresh(config), afresh(config)
-    first, second = (next(module.parameters()) for module in (one.module, other.module))
-    assert torch.equal(first, second)
-    assert first is not second
-    assert isinstance(one.trainer["callbacks"], EMAWeightAveraging)
-    assert one.trainer["callbacks"] is not other.trainer["callbacks"]
-    assert one.datamodule is config.datamodule
+    before = {name: value.clone() for name, value in config.module.state_dict().items()}
+    trained: list[Any] = []
+    monkeypatch.setattr(
+        "project.benchmark.timing.Trainer.fit", lambda trainer, module, **_: trained.append((trainer, module))
+    )
+    for _ in range(2):
+        run_epochs(config, 1)
+    (one, module), (other, second) = trained
+    assert torch.equal(next(module.parameters()), next(second.parameters()))
+    assert len({id(each) for each in (module, second, config.module)}) == 3
+    found = [
+        next(each for each in trainer.callbacks if isinstance(each, EMAWeightAveraging)) for trainer in (one, other)
+    ]
+    assert len({id(each) for each in (*found, config.trainer["callbacks"])}) == 3
+    assert all(torch.equal(value, before[name]) for name, value in config.module.state_dict().items())
 
 
 def test_an_epoch_is_timed_whatever_limits_were_typed() -> None:

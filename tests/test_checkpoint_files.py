@@ -14,10 +14,11 @@ import torch
 
 from project import fit
 from project.engine import command as entry
-from project.engine.checkpoint_files import AtomicCheckpointIO, damage, write_atomically
+from project.engine.checkpoint_files import AtomicCheckpointIO, damage
 from project.engine.restore import choose, find_checkpoint
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
+from project.tables import write_atomically
 from tests.commands import (
     SMALL,
     assert_same_run,

@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from project import fit
+from project import test as test_command
 from project.data import MNISTDataModule
 from project.engine import command as entry
 from project.engine.cli import configure
@@ -223,6 +224,15 @@ def test_a_typed_flag_beats_file_and_checkpoint_wherever_it_stands(
     assert "SGD" in capsys.readouterr().out
     state = checkpoint(Path("checkpoints/t/last.ckpt"))["optimizer_states"][0]
     assert "betas" not in state["param_groups"][0]
+
+
+def test_a_test_says_which_typed_settings_beat_the_checkpoints(
+    finished: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(finished / "best.ckpt")
+    for typed, said in {"7": [f"testing {path} with data.eval_batch_size: 1000 → 7"], "1000": []}.items():
+        assert test_command.main(["--ckpt_path", path, "--data.eval_batch_size", typed]) == 0
+        assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("testing")] == said
 
 
 def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(

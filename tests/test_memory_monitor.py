@@ -474,7 +474,7 @@ def test_a_snapshot_is_written_when_training_ends_and_when_it_fails(tmp_path, mo
     snapshot.on_train_end(trainer, Linear())
     assert calls[4] == str(tmp_path / "m.pickle")
     assert "https://pytorch.org/memory_viz" in capsys.readouterr().out
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="must lie in a folder that exists"):
         MemorySnapshot("nowhere/m.pickle").on_fit_start(trainer, Linear())
 
 

@@ -61,7 +61,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("project.tables.os.replace", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match=r"could not be saved: No space left on device\. What was there before"):
         write_rows(tmp_path / "out.csv", ROWS[:1])
     assert (tmp_path / "out.csv").read_bytes() == before
     assert os.listdir(tmp_path) == ["out.csv"]

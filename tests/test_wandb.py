@@ -322,6 +322,24 @@ def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
 
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
+@pytest.mark.parametrize(("rank", "mode"), [("1", "offline"), ("0", "disabled")])
+def test_further_ranks_and_a_run_without_wandb_take_what_a_modules_own_code_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, mode: str
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "WANDB_MODE": mode}.items():
+        monkeypatch.setenv(name, value)
+    logger = logger_in(tmp_path, {})
+    assert logger is not None
+    logger.begin()
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.experiment.log({"b": 1.0})
+    logger.log_text("c", ["d"], [["e"]], step=2)
+    logger.finish(0)
+    assert list(tmp_path.iterdir()) == []
+    assert "WANDB_DATA_DIR" not in os.environ
+
+
+@pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> None:
     logger = logger_in(tmp_path, {})
     assert logger is not None
@@ -426,7 +444,7 @@ def slow_start(
         return fake
 
     monkeypatch.setattr(wandb, "init", init)
-    yield WandbRunLogger(Run(tmp_path, run_id="id"), "project", {"a": 1}, offline=False), fake, up
+    yield WandbRunLogger(Run(tmp_path, run_id="id"), "project", {"a": 1}, "online"), fake, up
     up.set()
     fake.takes.set()
 
@@ -516,7 +534,7 @@ def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
 ) -> None:
     if chosen:
         monkeypatch.setenv("WANDB_DATA_DIR", chosen)
-    logger = WandbRunLogger(Run(tmp_path), "project", {}, offline=True)
+    logger = WandbRunLogger(Run(tmp_path), "project", {}, "offline")
     slow_start[2].set()
     logger.begin()
     assert os.environ["WANDB_DATA_DIR"] == (chosen or str(tmp_path / "wandb"))

@@ -17,6 +17,7 @@ from project.callbacks.memory import ACTIVATIONS  # feature: memory
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
+from project.engine.summary import network_of
 from project.errors import UserError
 
 # On a CPU a whole epoch of ResNet-18 would take minutes.
@@ -27,11 +28,6 @@ PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
 BATCHES = 200  # of a loader, per measurement; at most one epoch
 # Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
 Case = tuple[str, str, str, int]
-
-
-def network_name(config: Configuration) -> str:
-    """The class of the module's network, or of the module where that is its own network."""
-    return type(getattr(config.module, "network", config.module)).__name__
 
 
 def usable(device: str, precisions: Sequence[str]) -> list[str]:
@@ -79,7 +75,7 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
     for ((_, _, precision, size), of_case), runs in zip(cases.items(), measured, strict=True):
         train_samples = runs[0].train_samples
         samples = runs[0].batches * min(size, train_samples or size)
-        row: Row = {"device": runs[0].device, "network": network_name(of_case)}
+        row: Row = {"device": runs[0].device, "network": type(network_of(of_case.module)).__name__}
         row |= {"precision": precision, "batch_size": size}
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
@@ -126,6 +122,7 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # f
     an operation (oneDNN's scratch memory). What is not measured, as of a compiled network there, is left out.
     """
     device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
+    name = type(network_of(config.module)).__name__
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
     sizes = settings.batch_sizes or ([64] if settings.quick else [256, 1024])
     rows: list[Row] = []
@@ -136,7 +133,7 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # f
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(settings.fit_flags, device, precision, max(1, size // parts), *flags)
         run = timing.run_epochs(case, 1)
-        row: Row = {"device": run.device, "network": network_name(config), "precision": precision}
+        row: Row = {"device": run.device, "network": name, "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
         rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
@@ -151,9 +148,10 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
     """
     timing.loops_by_hand(config, settings.batch_size)  # refuses other data before a process starts
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, settings.fit_flags, settings.n)
+    network = type(network_of(config.module)).__name__
     rows: list[Row] = []
     for name, epochs in measured.items():
-        row: Row = {"loop": name, "network": network_name(config), "batch_size": settings.batch_size}
+        row: Row = {"loop": name, "network": network, "batch_size": settings.batch_size}
         row |= timing.median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
         both = list(zip(epochs, measured[timing.FLOOR], strict=True))

@@ -149,7 +149,9 @@ def run_epochs(
     turn: Connection | None = None,  # see RunClock
 ) -> RunClock:
     """Train a new module on the configured data for some epochs, the first to warm up. Nothing of it stays on disk."""
-    config = afresh(config, max_epochs=epochs, max_steps=-1, max_time=None)
+    limits = {"max_epochs": epochs, "max_steps": -1, "max_time": None}
+    unused = {"callbacks": copy.deepcopy(config.trainer["callbacks"])}  # the originals are never run
+    config = replace(config, module=config.fresh_module(), trainer={**config.trainer, **limits, **unused})
     clock, session = RunClock(turn), None
     torch.cuda.empty_cache()  # of the run before
     with scratch_run() as run:
@@ -224,12 +226,6 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
                 turn.send(epoch())
         except UserError as error:
             turn.send(error)
-
-
-def afresh(config: Configuration, **trainer: Any) -> Configuration:
-    """The configuration with a new module and callbacks that have seen no run; ``trainer`` replaces arguments of it."""
-    callbacks = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
-    return replace(config, module=config.fresh_module(), trainer={**config.trainer, "callbacks": callbacks, **trainer})
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from project.engine.log_steps import is_log_step, is_optimizer_step, log_values
 from project.engine.ranks import of_all_ranks
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
+from project.tables import check_output
 
 MIB = 1024**2
 # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
@@ -281,8 +282,7 @@ class MemorySnapshot(Callback):
         path, rank, device = self.path, trainer.global_rank, trainer.strategy.root_device.type
         if device != "cuda":
             raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
-        if not path.parent.is_dir():
-            raise UserError(f"--memory_snapshot {path}: there is no folder {path.parent}. Make it first.")
+        check_output(path, (path.suffix.lower(),), "--memory_snapshot")
         if rank == 0:
             where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
             self._recording.callback(print, f"memory snapshot: {where}", flush=True)

@@ -21,13 +21,10 @@ FIELD, BOX, CENTRE = 28, 20, 14
 LEAST_CONTRAST = 0.04  # between digit and background, of 0-1; below it (about 10 grey levels of 255) an image is empty
 LEAST_INK = 0.15  # of full ink, from which a pixel is the digit's: above the ringing of JPEG and of enlargements
 # Fraction of full ink at the edge of a digit that is larger than MNIST's. Enlarging and lenses blur the edge to both
-# sides: around all of the blur the box would be too large. Enlarged test digits come back closer to the originals:
-# pixels are 5.9 to 7.0 of 255 away, not 6.3 to 9.3 (means of 1,000 digits in six kinds of file; 0.3 and 0.5 are no
-# better).
+# sides: around all of the blur the box would be too large. Pixels of enlarged test digits come back 5.9 to 7.0 of 255
+# away from the originals, not 6.3 to 9.3 (means of 1,000 digits in six kinds of file; 0.3 and 0.5 are no better).
 EDGE_INK = 0.4
-# Mean of a clear picture's ink: at least 0.58 of digits on one colour, mostly below that in photographs with lines and
-# noise.
-CLEAR = 0.56
+CLEAR = 0.56  # mean of a clear picture's ink: at least 0.58 on one colour, mostly less in photographs
 LEAST_FILLED = 0.12  # of a picture that is cut close around a digit; lines on paper fill less
 MUCH_NOISE = 0.04  # standard deviation of the background, of 0-1
 LEAST_IN_PHOTO = 0.3  # of full ink: a photograph's noise and what its lines leave is below

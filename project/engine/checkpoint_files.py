@@ -1,9 +1,7 @@
 """Checkpoint files: written completely or not at all, read as plain data or refused."""
 
-import contextlib
 import hashlib
 import io
-import os
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from project.errors import UserError
+from project.tables import write_atomically
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 VALUES = (type(None), bool, int, float, str, dict, list)  # the last two: empty
@@ -42,27 +41,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return read(Path(path))
-
-
-def write_atomically(data: bytes | memoryview, path: Path) -> None:
-    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must survive a power cut
-        finally:
-            os.close(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        fix = "what was saved before is whole. Free space or make the folder writable, then go on with --ckpt_path auto"
-        raise UserError(f"{path} could not be saved: {error.strerror or error}. The run has stopped; {fix}.") from error
 
 
 class Unreadable(UserError):

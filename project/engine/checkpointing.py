@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 
 from project.engine import exact_resume, lightning_internals, signals
-from project.engine.checkpoint_files import RUN_KEY, damage, read, write_atomically
+from project.engine.checkpoint_files import RUN_KEY, damage, read
 from project.engine.cli import Configuration
 from project.engine.log_steps import is_optimizer_step
 from project.engine.ranks import of_all_ranks, say
@@ -24,7 +24,7 @@ from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job
 from project.engine.summary import versions, write_config
 from project.engine.trainer import requeue_signal
 from project.errors import UserError
-from project.tables import flat
+from project.tables import flat, write_atomically
 
 Mode = Literal["min", "max"]
 # The default metrics to follow: the first of these that is logged.
@@ -346,7 +346,7 @@ class RunCheckpoint(GracefulStop):
             except UserError as error:
                 failure = str(error)
         if failure := next((reason for reason in of_all_ranks(failure, self.agreement.group) if reason), None):
-            raise UserError(failure)
+            raise UserError(f"{failure} The run has stopped; then go on with --ckpt_path auto.")
         self._best_due = False
         self._last_save = time.monotonic()
 
@@ -373,6 +373,22 @@ class RunCheckpoint(GracefulStop):
             "followed": self._followed,
             "groups": self._fresh_groups,
         }
+
+
+class CheckpointPaths(callbacks.Checkpoint):
+    """What ``trainer.checkpoint_callback`` is to a module's own code: ModelCheckpoint's attributes, of this run.
+
+    RunCheckpoint cannot be of this type: Lightning moves it behind the other callbacks, whose hooks come after a save.
+    """
+
+    def __init__(self, run: RunCheckpoint) -> None:
+        self.run, self.dirpath = run, str(run.folder)
+
+    best_model_path = property(lambda self: str(self.run.best_path) if self.run.best_path.exists() else "")
+    last_model_path = property(lambda self: str(self.run.last_path) if self.run.last_path.exists() else "")
+    best_model_score = property(lambda self: None if (x := self.run.best.score) is None else torch.tensor(x))
+    monitor = property(lambda self: self.run.best.monitor)
+    mode = property(lambda self: self.run.best.mode)
 
 
 def parse_interval(text: str) -> tuple[float, int | None]:

@@ -100,7 +100,7 @@ OPTIONS: tuple[Option, ...] = (
     ("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     ("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
 )
-OF_TEST: tuple[Option, ...] = (("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv."),)
+OF_TEST: Option = ("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv.")
 
 
 class CommandLine:
@@ -230,7 +230,7 @@ class ProjectCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, kind, default, text in OPTIONS + (OF_TEST if parser.prog.endswith(".test") else ()):
+        for name, kind, default, text in (*OPTIONS, *([OF_TEST] if parser.prog.endswith(".test") else ())):
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
         parser.set_defaults(DEFAULTS)
         if self.line.sets_a_length:  # then that is the limit

@@ -74,6 +74,7 @@ class Loaded:
     config: Configuration
     run: dict[str, Any]  # run_name, data_source, precision, epoch, global_step, metrics, ...
     path: Path
+    changes: list[str] = field(default_factory=list)  # settings of model and data that differ from the checkpoint's
     late: bool = False  # the Trainer loads the weights, after the module's ``setup`` has made its layers
 
 
@@ -91,7 +92,8 @@ def load(path: Path, argv: list[str] | None = None, late: bool = False) -> Loade
     data: Any = config.datamodule
     if hasattr(data, "describe"):
         data.describe(run.pop("data", {}))
-    return Loaded(config.module.eval(), config.datamodule, config, run, path, is_late)
+    changes = differences(*({name: each.get(name) for name in ("model", "data")} for each in (base, config.resolved)))
+    return Loaded(config.module.eval(), config.datamodule, config, run, path, changes, is_late)
 
 
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from project.engine.checkpoint_files import write_atomically
 from project.engine.ranks import say
+from project.tables import write_atomically
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
@@ -282,6 +282,12 @@ def training_samples(trainer: Trainer) -> int | None:
 def parameter_count(trainer: Trainer, module: LightningModule) -> int:
     """Parameters of a module, of the whole one where a strategy has cut it."""
     return getattr(trainer.strategy, "whole_parameters", 0) or sum(p.numel() for p in module.parameters())
+
+
+def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, benchmark, export
+    """The network inside a module, or the module itself where it has none of that name."""
+    network = getattr(module, "network", None)
+    return network if isinstance(network, torch.nn.Module) else module
 
 
 def start_line(trainer: Trainer, module: LightningModule) -> str:

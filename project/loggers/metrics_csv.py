@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from project.engine.checkpoint_files import write_atomically
 from project.errors import UserError
+from project.tables import write_atomically
 
 
 class MetricsCSV(Logger):
@@ -22,6 +23,7 @@ class MetricsCSV(Logger):
     """
 
     name, version = "csv", ""
+    experiment = property(lambda self: DummyExperiment())  # for code that logs to another kind of logger
 
     def __init__(self, path: Path) -> None:
         super().__init__()

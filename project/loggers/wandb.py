@@ -45,28 +45,25 @@ MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
 def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
-    """Rank 0's W&B logger of a run; None on other ranks, with ``WANDB_MODE=disabled``, ``--logger false``, and with a
-    WandbLogger of the user's. A UserError where W&B's variables are wrong.
+    """A run's W&B logger, which takes everything and does nothing on ranks above 0 and with ``WANDB_MODE=disabled``.
+
+    None with ``--logger false``, and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
     """
-    if not is_rank_zero():
-        return None
     asked, chosen = os.environ.get("WANDB_MODE", ""), config.trainer["logger"]
+    replaced = chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
+    if not is_rank_zero():
+        return None if replaced else WandbRunLogger(run, DEFAULT_PROJECT, {}, "disabled")
     if asked and asked.lower() not in MODES:
         raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {asked}.")
     finish_timeout()
     mode = wandb_state().mode
-    if mode == "disabled":
-        return None
     if mode == "refused":
         raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
     os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
     project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if set(project) & set(REFUSED_IN_PROJECT):
         raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
-    logger = WandbRunLogger(
-        run, project, config.resolved, mode == "offline", best
-    )  # its settings serve the user's, too
-    replaced = chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
+    logger = WandbRunLogger(run, project, config.resolved, mode, best)  # its settings serve the user's, too
     return None if replaced else logger
 
 
@@ -76,22 +73,26 @@ class WandbRunLogger(WandbLogger, Callback):
     Lightning's waits at its start until the server answers, at its end until everything is uploaded, and sends a row
     per call. Here rows wait in a list until the run is up, what is logged at one step is one row, as in metrics.csv,
     and the end waits a few seconds. It is a callback, too, and begins with training: before, nothing is on disk.
-    ``offline`` writes files only. ``best`` has the metric and mode by which W&B sums the run up; others by their last.
+    ``mode`` is online, offline (files only) or disabled (a stand-in of the W&B run, which takes everything and does
+    nothing). ``best`` has the metric and mode by which W&B sums the run up; others by their last.
     """
 
-    def __init__(self, run: Run, project: str, config: dict[str, Any], offline: bool, best: Best | None = None) -> None:
-        folder = str(run.folder)
-        super().__init__(name=run.name, save_dir=folder, id=run.run_id, project=project, offline=offline)
-        self.folder, self.offline, self.config, self.best = run.folder, offline, {**config}, best
+    def __init__(self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None) -> None:
+        folder, self.offline = str(run.folder), mode == "offline"
+        super().__init__(name=run.name, save_dir=folder, id=run.run_id, project=project, offline=self.offline)
+        self.folder, self.config, self.best = run.folder, {**config}, best
         # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
         self.options = {"name": run.name, "project": project, "dir": folder, "id": run.run_id, "resume": "allow"}
         self.record: RunRecord | None = None  # what the report shows: W&B gets its pictures at the end
         self._run: Future[Any] = Future()
-        self._begun = self._given_up = False
+        self._begun, self._given_up = mode == "disabled", False
         self._row: dict[str, Any] = {}  # of the latest step, may still grow
         self._rows: list[dict[str, Any]] = []  # waiting for the run to be up
         # Files for upload are copied beside the run, not into the home folder, unless the user chose a place.
         self._staging = "WANDB_DATA_DIR" not in os.environ
+        if mode == "disabled":
+            self._run.set_result(DummyExperiment())
+            return
         os.environ.setdefault("WANDB_SILENT", "true")  # the run's last lines say where its files lie
         # Reports of W&B's own errors look for a server offline, too, and hold up the exit where it does not answer.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
