@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -111,6 +112,26 @@ class Line(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Habitual(Line):
+    """Does what code for Lightning's own logger does: a folder beside the log, hyperparameters of any type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters(
+            {"path": Path("a/b"), "weights": np.array([1.0, 2.0]), "n": np.float64(3), "own": {1: 2}}
+        )
+
+    def on_train_epoch_end(self) -> None:
+        Path(self.logger.log_dir, "samples").mkdir(exist_ok=True)  # type: ignore[union-attr, arg-type]
+
+
+class Draws(Line):
+    """Writes for TensorBoard."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.logger.experiment.add_scalar("x", 1.0, self.global_step)  # type: ignore[union-attr]
 
 
 class ByEpoch(Sampler[int]):

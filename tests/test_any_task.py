@@ -302,6 +302,32 @@ def test_a_modules_own_code_finds_the_checkpoints_where_lightnings_are(own: bool
         assert float(asks.found.best_model_score) == facts["val_told"]
 
 
+def test_folders_beside_the_log_and_hyperparameters_of_any_type_are_kept() -> None:
+    flags = ["--model", "tests.other_tasks.Habitual", *LINE[2:], *SHORT]
+    run = train("r", *flags)
+    assert (run / "samples").is_dir()
+    kept = checkpoint(run / "best.ckpt")["hyper_parameters"]
+    assert kept == {"path": "a/b", "weights": [1.0, 2.0], "n": 3.0, "own": {1: 2}}
+    resume("r", "--max_epochs", "4")
+
+
+# feature: wandb
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_code_for_tensorboard_is_told_the_flag_and_runs_with_it(
+    tensorboard: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = ["--model", "tests.other_tasks.Draws", *LINE[2:], *SHORT, "--run_name", "r"]
+    if not tensorboard:
+        said = "error: self.logger.experiment is W&B's, without add_scalar. Add --tensorboard true."
+        assert error_of(capsys, *flags) == said
+    else:
+        pytest.importorskip("tensorboard")
+        assert fit.main([*flags, "--tensorboard", "true"]) == 0
+        assert list((RUNS / "r/tensorboard").glob("events*"))
+
+
+# end feature: wandb
 def test_a_limit_in_time_ends_the_run() -> None:
     flags = [*LINE, *SHORT[2:], "--max_time", "00:00:00:02", "--max_steps", "100000"]
     assert 0 < summary(train("r", *flags))["steps"] < 100_000

@@ -172,8 +172,8 @@ UNFIT = [Path("x"), torch.nn.ReLU(), slice(1), range(3), max, np.float64(1), np.
 
 @pytest.mark.parametrize("value", UNFIT)
 def test_what_would_not_load_again_is_not_saved(tmp_path: Path, value: object) -> None:
-    contents = {"state_dict": {}, "loops": {}, "hyper_parameters": {"data": [value]}}
-    with pytest.raises(TypeError, match=r"hyper_parameters.*data.*plain"):
+    contents = {"state_dict": {}, "loops": {}, "mine": {"data": [value]}}
+    with pytest.raises(TypeError, match=r"mine.*data.*plain"):
         AtomicCheckpointIO().save_checkpoint(contents, tmp_path / "x.ckpt")
     assert not (tmp_path / "x.ckpt").exists()
 

@@ -31,9 +31,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # of a ModelCheckpoint that the user added
         if state := checkpoint.get(RUN_KEY, {}).get("state"):
             state["outline"] = outline(checkpoint)
+        make_hyperparameters_plain(checkpoint)
         buffer = io.BytesIO()
         try:
-            _require_plain(checkpoint, "checkpoint")
+            if odd := next(_not_plain(checkpoint, "checkpoint"), None):
+                raise TypeError(odd)
             torch.save(checkpoint, buffer)
         except (MemoryError, RuntimeError) as error:  # known to every rank, as what writing raises is
             raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
@@ -41,6 +43,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return read(Path(path))
+
+
+def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
+    """Keep ``hparams`` of a module and a data module that are no plain data, such as a path, as text."""
+    checkpoint.pop("hparams_type", None)  # a class of OmegaConf
+    for key in {"hyper_parameters", "datamodule_hyper_parameters"} & checkpoint.keys():
+        checkpoint[key] = given = dict(checkpoint[key])
+        odd = {name: value for name, value in given.items() if any(_not_plain(value, name))}
+        given |= {name: x.tolist() if hasattr(x, "tolist") else str(x) for name, x in odd.items()}  # NumPy's have it
 
 
 class Unreadable(UserError):
@@ -184,16 +195,16 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
     return True
 
 
-def _require_plain(value: Any, where: str) -> None:
-    """Raise a TypeError for what is not plain data and would not load with ``weights_only=True``."""
+def _not_plain(value: Any, where: str) -> Iterator[str]:
+    """What in a value is no plain data and would not load with ``weights_only=True``, in words."""
     kind = type(value)  # a subclass, as NumPy's numbers and text are, would not load
     if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
-            _require_plain(key, f"a key of {where}")
-            _require_plain(item, f"{where}[{key!r}]")
+            yield from _not_plain(key, f"a key of {where}")
+            yield from _not_plain(item, f"{where}[{key!r}]")
     elif kind in (list, tuple, set):
         for index, item in enumerate(value):
-            _require_plain(item, f"{where}[{index}]")
+            yield from _not_plain(item, f"{where}[{index}]")
     elif kind not in PLAIN and not isinstance(value, torch.Tensor):
         plain = "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)"
-        raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not load again: {plain}.")
+        yield f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not load again: {plain}."

@@ -182,7 +182,7 @@ class RunCheckpoint(GracefulStop):
             self.notes += [f"a resume is not exact with {name}: {reason}." for reason in reasons]
         if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
             self.notes.append("a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew.")
-        say(*self.loading.notes, *self.notes)
+        say(*dict.fromkeys([*self.loading.notes, *self.notes]))
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         self._followed = state.get("followed")

@@ -124,6 +124,9 @@ class CommandLine:
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 self._note({name[2:]: value if equals else after})
+        self.asks_for_help = "--help" in self.words or "-h" in self.words
+        limits = (self.value(f"trainer.{flag}") for flag in ("max_steps", "max_time"))
+        self.sets_a_length = any(limit not in (None, "-1") for limit in limits)  # as a real limit
 
     def _note(self, settings: dict[str, Any]) -> None:
         for key, value in flat(settings).items():
@@ -150,16 +153,6 @@ class CommandLine:
         """An option's value: typed, else of the last config file that has it; None where not given, or null."""
         found = self.given.get(name)
         return None if found is None or str(found) == "null" else str(found)
-
-    @property
-    def sets_a_length(self) -> bool:
-        """Whether ``max_steps`` or ``max_time`` is given, as a real limit."""
-        return any(self.value(f"trainer.{flag}") not in (None, "-1") for flag in ("max_steps", "max_time"))
-
-    @property
-    def asks_for_help(self) -> bool:
-        """Whether ``-h`` or ``--help`` is typed."""
-        return "--help" in self.words or "-h" in self.words
 
 
 def _read_config(name: str) -> dict[str, Any]:

@@ -360,7 +360,7 @@ class ExactLoading:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed  # seed_everything recorded it
         self.start = Start()
         self.anywhere = True  # whether training can start inside an epoch
-        self.notes: list[str] = []  # what could not be made exact, a line each
+        self.notes: list[str] = []  # what could not be made exact, a line each, also repeatedly
         self.training: list[ExactLoader | WatchedLoader] = []
         self._loaded_at: int | None = None  # the epoch for which ``training`` was made
 
@@ -385,9 +385,9 @@ class ExactLoading:
             if trainer.training:
                 self.anywhere = False
                 lacks = f"the training data come from {name}, which has no state_dict"
-                self._note(f"{lacks}: a resumed run goes on from the last epoch's end.")
+                self.notes.append(f"{lacks}: a resumed run goes on from the last epoch's end.")
             if trainer.world_size > 1:
-                self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
+                self.notes.append(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
         if trainer.training:
             found.start_at(self.start, len(self.training))
             self.training.append(found)
@@ -407,7 +407,7 @@ class ExactLoading:
                 known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
                 if training and not known:
                     lacks = f"{type(source).__name__} has neither set_epoch nor state_dict"
-                    self._note(f"{lacks}: if it keeps its own random state, a resumed run sees another order.")
+                    self.notes.append(f"{lacks}: if it keeps its own random state, a resumed run sees another order.")
                 return ExactLoader.of(loader, training, seed, *((0, 1) if sharded else (rank, world_size)))
             if world_size > 1 and not sharded:
                 why = f"{type(source).__name__} has no length, so it cannot be shared by the ranks"
@@ -427,10 +427,6 @@ class ExactLoading:
         """Samples per batch of all ranks together, 0 where it is not known."""
         loader = self.training[0] if len(self.training) == 1 else None
         return loader.batches.global_batch_size if isinstance(loader, ExactLoader) else 0
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 def seed_generators(seed: int) -> None:

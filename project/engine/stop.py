@@ -88,12 +88,6 @@ class GracefulStop(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        self._evaluated(trainer, pl_module, *args[2:])
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        self._evaluated(trainer, pl_module, *args[2:])
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1 and (names := set(of_rank_zero_alone(trainer)) - self._told):
             self._told |= names
@@ -105,7 +99,8 @@ class GracefulStop(Callback):
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before a training's validation is left."""
 
-    def _evaluated(self, trainer: Trainer, module: LightningModule, batch_idx: int, loader_idx: int = 0) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        batch_idx, loader_idx = args[2], args[3] if args[3:] else 0
         loaders, is_last = evaluated(trainer, batch_idx, loader_idx) if trainer.world_size > 1 else ([], False)
         ranks_agree = all(isinstance(loader, ExactLoader) for loader in loaders)  # on the number of batches
         if ranks_agree and is_last and not trainer.sanity_checking:
@@ -114,8 +109,10 @@ class GracefulStop(Callback):
             self._request = max(self._request, self.agreement.latest(signals.state.requested))
         if self._request > SAVE_DUE:
             if trainer.state.fn == "fit" and not trainer.sanity_checking:
-                self.save_in_validation(trainer, module)
+                self.save_in_validation(trainer, pl_module)
             raise signals.Stopped(self._request)
+
+    on_test_batch_end = on_validation_batch_end
 
 
 def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:  # feature: report, wandb

@@ -143,6 +143,9 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        lacks, owner = str(getattr(error, "name", "")), type(getattr(error, "obj", None)).__module__
+        if lacks.startswith("add_") and owner.startswith("wandb."):  # feature: wandb
+            raise UserError(f"self.logger.experiment is W&B's, without {lacks}. Add --tensorboard true.") from None
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = modules[-1]
         text = " ".join(str(error).split())

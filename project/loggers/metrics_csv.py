@@ -37,6 +37,8 @@ class MetricsCSV(Logger):
     def save_dir(self) -> str:
         return str(self.path.parent)
 
+    log_dir = save_dir  # where a module's own code puts its files
+
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run's config.yaml holds them."""
 

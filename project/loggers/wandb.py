@@ -45,9 +45,8 @@ MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
 def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
-    """A run's W&B logger, which takes everything and does nothing on ranks above 0 and with ``WANDB_MODE=disabled``.
-
-    None with ``--logger false``, and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
+    """A run's W&B logger, which does nothing on ranks above 0 and with ``WANDB_MODE=disabled``; None with ``--logger
+    false`` and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
     """
     asked, chosen = os.environ.get("WANDB_MODE", ""), config.trainer["logger"]
     replaced = chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
@@ -73,8 +72,8 @@ class WandbRunLogger(WandbLogger, Callback):
     Lightning's waits at its start until the server answers, at its end until everything is uploaded, and sends a row
     per call. Here rows wait in a list until the run is up, what is logged at one step is one row, as in metrics.csv,
     and the end waits a few seconds. It is a callback, too, and begins with training: before, nothing is on disk.
-    ``mode`` is online, offline (files only) or disabled (a stand-in of the W&B run, which takes everything and does
-    nothing). ``best`` has the metric and mode by which W&B sums the run up; others by their last.
+    ``mode`` is online, offline (files only) or disabled (a stand-in takes everything and does nothing). ``best`` has
+    the metric and mode by which W&B sums the run up; others by their last.
     """
 
     def __init__(self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None) -> None:
@@ -98,6 +97,8 @@ class WandbRunLogger(WandbLogger, Callback):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("HOME", os.path.expanduser("~"))  # without it W&B's process prints its log
         import wandb  # noqa: F401 - here, so that the thread's part is short; never where W&B is disabled
+
+    log_dir = property(lambda self: str(self.folder))  # where a module's own code puts its files
 
     @property
     def experiment(self) -> Any:
