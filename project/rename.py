@@ -51,6 +51,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("tests/digit_files.py", "tests/photos.py"),
         *("configs/best.yaml", "configs/fast.yaml", "configs/mlp.yaml", "configs/examples/fashion_mnist.*"),
     ),
+    "fsdp": ("project/engine/sharding.py",),
     "rename": ("project/rename.py",),
 }
 

@@ -142,7 +142,7 @@ def test_batches_are_copied_from_pinned_memory(workplace: Path) -> None:
     assert sum("Pageable" in name for name in copies) < steps, copies
 
 
-def test_fsdp_on_one_gpu_trains_resumes_and_tests_on_a_cpu(workplace: Path) -> None:
+def test_fsdp_on_one_gpu_trains_resumes_and_tests_on_a_cpu(workplace: Path) -> None:  # feature: fsdp
     """On one GPU and in mixed precision; the rest is tested on the CPU. Each run has a process of its own."""
     arguments = [*ON_GPU, "--strategy", "fsdp", "--precision", "bf16-mixed"]
     start_and_stop(60, *arguments, "--run_name", "r")

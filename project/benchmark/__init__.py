@@ -30,8 +30,7 @@ class Settings:
     batch_size: int = 0  # that these flags set; 0 where the data module has none
 
     def __post_init__(self) -> None:
-        counts = {"n": [self.n], "batch_sizes": self.batch_sizes, "workers": self.workers}
-        for name, values in counts.items():
-            least = 0 if name == "workers" else 1
+        counts = {"n": (1, [self.n]), "batch_sizes": (1, self.batch_sizes), "workers": (0, self.workers)}
+        for name, (least, values) in counts.items():
             if wrong := [value for value in values if value < least]:
                 raise UserError(f"--{name} must be at least {least}, got {wrong[0]}.")

@@ -346,7 +346,7 @@ class RunCheckpoint(GracefulStop):
             except UserError as error:
                 failure = str(error)
         if failure := next((reason for reason in of_all_ranks(failure, self.agreement.group) if reason), None):
-            raise UserError(f"{failure} The run has stopped; then go on with --ckpt_path auto.")
+            raise UserError(f"{failure.rstrip('.')}. The run has stopped; go on with --ckpt_path auto.")
         self._best_due = False
         self._last_save = time.monotonic()
 

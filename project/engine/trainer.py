@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy  # feature: fsdp
 
 from project import threads
 from project.engine.checkpoint_files import AtomicCheckpointIO
@@ -49,7 +49,7 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
             fix = "Leave both away to take what it started."
             raise UserError(f"{given} must be the {world_size} processes that the launcher started. {fix}")
     refuse_what_cannot_run(flags, world_size)
-    if str(flags["strategy"]).startswith("fsdp"):
+    if str(flags["strategy"]).startswith("fsdp"):  # feature: fsdp
         from project.engine.sharding import ShardedStrategy  # half a second, for FSDP alone
 
         ShardedStrategy.replace_lightnings()
@@ -86,7 +86,7 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     if isinstance(strategy, str) and re.search("spawn|fork|notebook", strategy):
         why = "starts its ranks inside functions, where what a run has reached is lost"
         raise UserError(f"--strategy {strategy} {why}. Use ddp.")
-    if isinstance(strategy, FSDPStrategy) or str(strategy).startswith("fsdp"):
+    if isinstance(strategy, FSDPStrategy) or str(strategy).startswith("fsdp"):  # feature: fsdp
         if flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value":  # no norm over shards
             raise UserError("--gradient_clip_val clips by norm, fsdp cannot. Add --gradient_clip_algorithm value.")
         if any(isinstance(callback, WeightAveraging) for callback in as_list(flags["callbacks"])):
@@ -143,8 +143,8 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        lacks, owner = str(getattr(error, "name", "")), type(getattr(error, "obj", None)).__module__
-        if lacks.startswith("add_") and owner.startswith("wandb."):  # feature: wandb
+        lacks, owner = str(getattr(error, "name", "")), str(type(getattr(error, "obj", None)))  # feature: wandb
+        if lacks.startswith("add_") and "'wandb." in owner:  # feature: wandb
             raise UserError(f"self.logger.experiment is W&B's, without {lacks}. Add --tensorboard true.") from None
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = modules[-1]
@@ -173,11 +173,11 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         return {}
     # In float32, so that the result is the same on any device, also on a CPU.
     module, data = config.module, config.datamodule
-    if isinstance(trainer.strategy, FSDPStrategy):
+    if isinstance(trainer.strategy, FSDPStrategy):  # feature: fsdp
         from project.engine.sharding import for_float32_test
 
         module = for_float32_test(trainer.strategy, config.fresh_module())
-    elif isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
+    if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
         trainer.strategy.precision_plugin = Precision()
         module.float()
     # eagerly: for one pass a compiled network would be compiled once more
