@@ -473,6 +473,10 @@ class Joined(Line):
                 self.log(f"val_samples_{rows}", float(len(part[1])), reduce_fx="sum")
                 self.log(f"val_mean_{rows}", part[1].mean(), batch_size=len(part[1]))
 
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.log("val_last", float(self.seen), batch_size=1)
+        self.log("val_same", 0.5, batch_size=self.seen)
+
     def on_validation_epoch_end(self) -> None:
         self.log("val_seen", float(self.seen))
         self.logger.experiment.log({"seen": self.seen})  # type: ignore[union-attr] # as code for W&B does, on all ranks

@@ -242,14 +242,14 @@ def share_sums(trainer: Trainer) -> None:
 
 
 def of_rank_zero_alone(trainer: Trainer) -> list[str]:
-    """What an evaluation logged at its end with another value on each rank: nobody can tell how to join them.
+    """What an evaluation logged outside of its step, with another value on each rank: nobody can tell how to join them.
 
     Buys a line about a wrong value. Public way missing: ``trainer.callback_metrics`` holds the training's values, too.
     """
     items = trainer._results.valid_items() if trainer._results is not None else ()
-    ends = ("on_validation_epoch_end", "on_test_epoch_end")
-    alone = [x for _, x in items if x.is_tensor and x.meta.fx in ends and not x.meta.sync.should]
-    ranks = of_all_ranks(own := {logged.meta.name: float(logged.value) for logged in alone})
+    alone = [x for _, x in items if x.is_tensor and x.meta.fx.endswith("_end") and not x.meta.sync.should]
+    own = {x.meta.name: f"{float(x.value) / float(getattr(x, 'cumulated_batch_size', 1)):.5g}" for x in alone}
+    ranks = of_all_ranks(own)
     return [name for name in own if any(rank.get(name) != own[name] for rank in ranks)]
 
 

@@ -91,7 +91,7 @@ class GracefulStop(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1 and (names := set(of_rank_zero_alone(trainer)) - self._told):
             self._told |= names
-            what = f"{', '.join(sorted(names))}, logged at an evaluation's end, is of rank 0's samples alone"
+            what = f"{', '.join(sorted(names))}, logged outside of the step, is of rank 0's samples alone"
             say(f"{what}: log it in the step, with self.log or as a torchmetrics metric.")
 
     on_test_end = on_validation_end
