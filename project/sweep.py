@@ -54,7 +54,6 @@ STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted
 COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # from the lowest layer to the highest
 TRIAL = "trial-{:03}"  # name of a run, by its number
 POLL_SECONDS = 0.2
-ORPHAN_SECONDS = 60
 NO_TEST = "--limit_test_batches=0"  # trials are compared by validation; the test set is for the one that is chosen
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # exit codes
 RANGES = ("int_uniform", "uniform", "log_uniform_values")  # W&B's names of distributions from min to max
@@ -353,8 +352,8 @@ def run_trials(
 
 
 def wait_until_free(run_folder: Path) -> None:
-    """Wait for the process of a killed sweep's trial, which saves its step before it ends; an error if it does not."""
-    until = time.monotonic() + ORPHAN_SECONDS
+    """Wait for the process of a killed sweep's trial, which saves its step before it ends; an error after a minute."""
+    until = time.monotonic() + 60
     with contextlib.suppress(FileNotFoundError), open(run_folder / ".lock") as lock:
         while time.monotonic() < until:
             with contextlib.suppress(BlockingIOError):

@@ -28,9 +28,8 @@ def main(argv: list[str]) -> int:
         tables.check_output(output)
     if line.asks_for_help:
         configure(argv, "project.test")
-    root = Path(line.value("trainer.default_root_dir") or ROOT)
-    named = line.value("ckpt_path"), root, line.value("run_name")
-    path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(*named))))
+    wanted = line.value("ckpt_path"), Path(line.value("trainer.default_root_dir") or ROOT), line.value("run_name")
+    path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(*wanted))))
     loaded = load(path, argv, late=True)
     if missing := lacks_for_test(loaded.module, loaded.datamodule):
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")

@@ -14,6 +14,7 @@ import torch
 from project import fit
 from project import test as test_command
 from project.engine import command as entry
+from project.engine.cli import configure
 from tests.commands import SMALL, checkpoint, finished_run, summary
 
 
@@ -38,7 +39,6 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--seed", "1"], ["--seed", "Did you mean --seed_everything?"]),
         (["--tags", "a"], ["--tags", "Did you mean the variable WANDB_TAGS?"]),  # feature: wandb
         (["--seed_everything", "-3"], ["--seed_everything", "between 0 and 4294967295", "got -3"]),
-        (["--seed_everything", "true"], ["--seed_everything", "between 0 and 4294967295", "got True"]),
         (["--data.batchsize", "3"], ["--data.batchsize", "--data.batch_size"]),
         (["--model.network", "MLP", "--model.network.hiden", "[3]"], ["hiden", "hidden"]),
         (["stray"], ["stray"]),
@@ -84,6 +84,17 @@ def test_a_wrong_flag_is_told_in_one_line(
     line = error_of(capsys, "--data.source", "sample", *argv)
     assert all(part in line for part in parts), line
     assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
+
+
+def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goes(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.yaml").write_text("seed_everything: true\nlr_scheduler: {class_path: StepLR}\noptimizer: SGD\n")
+    line = error_of(capsys, "--config", "theirs.yaml")
+    assert line.startswith("error: --config theirs.yaml: lr_scheduler is LightningCLI's automatic one; here a module")
+    Path("theirs.yaml").write_text("seed_everything: true\ntrainer: {max_epochs: 3}\n")
+    assert configure(["--config", "theirs.yaml"], "project.fit").resolved["seed_everything"] == 0
+    assert configure(["--seed_everything", "false"], "project.fit").resolved["seed_everything"] is False
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,7 @@ class RunCheckpoint(GracefulStop):
                 checkpoint["callbacks"].pop(callback.state_key, None)
         if self._resume:
             self.loading.start = exact_resume.start_of(checkpoint, self._resume, trainer.global_rank)
-        configs = saved.get("config", {}), self.record["config"]
-        before, now = (flat(config).get("model.optimizer") for config in configs)
+        before, now = (flat(each).get("model.optimizer") for each in (saved.get("config", {}), self.record["config"]))
         if before != now:
             self.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []

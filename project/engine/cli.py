@@ -48,7 +48,6 @@ MONITORS: tuple[str, ...] = (
 register_type(torch.device)  # StochasticWeightAveraging has one: without this, config.yaml would hold no value for it
 # Timer has one, and YAML none
 yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(value.value))
-LARGEST_SEED = 2**32 - 1
 # Advice of Lightning and wandb that is wrong here, with the reason
 UNFOUNDED = (
     "You're resuming from a checkpoint that ended before the epoch",  # our sampler starts where the run was stopped
@@ -85,8 +84,7 @@ MOST_USED = Path(__file__).with_name("most_used.txt")
 
 
 # Our own flags: name, type, default, help
-Option = tuple[str, Any, Any, str]
-OPTIONS: tuple[Option, ...] = (
+OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
     ("ckpt_path", str | None, None, "Go on from last, best, auto (last whole one, else afresh) or a file."),
     ("init_weights", str | None, None, "Start a new run from the weights of another run's checkpoint."),
@@ -100,7 +98,6 @@ OPTIONS: tuple[Option, ...] = (
     ("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     ("allow_imports", str | None, None, "Packages that a checkpoint's configuration may name besides your own."),
 )
-OF_TEST: Option = ("output", str | None, None, "Also write the metrics to FILE.json or FILE.csv.")
 
 
 class CommandLine:
@@ -168,6 +165,9 @@ def _read_config(name: str) -> dict[str, Any]:
         raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
     if flags := [key for key in content if key in FLAT]:
         raise UserError(f"--config {name}: write {flags[0]} under trainer:, as in `trainer: {{{flags[0]}: ...}}`.")
+    if unused := {"optimizer", "lr_scheduler"} & content.keys():
+        here = "a module makes its own (configure_optimizers; project.model's take model.init_args.optimizer)"
+        raise UserError(f"--config {name}: {min(unused)} is LightningCLI's automatic one; here {here}.")
     if not isinstance(content.get("trainer", {}), dict):
         raise UserError(f"--config {name}: trainer must hold flags and values, got {str(content['trainer'])[:40]}.")
     return content
@@ -223,8 +223,10 @@ class ProjectCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, kind, default, text in (*OPTIONS, *([OF_TEST] if parser.prog.endswith(".test") else ())):
+        for name, kind, default, text in OPTIONS:
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        if parser.prog.endswith(".test"):
+            parser.add_argument("--output", type=str | None, help="Also write the metrics to FILE.json or FILE.csv.")
         parser.set_defaults(DEFAULTS)
         if self.line.sets_a_length:  # then that is the limit
             parser.set_defaults({"trainer.max_epochs": -1})
@@ -268,9 +270,10 @@ class ProjectCLI(LightningCLI):
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
         self.config.pop("config", None)
-        seed = self.config.get("seed_everything")
-        if seed is True or (isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED):  # true would be Lightning's 0
-            raise UserError(f"--seed_everything must be between 0 and {LARGEST_SEED}, got {seed}.")
+        if (seed := self.config.get("seed_everything")) is True:  # as other LightningCLIs' files have it
+            self.config["seed_everything"] = 0
+        elif isinstance(seed, int) and not 0 <= seed < 2**32:
+            raise UserError(f"--seed_everything must be between 0 and {2**32 - 1}, got {seed}.")
 
     def instantiate_classes(self) -> None:
         """Turn what a constructor refuses into one line; jsonargparse wraps it in a list of types."""
