@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -169,6 +170,7 @@ def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
     ``start_ms`` is what the first batch of an epoch takes: starting workers, unless they persist. It is not part of
     ``ms_per_batch``.
     """
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
     batches = min(20 if settings.quick else BATCHES, max(1, len(samples.labels) // settings.batch_size))
     ways, normalize = loaders(config, samples, settings, device.type == "cuda"), samples.normalizer(device)

@@ -273,9 +273,6 @@ def line_of(facts: Row) -> str:
     return line if facts["quiet"] else line + busy
 
 
-# Loops by hand.
-
-
 @dataclass(frozen=True)
 class InMemory:
     """The images and labels of one split."""
