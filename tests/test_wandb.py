@@ -326,7 +326,7 @@ def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
 def test_further_ranks_and_a_run_without_wandb_take_what_a_modules_own_code_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, mode: str
 ) -> None:
-    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "WANDB_MODE": mode}.items():
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "WANDB_MODE": mode, "WANDB_PROJECT": "a/b"}.items():
         monkeypatch.setenv(name, value)
     logger = logger_in(tmp_path, {})
     assert logger is not None

@@ -60,7 +60,7 @@ def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLo
         raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
     os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
     project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
-    if set(project) & set(REFUSED_IN_PROJECT):
+    if mode != "disabled" and set(project) & set(REFUSED_IN_PROJECT):
         raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
     logger = WandbRunLogger(run, project, config.resolved, mode, best)  # its settings serve the user's, too
     return None if replaced else logger
