@@ -30,15 +30,14 @@ def main(argv: list[str]) -> int:
         configure(argv, "project.test")
     wanted = line.value("ckpt_path"), Path(line.value("trainer.default_root_dir") or ROOT), line.value("run_name")
     path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(*wanted))))
-    loaded = load(path, argv, late=True)
+    loaded = load(path, argv, again=True)
     if missing := lacks_for_test(loaded.module, loaded.datamodule):
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
     say(*([f"testing {path} with {', '.join(loaded.changes)}"] if loaded.changes else []))
     flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
     trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
     with refusals_as_errors(RunTimer()), float32_products():  # like fit's own test; --precision still chooses autocast
-        weights = path if loaded.late else None
-        found = trainer.test(loaded.module, loaded.datamodule, ckpt_path=weights, weights_only=True, verbose=False)
+        found = trainer.test(loaded.module, loaded.datamodule, ckpt_path=path, weights_only=True, verbose=False)
     facts = {
         "checkpoint": str(path),
         "run_name": loaded.run.get("run_name"),

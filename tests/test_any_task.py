@@ -21,7 +21,7 @@ from project.engine import command as entry
 from project.engine import signals
 from project.engine.checkpointing import Best
 from project.engine.cli import CommandLine, configure
-from project.engine.restore import Run, refuse_writing_elsewhere
+from project.engine.restore import Run, load, refuse_writing_elsewhere
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import LOADERS, Plateaus, Told
 
@@ -243,6 +243,11 @@ def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
     assert test_command.main(given) == 0
     found = yaml.safe_load(Path("m.json").read_text())
     assert found["test_loss"] == pytest.approx(summary(reference)["test_loss"])
+    assert len(Path("loads.txt").read_text().splitlines()) == 1 + 2 + 1
+    used = load(reference / "best.ckpt").module
+    weights = checkpoint(reference / "best.ckpt")["state_dict"]
+    assert {*weights} == {*used.state_dict()} >= {"last.weight"}
+    assert all(torch.equal(value, weights[name]) for name, value in used.state_dict().items())
 
 
 def test_a_resume_with_a_changed_setting_keeps_a_rate_that_training_has_lowered() -> None:

@@ -15,6 +15,7 @@ from project import fit
 from project import test as test_command
 from project.engine import command as entry
 from project.engine.cli import configure
+from project.engine.restore import load
 from tests.commands import SMALL, checkpoint, finished_run, summary
 
 
@@ -137,6 +138,16 @@ def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written
     assert "optimizer_states" in error_of(capsys, "--run_name", "done", "--ckpt_path", "last", "--max_epochs", "4")
     assert contents(Path("checkpoints/done")) == before
     assert test_command.main(["--ckpt_path", "checkpoints/done/last.ckpt"]) == 0  # only a resume needs it
+
+
+@pytest.mark.parametrize("main", [fit.main, test_command.main, lambda argv: bool(load(Path(argv[1])))])
+def test_weights_that_the_network_lacks_are_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, main: Any
+) -> None:
+    whole = checkpoint(finished / "best.ckpt")
+    whole["state_dict"]["network.gone"] = torch.zeros(2)
+    torch.save(whole, "more.ckpt")
+    assert "network.gone" in error_of(capsys, "--ckpt_path", "more.ckpt", main=main)
 
 
 def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:

@@ -81,7 +81,7 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
             row["epoch_s"] = train_samples / row["samples_per_sec"]
-        if accuracies := [run.accuracy for run in runs if run.accuracy is not None]:
+        if accuracies := [float(run.accuracy) for run in runs if run.accuracy is not None]:
             row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
         if peaks := [run.peak_allocated_gib for run in runs if run.peak_allocated_gib is not None]:
             row["peak_allocated_gib"] = max(peaks)
@@ -123,7 +123,6 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # f
     an operation (oneDNN's scratch memory). What is not measured, as of a compiled network there, is left out.
     """
     device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
-    name = type(network_of(config.module)).__name__
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
     sizes = settings.batch_sizes or ([64] if settings.quick else [256, 1024])
     rows: list[Row] = []
@@ -134,7 +133,7 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # f
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(settings.fit_flags, device, precision, max(1, size // parts), *flags)
         run = timing.run_epochs(case, 1)
-        row: Row = {"device": run.device, "network": name, "precision": precision}
+        row: Row = {"device": run.device, "network": type(network_of(config.module)).__name__, "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
         rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
@@ -149,11 +148,10 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
     """
     timing.loops_by_hand(config, settings.batch_size)  # refuses other data before a process starts
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, settings.fit_flags, settings.n)
-    network = type(network_of(config.module)).__name__
     rows: list[Row] = []
     for name, epochs in measured.items():
-        row: Row = {"loop": name, "network": network, "batch_size": settings.batch_size}
-        row |= timing.median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
+        row: Row = {"loop": name, "network": type(network_of(config.module)).__name__}
+        row |= {"batch_size": settings.batch_size, **timing.median_and_spread("epoch_s", [x.epoch_s for x in epochs])}
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
         both = list(zip(epochs, measured[timing.FLOOR], strict=True))
         row["train_vs_floor"] = statistics.median(epoch.train_s / floor.train_s for epoch, floor in both)

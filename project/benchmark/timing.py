@@ -107,7 +107,7 @@ class RunClock(Callback):
     def __init__(self, turn: Connection | None = None) -> None:
         self.turn = turn  # says when an epoch may begin, and is sent its seconds; None: at once, to nobody
         self.epochs: list[Epoch] = []
-        self.accuracy: float | None = None  # 0-1, of the last validation
+        self.accuracy: Tensor | None = None  # 0-1, of the last validation
         self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.batches = 0  # per epoch
@@ -130,8 +130,7 @@ class RunClock(Callback):
         self._end_epoch(trainer)  # after every on_train_end, where the last epoch's checkpoint is saved
         self.batches, self.device = int(trainer.num_training_batches), device_name(trainer)
         self.train_samples = samples_of(trainer.train_dataloader)
-        if "val/accuracy" in trainer.callback_metrics:
-            self.accuracy = float(trainer.callback_metrics["val/accuracy"])
+        self.accuracy = trainer.callback_metrics.get("val/accuracy")
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._began:

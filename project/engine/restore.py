@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from project.engine.checkpoint_files import damage, load_weights, read, record
 from project.engine.cli import OF_THE_LAUNCH, CommandLine, Configuration, configure, differences
@@ -69,17 +69,16 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
 class Loaded:
     """What a checkpoint holds, ready for use on the CPU."""
 
-    module: LightningModule  # weights loaded (unless they come late), in eval mode
+    module: LightningModule  # weights loaded, in eval mode
     datamodule: LightningDataModule | None  # as in training; not set up, nothing read from disk
     config: Configuration
     run: dict[str, Any]  # run_name, data_source, precision, epoch, global_step, metrics, ...
     path: Path
     changes: list[str] = field(default_factory=list)  # settings of model and data that differ from the checkpoint's
-    late: bool = False  # the Trainer loads the weights, after the module's ``setup`` has made its layers
 
 
-def load(path: Path, argv: list[str] | None = None, late: bool = False) -> Loaded:
-    """The module and data module of a checkpoint, from the checkpoint alone; ``late``: see :func:`load_weights`.
+def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Loaded:
+    """The module and data module of a checkpoint, from the checkpoint alone; ``again``: see :func:`load_weights`.
 
     ``argv`` are arguments of ``project.test`` that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
     A UserError where the file is unusable, not this project's, does not fit its network, or names a foreign class.
@@ -88,12 +87,16 @@ def load(path: Path, argv: list[str] | None = None, late: bool = False) -> Loade
     base = _for_use(run.pop("config"))
     refuse_foreign_classes(base, CommandLine(argv or []).value("allow_imports"), path)
     config = configure(argv or [], "project.test", base)
-    is_late = not load_weights(config.module, path, late)
+    fits = load_weights(config.module, path, late=True, again=again)
     data: Any = config.datamodule
     if hasattr(data, "describe"):
         data.describe(run.pop("data", {}))
+    if not (fits or again):  # layers are made in ``setup``: module and data are set up as for a test
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, limit_test_batches=0)
+        trainer.test(config.module, data)
+        load_weights(config.module, path, again=True)
     changes = differences(*({name: each.get(name) for name in ("model", "data")} for each in (base, config.resolved)))
-    return Loaded(config.module.eval(), config.datamodule, config, run, path, changes, is_late)
+    return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 
 
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:
