@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
-from torchmetrics import MeanAbsoluteError
+from torchmetrics import MeanAbsoluteError, SpearmanCorrCoef
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
 from project.data import MNISTDataModule  # feature: mnist
@@ -37,6 +37,11 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 class NoisyWaves(Waves):
     """Lightning's data module with random transforms in two workers, and a test set that no batch size divides."""
+
+    description = "a text, and a method of its author's"
+
+    def describe(self) -> str:
+        return self.description
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(self.train_set), batch_size=64, shuffle=True, num_workers=2)
@@ -388,6 +393,34 @@ class Accumulates(Side):
         super().validation_step(batch, batch_idx)
         self.val_error(self.last(self.first(batch[0])).squeeze(1), batch[1])
         self.log("val_error", self.val_error)
+
+
+class OwnWays(Side):
+    """A metric that keeps predictions with their graph, other weights in validations, and names of ours for others."""
+
+    monitor: Any = MeanAbsoluteError
+    mode = "pretrain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = SpearmanCorrCoef()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(101), 8, shuffle=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.ranks.update(self.last(self.first(batch[0])).squeeze(1), batch[1])
+        self.log("train_rank", self.ranks, on_step=False, on_epoch=True)
+        return Line.training_step(self, batch, batch_idx)
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept = [parameter.data for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data = parameter.data / 2
+
+    def on_validation_epoch_end(self) -> None:
+        for parameter, data in zip(self.parameters(), self.kept, strict=True):
+            parameter.data = data
 
 
 class Reloads(Side):

@@ -21,7 +21,8 @@ from project.engine import command as entry
 from project.engine import signals
 from project.engine.checkpointing import Best
 from project.engine.cli import CommandLine, configure
-from project.engine.restore import Run, load, refuse_writing_elsewhere
+from project.engine.restore import Run, load, refuse_foreign_classes, refuse_writing_elsewhere
+from project.errors import UserError
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import LOADERS, Plateaus, Told
 
@@ -200,10 +201,10 @@ class StopInValidation(Callback):
 
 
 SIDE = [["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state")]
-OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"]]
+OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"], ["OwnWays"]]
 
 
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all")
 @pytest.mark.parametrize("named", [*SIDE, *OTHERS], ids=" ".join)
 @pytest.mark.parametrize("place", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.nightly)])
 def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: str) -> None:
@@ -578,6 +579,14 @@ def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
     line = error_of(capsys, "--ckpt_path", path, "--max_epochs", "2")
     assert "in its configuration is outside the run's folder" in line
     assert not list(tmp_path.rglob("elsewhere"))
+
+
+def test_a_files_name_is_no_class() -> None:
+    for name in ("test.csv", "code.txt", "a/b.csv"):
+        refuse_foreign_classes({"data": {"init_args": {"file": name}}}, None, Path("x.ckpt"))
+    for config in ({"class_path": "test.csv"}, {"file": "subprocess.Popen"}, {"file": "pytest.csv"}):
+        with pytest.raises(UserError, match="names the class"):
+            refuse_foreign_classes({"data": config}, None, Path("x.ckpt"))
 
 
 def test_what_is_typed_again_and_what_a_class_does_by_itself_goes_on(trained: Path, tmp_path: Path) -> None:

@@ -147,6 +147,11 @@ def test_evaluation_sees_every_sample_once_on_any_number_of_ranks(
     assert all(len(batch) <= batch_size for shard in shards for batch in shard)
 
 
+def test_a_tensor_is_a_dataset() -> None:
+    batches = list(ExactLoader.of(DataLoader(torch.arange(10).view(5, 2), batch_size=2), training=True, seed=0))
+    assert [batch.tolist() for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_no_evaluation_batch_of_a_plain_dataset_is_empty(batch_size: int) -> None:
     shards = [indices(exact(DataLoader(Numbers(5), batch_size), False, rank=rank, world_size=2)) for rank in range(2)]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 
+from project.data import BatchedDataModule
 from project.engine import exact_resume, lightning_internals, signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read
 from project.engine.cli import Configuration
@@ -30,6 +31,7 @@ Mode = Literal["min", "max"]
 # The default metrics to follow: the first of these that is logged.
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
 
+KNOWN = ("lightning.", __name__.partition(".")[0] + ".")  # whose hooks change no weights for a validation
 # Lightning's callbacks with which a resume is not exact, and why
 NOT_EXACT: dict[type[callbacks.Callback], str] = {
     callbacks.BatchSizeFinder: "it searches again at every start",
@@ -54,8 +56,10 @@ class Best:
     @classmethod
     def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
         """The metric named on the command line, else by the module. Without a mode, its name decides."""
-        named = monitor or getattr(module, "monitor", None)
-        chosen: Any = mode or (None if monitor else getattr(module, "mode", None))
+        theirs, direction = getattr(module, "monitor", None), getattr(module, "mode", None)
+        is_theirs = not monitor and isinstance(theirs, str)  # a module may have other things of these names
+        named = theirs if is_theirs else monitor
+        chosen: Any = mode or (direction if is_theirs and direction in ("min", "max") else None)
         if chosen not in ("min", "max", None):
             raise UserError(f"--mode must be min or max, got {chosen}.")
         guess: Mode = "min" if named and any(word in named for word in ("loss", "error", "mae", "mse")) else "max"
@@ -106,6 +110,7 @@ class RunCheckpoint(GracefulStop):
         self._followed: bool | None = None  # whether validations log the metric; None before the first
         self._resume: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}  # of the checkpoint: all that was logged last
+        self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and buffers as a validation began
         self._fresh_groups: list[list[dict[str, Any]]] = []
         self._steps = 0  # done when the interval was last looked at
         self._last_save = time.monotonic()
@@ -278,15 +283,22 @@ class RunCheckpoint(GracefulStop):
         exact_resume.share_running_statistics(trainer, pl_module, self.agreement.group)
         self._mine.note(trainer)
         self._mine.hold_metrics(pl_module)
+        parts, names = (*trainer.callbacks, pl_module), ("on_validation_start", "on_validation_epoch_start")  # type: ignore[attr-defined]
+        if not all(getattr(part, name).__module__.startswith(KNOWN) for part in parts for name in names):
+            # the user's own may validate other weights than are trained
+            self._trained = [(x, x.detach().clone()) for x in (*pl_module.parameters(), *pl_module.buffers())]
 
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, callbacks.WeightAveraging):  # put the trained weights back before they are saved
                 callback.on_validation_epoch_end(trainer, pl_module)
+        for tensor, value in self._trained:
+            tensor.data = value
         self._boundary(trainer, "validation", save_last=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
+        self._trained = []
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
@@ -357,7 +369,7 @@ class RunCheckpoint(GracefulStop):
             "global_step": trainer.global_step,
             "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
             "data_source": getattr(data, "data_source", None),
-            "data": getattr(data, "description", dict)(),
+            "data": data.description() if isinstance(data, BatchedDataModule) else {},
             "precision": trainer.precision,
             "world_size": trainer.world_size,
         }

@@ -206,7 +206,7 @@ class Fetch(data.Dataset[Any]):
         if not isinstance(request, Request):
             return dataset[request]
         epoch, number, part = request
-        if hasattr(dataset, "gather"):
+        if gathers(dataset):
             return dataset.gather(part)
         keys = part.tolist() if isinstance(part, Tensor) else part
         # a worker has generators of its own; in the main process those of the training must not change
@@ -233,6 +233,7 @@ class ExactLoader(DataLoader[Any]):
 
     batches: ExactBatches
     start_at: Callable[[Start, int], None]
+    quick: bool  # PyTorch's iterator would take longer than the batch
 
     @classmethod
     def of(cls, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> ExactLoader:
@@ -247,8 +248,8 @@ class ExactLoader(DataLoader[Any]):
         elif not training and world_size > 1:  # ranks need equally many batches, so the samples are distributed again
             parts = [list(part) for part in inner]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
-        in_memory, device = hasattr(dataset, "gather"), getattr(dataset, "device", None)
-        batches = ExactBatches(source, size, drop_last, training, in_memory, seed, rank, world_size, device)
+        device = getattr(dataset, "device", None) if gathers(dataset) else None
+        batches = ExactBatches(source, size, drop_last, training, gathers(dataset), seed, rank, world_size, device)
         exact = cls(
             Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),
             sampler=batches,
@@ -259,13 +260,13 @@ class ExactLoader(DataLoader[Any]):
             in_order=loader.in_order,
             **{name: getattr(loader, name) for name in KEPT},
         )
-        exact.batches, exact.start_at = batches, batches.start_at
+        exact.batches, exact.start_at, exact.quick = batches, batches.start_at, gathers(dataset)
         vars(exact).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # as the user's code knows them
         return exact
 
     def __iter__(self) -> Any:  # a generator: workers start when the first batch is asked for, at an epoch's start
-        if hasattr(self.dataset, "gather") and not (self.num_workers or self.pin_memory):
-            yield from map(self.dataset.__getitem__, self.batches)  # PyTorch's iterator takes longer than the batch
+        if self.quick and not (self.num_workers or self.pin_memory):
+            yield from map(self.dataset.__getitem__, self.batches)
         else:
             yield from super().__iter__()
 
@@ -448,6 +449,11 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
 def is_plain(loader: Any) -> bool:
     """Whether a loader gives its batches as PyTorch's own does; a subclass may have other arguments."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and not has_state(loader)
+
+
+def gathers(dataset: Any) -> bool:
+    """Whether a dataset gives whole batches of rows in memory, by its own ``gather`` (a tensor's is another)."""
+    return hasattr(dataset, "gather") and not isinstance(dataset, Tensor)
 
 
 def has_state(part: Any) -> bool:

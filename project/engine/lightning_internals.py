@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer import call
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torchmetrics import Metric
 
@@ -152,9 +153,12 @@ def average_on_the_device(trainer: Trainer) -> None:
 
 def metric_states(module: LightningModule) -> dict[str, Any]:
     """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU."""
-    cpu = torch.device("cpu")
+
+    def plain(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().cpu()  # a list of predictions may hang on their graph
+
     return {
-        name: {"values": move_data_to_device(metric.metric_state, cpu), "updates": metric.update_count}
+        name: {"values": apply_to_collection(metric.metric_state, torch.Tensor, plain), "updates": metric.update_count}
         for name, metric in module.named_modules()
         if isinstance(metric, Metric)
     }
