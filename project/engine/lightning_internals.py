@@ -22,7 +22,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer import call
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torchmetrics import Metric
 
@@ -154,11 +153,13 @@ def average_on_the_device(trainer: Trainer) -> None:
 def metric_states(module: LightningModule) -> dict[str, Any]:
     """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU."""
 
-    def plain(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().cpu()  # a list of predictions may hang on their graph
+    def plain(value: Any) -> Any:  # a list of predictions may hang on their graph
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(plain, value))
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
     return {
-        name: {"values": apply_to_collection(metric.metric_state, torch.Tensor, plain), "updates": metric.update_count}
+        name: {"values": {key: plain(x) for key, x in metric.metric_state.items()}, "updates": metric.update_count}
         for name, metric in module.named_modules()
         if isinstance(metric, Metric)
     }
