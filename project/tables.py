@@ -56,7 +56,7 @@ def write_rows(path: Path | str, rows: Sequence[Row] | Row) -> None:
 
 def write_atomically(data: bytes | memoryview, path: Path) -> None:
     """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
-    beside = path.with_name(f".{path.name}.part")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")  # two commands may write the same file
     try:
         with open(beside, "wb") as file:
             file.write(data)

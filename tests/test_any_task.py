@@ -584,7 +584,12 @@ def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
 def test_a_files_name_is_no_class() -> None:
     for name in ("test.csv", "code.txt", "a/b.csv"):
         refuse_foreign_classes({"data": {"init_args": {"file": name}}}, None, Path("x.ckpt"))
-    for config in ({"class_path": "test.csv"}, {"file": "subprocess.Popen"}, {"file": "pytest.csv"}):
+    for config in (
+        {"class_path": "test.csv"},
+        {"file": "subprocess.Popen"},
+        {"file": "pytest.csv"},
+        {"file": "antigravity.csv"},
+    ):
         with pytest.raises(UserError, match="names the class"):
             refuse_foreign_classes({"data": config}, None, Path("x.ckpt"))
 

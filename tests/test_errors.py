@@ -16,6 +16,8 @@ from project import test as test_command
 from project.engine import command as entry
 from project.engine.cli import configure
 from project.engine.restore import load
+from project.engine.summary import RunTimer
+from project.engine.trainer import refusals_as_errors
 from tests.commands import SMALL, checkpoint, finished_run, summary
 
 
@@ -148,6 +150,11 @@ def test_weights_that_the_network_lacks_are_told_in_one_line(
     whole["state_dict"]["network.gone"] = torch.zeros(2)
     torch.save(whole, "more.ckpt")
     assert "network.gone" in error_of(capsys, "--ckpt_path", "more.ckpt", main=main)
+
+
+def test_a_misfit_in_a_modules_own_code_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="loading state_dict"), refusals_as_errors(RunTimer()):
+        torch.nn.Linear(1, 1).load_state_dict({})
 
 
 def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:

@@ -46,12 +46,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
-    """Keep ``hparams`` of a module and a data module that are no plain data, such as a path, as text."""
+    """Keep ``hparams`` that are no plain data as text, such as a path; NumPy's as numbers and lists."""
     checkpoint.pop("hparams_type", None)  # a class of OmegaConf
     for key in {"hyper_parameters", "datamodule_hyper_parameters"} & checkpoint.keys():
         checkpoint[key] = given = dict(checkpoint[key])
         odd = {name: value for name, value in given.items() if any(_not_plain(value, name))}
-        given |= {name: x.tolist() if hasattr(x, "tolist") else str(x) for name, x in odd.items()}  # NumPy's have it
+        given |= {name: x.tolist() if hasattr(x, "tolist") else str(x) for name, x in odd.items()}
 
 
 class Unreadable(UserError):

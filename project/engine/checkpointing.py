@@ -30,8 +30,9 @@ from project.tables import flat, write_atomically
 Mode = Literal["min", "max"]
 # The default metrics to follow: the first of these that is logged.
 FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
-
-KNOWN = ("lightning.", __name__.partition(".")[0] + ".")  # whose hooks change no weights for a validation
+# Whose hooks change no weights for a validation; the rest of model/ is the user's
+OURS = __name__.split(".")[0]
+KEEP_WEIGHTS = ("lightning.", f"{OURS}.engine.", f"{OURS}.callbacks.", f"{OURS}.model.supervised")
 # Lightning's callbacks with which a resume is not exact, and why
 NOT_EXACT: dict[type[callbacks.Callback], str] = {
     callbacks.BatchSizeFinder: "it searches again at every start",
@@ -186,7 +187,7 @@ class RunCheckpoint(GracefulStop):
             self.notes += [f"a resume is not exact with {name}: {reason}." for reason in reasons]
         if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
             self.notes.append("a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew.")
-        say(*dict.fromkeys([*self.loading.notes, *self.notes]))
+        say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         self._followed = state.get("followed")
@@ -284,7 +285,7 @@ class RunCheckpoint(GracefulStop):
         self._mine.note(trainer)
         self._mine.hold_metrics(pl_module)
         parts, names = (*trainer.callbacks, pl_module), ("on_validation_start", "on_validation_epoch_start")  # type: ignore[attr-defined]
-        if not all(getattr(part, name).__module__.startswith(KNOWN) for part in parts for name in names):
+        if not all(getattr(part, name).__module__.startswith(KEEP_WEIGHTS) for part in parts for name in names):
             # the user's own may validate other weights than are trained
             self._trained = [(x, x.detach().clone()) for x in (*pl_module.parameters(), *pl_module.buffers())]
 

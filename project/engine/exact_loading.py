@@ -78,7 +78,7 @@ class ExactBatches(data.Sampler[Request]):
     batch_size: int | None  # samples per rank; None with a batch sampler
     drop_last: bool = False
     training: bool = True
-    may_be_empty: bool = False  # the dataset can make a batch of no samples
+    in_memory: bool = False  # the dataset gives whole batches (see gathers), also of no samples
     seed: int = 0
     rank: int = 0
     world_size: int = 1
@@ -93,7 +93,7 @@ class ExactBatches(data.Sampler[Request]):
         self.num_samples = len(self.source)
         if self.batch_size is not None and self.training and self.drop_last:  # a set smaller than a batch is one batch
             self.batch_size = min(self.batch_size, max(1, self.num_samples // self.world_size))
-        few = self.num_samples < self.world_size and not self.may_be_empty
+        few = self.num_samples < self.world_size and not self.in_memory
         if not self.training and (self.num_samples % self.world_size if self.batch_size is None else few):
             parts = f"{self.num_samples} {'samples' if self.batch_size else 'ready batches'}"
             raise UserError(f"--devices {self.world_size}: an evaluation of {parts} cannot be shared. Use fewer.")
@@ -165,7 +165,7 @@ class ExactBatches(data.Sampler[Request]):
             has_more = samples - cuts[-1] >= ranks and not self.drop_last
             return [*cuts, samples] if has_more and self.batch_size is not None else cuts
         batches = math.ceil(math.ceil(samples / ranks) / self.batch_size)
-        batches = max(1, batches if self.may_be_empty else min(batches, samples // ranks))
+        batches = max(1, batches if self.in_memory else min(batches, samples // ranks))
         return [samples * number // batches for number in range(batches + 1)]
 
 
@@ -233,7 +233,6 @@ class ExactLoader(DataLoader[Any]):
 
     batches: ExactBatches
     start_at: Callable[[Start, int], None]
-    quick: bool  # PyTorch's iterator would take longer than the batch
 
     @classmethod
     def of(cls, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> ExactLoader:
@@ -260,13 +259,13 @@ class ExactLoader(DataLoader[Any]):
             in_order=loader.in_order,
             **{name: getattr(loader, name) for name in KEPT},
         )
-        exact.batches, exact.start_at, exact.quick = batches, batches.start_at, gathers(dataset)
+        exact.batches, exact.start_at = batches, batches.start_at
         vars(exact).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # as the user's code knows them
         return exact
 
     def __iter__(self) -> Any:  # a generator: workers start when the first batch is asked for, at an epoch's start
-        if self.quick and not (self.num_workers or self.pin_memory):
-            yield from map(self.dataset.__getitem__, self.batches)
+        if self.batches.in_memory and not (self.num_workers or self.pin_memory):
+            yield from map(self.dataset.__getitem__, self.batches)  # PyTorch's iterator takes longer than the batch
         else:
             yield from super().__iter__()
 
@@ -361,7 +360,7 @@ class ExactLoading:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed  # seed_everything recorded it
         self.start = Start()
         self.anywhere = True  # whether training can start inside an epoch
-        self.notes: list[str] = []  # what could not be made exact, a line each, also repeatedly
+        self.notes: list[str] = []  # what could not be made exact, a line each
         self.training: list[ExactLoader | WatchedLoader] = []
         self._loaded_at: int | None = None  # the epoch for which ``training`` was made
 
@@ -386,9 +385,9 @@ class ExactLoading:
             if trainer.training:
                 self.anywhere = False
                 lacks = f"the training data come from {name}, which has no state_dict"
-                self.notes.append(f"{lacks}: a resumed run goes on from the last epoch's end.")
+                self._note(f"{lacks}: a resumed run goes on from the last epoch's end.")
             if trainer.world_size > 1:
-                self.notes.append(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
+                self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
         if trainer.training:
             found.start_at(self.start, len(self.training))
             self.training.append(found)
@@ -408,7 +407,7 @@ class ExactLoading:
                 known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
                 if training and not known:
                     lacks = f"{type(source).__name__} has neither set_epoch nor state_dict"
-                    self.notes.append(f"{lacks}: if it keeps its own random state, a resumed run sees another order.")
+                    self._note(f"{lacks}: if it keeps its own random state, a resumed run sees another order.")
                 return ExactLoader.of(loader, training, seed, *((0, 1) if sharded else (rank, world_size)))
             if world_size > 1 and not sharded:
                 why = f"{type(source).__name__} has no length, so it cannot be shared by the ranks"
@@ -428,6 +427,10 @@ class ExactLoading:
         """Samples per batch of all ranks together, 0 where it is not known."""
         loader = self.training[0] if len(self.training) == 1 else None
         return loader.batches.global_batch_size if isinstance(loader, ExactLoader) else 0
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 def seed_generators(seed: int) -> None:

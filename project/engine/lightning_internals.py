@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
 from torchmetrics import Metric
 
@@ -152,14 +153,8 @@ def average_on_the_device(trainer: Trainer) -> None:
 
 def metric_states(module: LightningModule) -> dict[str, Any]:
     """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU."""
-
-    def plain(value: Any) -> Any:  # a list of predictions may hang on their graph
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(plain, value))
-        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-    return {
-        name: {"values": {key: plain(x) for key, x in metric.metric_state.items()}, "updates": metric.update_count}
+    return {  # detached: a list of predictions may hang on their graph
+        name: {"values": recursive_detach(metric.metric_state, to_cpu=True), "updates": metric.update_count}
         for name, metric in module.named_modules()
         if isinstance(metric, Metric)
     }

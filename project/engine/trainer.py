@@ -146,11 +146,11 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
         lacks, owner = str(getattr(error, "name", "")), str(type(getattr(error, "obj", None)))  # feature: wandb
         if lacks.startswith("add_") and "'wandb." in owner:  # feature: wandb
             raise UserError(f"self.logger.experiment is W&B's, without {lacks}. Add --tensorboard true.") from None
-        if "loading state_dict" in str(error):
-            raise UserError(f"--ckpt_path: {' '.join(str(error).split())[:300]}") from None
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = modules[-1]
         text = " ".join(str(error).split())
+        if RESTORING in modules and "loading state_dict" in text:
+            raise UserError(f"--ckpt_path: {text[:300]}") from None
         # of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint
         unknown = "which is not available" in text or "could not find the monitored key" in text
         refused = not timer.begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))
