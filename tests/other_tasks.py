@@ -418,7 +418,7 @@ class OwnWays(Side):
         for parameter in self.parameters():
             parameter.data = parameter.data / 2
 
-    on_validation_epoch_start.__module__ = "project.model.mine"  # the user's room in a clone
+    on_validation_epoch_start.__module__ = "project.model"  # the user's room in a clone
 
     def on_validation_epoch_end(self) -> None:
         for parameter, data in zip(self.parameters(), self.kept, strict=True):
