@@ -201,7 +201,8 @@ class StopInValidation(Callback):
 
 
 SIDE = [["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state")]
-OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"], ["OwnWays"]]
+OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"]]
+OTHERS += [["OwnWays"], ["OwnPace"]]
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all")

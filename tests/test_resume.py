@@ -118,7 +118,7 @@ def test_a_checkpoint_of_a_version_that_kept_less_goes_on(workplace: Path) -> No
     path = Path("checkpoints/older/last.ckpt")
     older = checkpoint(path)
     for rank in older["run"]["state"]["ranks"]:
-        for name in ("gradients", "frozen", "untracked"):
+        for name in ("gradients", "frozen", "eval", "untracked"):
             del rank[name]
     older["run"]["state"]["outline"] = outline(older)
     torch.save(older, path)

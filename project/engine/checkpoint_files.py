@@ -184,6 +184,9 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
         module.on_load_checkpoint(checkpoint)
     try:
         missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
+        if missing and again and is_overridden("on_load_checkpoint", module):  # it may put in what it did not save
+            module.on_load_checkpoint(checkpoint)
+            missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
         makes_layers = is_overridden("setup", module) or is_overridden("on_load_checkpoint", module)
         if late and makes_layers and unexpected and not missing:
             return False

@@ -159,7 +159,14 @@ class RunCheckpoint(GracefulStop):
 
         def start_and_restore() -> None:
             further()
-            self._restore(trainer, pl_module)
+            if self._resume is not None and self._resume["place"] != "epoch":
+                for loader in self.loading.training:
+                    loader.sampler.set_epoch(trainer.current_epoch)  # type: ignore[attr-defined]
+                lightning_internals.begin_epoch_again(trainer)
+            self.loading.begin()
+            if self._resume is not None:
+                self._restore(trainer, pl_module, self._resume)
+            say(*self.loading.notes, *self.notes)
 
         plugin.convert_input = note_and_convert  # type: ignore
         strategy.on_train_start = start_and_restore  # type: ignore # the last hook of this name
@@ -187,23 +194,18 @@ class RunCheckpoint(GracefulStop):
             self.notes += [f"a resume is not exact with {name}: {reason}." for reason in reasons]
         if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
             self.notes.append("a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew.")
-        say(*self.loading.notes, *self.notes)
 
     def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         self._followed = state.get("followed")
         for name, value in self._metrics.items():  # a plateau scheduler may follow an earlier epoch's validation
             if isinstance(value, float):
                 trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-        if note := exact_resume.settle_place(trainer, self.loading, state):
-            self.notes.append(note)
         exact_resume.apply_typed_hyperparameters(trainer, self._fresh_groups, state.get("groups"), self.changed)
 
-    def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _restore(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         """What the module's own hooks must not change: generators, unfinished sums."""
-        if (state := self._resume) is None:
-            return
-        if state["place"] != "epoch":
-            lightning_internals.begin_epoch_again(trainer)
+        if note := exact_resume.settle_place(trainer, self.loading, state):
+            self.notes.append(note)
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
         # files are changed last: what cannot be restored is refused before

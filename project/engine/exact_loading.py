@@ -130,10 +130,10 @@ class ExactBatches(data.Sampler[Request]):
         epoch, order, first = self.epoch, self._order(), self.passed + self.start_batch
         order = order.to(self.device) if self.device is not None and isinstance(order, Tensor) else order
         cuts = self._cuts(self.start_sample)
+        self.start_batch = self.start_sample = 0  # the next iteration starts at the first batch
         for number, (begin, end) in enumerate(pairwise(cuts), start=first):
             mine, others = (begin + (end - begin) * rank // self.world_size for rank in (self.rank, self.rank + 1))
             yield Request(epoch, number, order[mine] if self.batch_size is None else order[mine:others])
-        self.start_batch = self.start_sample = 0  # the next iteration starts at the first batch
         self.passed = first + len(cuts) - 1 if self.cycles else 0
 
     def _order(self) -> Any:
@@ -232,7 +232,6 @@ class ExactLoader(DataLoader[Any]):
     """A ``DataLoader`` of the user's with :class:`ExactBatches` for its sampler."""
 
     batches: ExactBatches
-    start_at: Callable[[Start, int], None]
 
     @classmethod
     def of(cls, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> ExactLoader:
@@ -259,7 +258,7 @@ class ExactLoader(DataLoader[Any]):
             in_order=loader.in_order,
             **{name: getattr(loader, name) for name in KEPT},
         )
-        exact.batches, exact.start_at = batches, batches.start_at
+        exact.batches = batches
         vars(exact).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # as the user's code knows them
         return exact
 
@@ -389,7 +388,8 @@ class ExactLoading:
             if trainer.world_size > 1:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
         if trainer.training:
-            found.start_at(self.start, len(self.training))
+            if isinstance(found, WatchedLoader):  # Lightning may read its first batch at once
+                found.start_at(self.start, len(self.training))
             self.training.append(found)
             for each in self.training:
                 if isinstance(each, ExactLoader):
@@ -416,6 +416,12 @@ class ExactLoading:
         owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
         owner = next((part for part in owners if has_state(part)), None)
         return WatchedLoader(loader, owner, seed) if training else loader
+
+    def begin(self) -> None:
+        """Start the exact loaders where training does. Not earlier: the module's own hooks read whole epochs."""
+        for index, loader in enumerate(self.training):
+            if isinstance(loader, ExactLoader):
+                loader.batches.start_at(self.start, index)
 
     def states(self, batches: int, epoch_ends: bool = False) -> list[tuple[int, Any]]:
         """Where this rank's training loaders are after so many batches of the epoch, or before the next epoch."""

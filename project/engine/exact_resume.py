@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
+from project.engine import lightning_internals
 from project.engine.exact_loading import ExactLoading, Start
-from project.engine.lightning_internals import averaged_models, metric_states, restore_metric_states, training_sums
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
@@ -81,28 +81,30 @@ class RankState:
             "loaders": [state for _, state in self._loaders],
             "passed": [began for began, _ in self._loaders],
             "metrics": metrics,
-            "logged": training_sums(trainer),
+            "logged": lightning_internals.training_sums(trainer),
             "module": sums,
             "gradients": gradients,  # between the batches of one step
             "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+            "eval": lightning_internals.in_eval_mode(trainer, within_validation=place == "validation"),
             "untracked": [n for n, part in module.named_modules() if not getattr(part, "track_running_stats", True)],
             "device": trainer.strategy.root_device.type,
         }
 
     def restore(self, trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
-        """Restore generators and sums, at the start of training."""
-        restore_metric_states(module, state["metrics"])
+        """Restore generators and sums, at the start of training. What an older checkpoint lacks stays as it is."""
+        state = self.gather(trainer, module, "epoch") | state
+        lightning_internals.restore_metric_states(module, state["metrics"])
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
         self.sums = state["logged"]
-        for name, gradient in state.get("gradients", {}).items():  # older checkpoints have none of the two
+        for name, gradient in state["gradients"].items():
             module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
-        if "frozen" in state:  # a callback or hook may have thawed them in an earlier epoch
-            for name, parameter in module.named_parameters():
-                parameter.requires_grad = name not in state["frozen"]
-            for name, part in module.named_modules():
-                if hasattr(part, "track_running_stats"):
-                    part.track_running_stats = name not in state["untracked"]
+        for name, parameter in module.named_parameters():  # a callback or hook may have thawed them in an earlier epoch
+            parameter.requires_grad = name not in state["frozen"]
+        for name, part in module.named_modules():
+            part.training = name not in state["eval"]
+            if hasattr(part, "track_running_stats"):
+                part.track_running_stats = name not in state["untracked"]
         if state["device"] == trainer.strategy.root_device.type:
             restore_random_state(state["random"], trainer.strategy.root_device)
 
@@ -110,7 +112,7 @@ class RankState:
 def _sums_of(module: LightningModule) -> tuple[dict[str, Any], dict[str, Any]]:
     own = getattr(module, "metric_state", None)
     sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
-    return sums, metric_states(module)
+    return sums, lightning_internals.metric_states(module)
 
 
 def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> Start:
@@ -175,7 +177,7 @@ def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_grou
     the CPU, as a count of averages does, goes through ``cpu_group``: NCCL takes nothing from there.
     """
     if trainer.world_size > 1:
-        for part in (module, *averaged_models(trainer)):
+        for part in (module, *lightning_internals.averaged_models(trainer)):
             for buffer in part.buffers():
                 torch.distributed.broadcast(buffer, src=0, group=cpu_group if buffer.device.type == "cpu" else None)
 
@@ -196,7 +198,7 @@ def apply_typed_hyperparameters(
             continue
         scheduler = schedulers.get(id(optimizer))
         for group, wanted, was in zip(optimizer.param_groups, groups, saved, strict=True):
-            rate = wanted.get("initial_lr", wanted["lr"]) / (was.get("initial_lr", was["lr"]) or 1.0)
+            rate = _first_rate(wanted) / (_first_rate(was) or 1.0)
             differ = [key for key in wanted if changed and key != "lr" and wanted[key] != was.get(key)]
             group.update({key: wanted[key] for key in wanted if key in differ or key in KERNELS})
             if changed and rate != 1.0:
@@ -207,7 +209,12 @@ def apply_typed_hyperparameters(
                     on_device = group.get("fused") or group.get("capturable")
                     optimizer.state[parameter]["step"] = step.to(parameter.device if on_device else "cpu")
         if changed and scheduler is not None and hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+            scheduler.base_lrs = [_first_rate(group) for group in optimizer.param_groups]
             if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
                 for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
-                    group["lr"] = group.get("initial_lr", group["lr"]) * factor(scheduler.last_epoch)
+                    group["lr"] = _first_rate(group) * factor(scheduler.last_epoch)
+
+
+def _first_rate(group: dict[str, Any]) -> float:
+    """The learning rate that a parameter group was given, before any schedule; there are optimizers without one."""
+    return group.get("initial_lr", group.get("lr", 1.0))

@@ -34,7 +34,7 @@ KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
-    "lightning.pytorch.loops.evaluation_loop": ["_EvaluationLoop._is_sequential"],
+    "lightning.pytorch.loops.evaluation_loop": ["_EvaluationLoop._is_sequential", "_ModuleMode.restore"],
     "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
@@ -149,6 +149,15 @@ def average_on_the_device(trainer: Trainer) -> None:
             average.to(callback._device or trainer.strategy.root_device)
             count.to = lambda *_, count=count: count  # a number on the host may be added to numbers on a device
             average.n_averaged = count
+
+
+def in_eval_mode(trainer: Trainer, within_validation: bool) -> list[str]:
+    """Names of the parts of the module that are trained in eval mode. Buys that they stay so after a resume.
+    Public way missing: within a validation all parts are in eval mode, and only its loop knows which ones return.
+    """
+    kept = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if within_validation else None
+    modes = kept or {name: part.training for name, part in trainer.lightning_module.named_modules()}
+    return [name for name, training in modes.items() if not training]
 
 
 def metric_states(module: LightningModule) -> dict[str, Any]:
