@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +424,41 @@ class OwnWays(Side):
     def on_validation_epoch_end(self) -> None:
         for parameter, data in zip(self.parameters(), self.kept, strict=True):
             parameter.data = data
+
+
+@dataclass
+class Rates:
+    """Settings as a dataclass."""
+
+    first: float = 0.02
+    later: float = 0.01
+
+
+class Keeps(Side):
+    """A base whose arguments are not all its subclass's."""
+
+    def __init__(self, width: int = 4, rates: Rates | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.last = nn.Linear(self.hparams["width"], 1)
+
+    train_dataloader = OwnWays.train_dataloader
+    training_step = Line.training_step
+
+
+class Composed(Keeps):
+    """A network and a dataclass are its arguments; it uses them from ``hparams``."""
+
+    def __init__(self, net: nn.Module, rates: Rates) -> None:
+        super().__init__(6, rates)
+        self.save_hyperparameters()
+        self.first = self.hparams["net"]
+
+    def configure_optimizers(self) -> Any:
+        rates: Rates = self.hparams["rates"]
+        optimizer = torch.optim.Adam(self.parameters(), lr=rates.first)
+        change = lambda epoch: rates.later / rates.first if epoch else 1.0  # noqa: E731
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, change)]
 
 
 class OwnPace(Side):

@@ -24,7 +24,7 @@ from project.engine.cli import CommandLine, configure
 from project.engine.restore import Run, load, refuse_foreign_classes, refuse_writing_elsewhere
 from project.errors import UserError
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
-from tests.other_tasks import LOADERS, Plateaus, Told
+from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
 
 LINE = ["--model", "tests.other_tasks.Line", "--data", "tests.other_tasks.Loaders", "--accelerator", "cpu"]
 SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none"]
@@ -203,9 +203,13 @@ class StopInValidation(Callback):
 SIDE = [["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state")]
 OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"]]
 OTHERS += [["OwnWays"], ["OwnPace"]]
+COMPOSED = ["Composed", "--model.net", "torch.nn.Linear", "--model.net.in_features", "4", "--model.rates.later", "0.03"]
+COMPOSED += ["--model.net.out_features", "6"]
+OTHERS += [COMPOSED]
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all")
+@pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance of `nn.Module`")
 @pytest.mark.parametrize("named", [*SIDE, *OTHERS], ids=" ".join)
 @pytest.mark.parametrize("place", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.nightly)])
 def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: str) -> None:
@@ -220,6 +224,15 @@ def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: s
         train_until(21, "stopped", *of(*named), dies=place == "epoch")
     assert checkpoint(RUNS / "stopped/last.ckpt")["run"]["state"]["place"] == place
     assert_same_run(reference, resume("stopped"))
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance of `nn.Module`")
+def test_objects_in_hparams_are_those_of_the_constructor_and_lightning_makes_them_again() -> None:
+    path = train("r", *of(*COMPOSED, "--max_epochs", "1")) / "best.ckpt"
+    assert checkpoint(path)["hyper_parameters"]["rates"] == {"first": 0.02, "later": 0.03}
+    made = Composed.load_from_checkpoint(path, weights_only=True)
+    assert made.hparams["rates"] == Rates(0.02, 0.03)
+    assert all(torch.equal(value, checkpoint(path)["state_dict"][name]) for name, value in made.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")

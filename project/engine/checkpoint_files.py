@@ -46,12 +46,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
-    """Keep ``hparams`` that are no plain data as text, such as a path; NumPy's as numbers and lists."""
+    """Keep ``hparams`` that are no plain data as the configuration has them, for ``load_from_checkpoint`` to make them
+    again. What is not from there is kept as text, such as a path, or as numbers and lists where it is NumPy's.
+    """
     checkpoint.pop("hparams_type", None)  # a class of OmegaConf
-    for key in {"hyper_parameters", "datamodule_hyper_parameters"} & checkpoint.keys():
+    for key, part in {"hyper_parameters": "model", "datamodule_hyper_parameters": "data"}.items():
+        if key not in checkpoint:
+            continue
         checkpoint[key] = given = dict(checkpoint[key])
         odd = {name: value for name, value in given.items() if any(_not_plain(value, name))}
         given |= {name: x.tolist() if hasattr(x, "tolist") else str(x) for name, x in odd.items()}
+        written = checkpoint.get(RUN_KEY, {}).get("config", {}).get(part) or {}
+        if odd and odd.keys() <= written.get("init_args", {}).keys():
+            given |= {name: written["init_args"][name] for name in odd}
+            given |= {"_class_path": written["class_path"], "_instantiator": "lightning.pytorch.cli.instantiate_module"}
 
 
 class Unreadable(UserError):

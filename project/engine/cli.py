@@ -83,6 +83,11 @@ ELSEWHERE = {
 MOST_USED = Path(__file__).with_name("most_used.txt")
 
 
+# Modules get their arguments alone: with LightningCLI's hyperparameters, ``self.hparams`` has text for objects
+AS_THEY_ARE = [
+    (lambda cls, /, *args, **kwargs: cls(*args, **kwargs), x, True) for x in (LightningModule, LightningDataModule)
+]
+
 # Our own flags: name, type, default, help
 OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
@@ -276,17 +281,18 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"--seed_everything must be between 0 and {2**32 - 1}, got {seed}.")
 
     def instantiate_classes(self) -> None:
-        """Turn what a constructor refuses into one line; jsonargparse wraps it in a list of types."""
+        """Make module and data module, not the trainer: it needs the run's folder, see ``fit.build``.
+
+        What a constructor refuses becomes one line; jsonargparse wraps it in a list of types.
+        """
         try:
-            super().instantiate_classes()
+            self.config_init = self.parser.instantiate(self.config, instantiators=AS_THEY_ARE)
         except (ValueError, TypeError) as error:
             link: BaseException | None = error
             while link is not None and not isinstance(link, UserError):
                 link = link.__cause__ or link.__context__
             raise link or UserError(explain(str(error), [])) from None
-
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Not here: the trainer needs the run's folder, see ``fit.build``."""
+        self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
 
 
 def _brings_loaders(class_path: str) -> bool:  # feature: mnist
@@ -335,7 +341,7 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         warnings.simplefilter("ignore")
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
     plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
-    make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
+    make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), False, AS_THEY_ARE)
     return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
 
 

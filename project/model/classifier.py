@@ -49,6 +49,7 @@ class ImageClassifier(SupervisedModule):
         super().__init__(
             network, "CrossEntropyLoss", loss_args, metrics, monitor, mode, lr=lr, channels_last=channels_last, **kwargs
         )
+        self.save_hyperparameters(ignore=["network", "metrics", "loss", "loss_args"])  # the last two follow from others
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
