@@ -321,6 +321,7 @@ class Side(Line):
             "longest": CombinedLoader(shuffled, "max_size"),
             "states": stateful,
             "one has a state": [shuffled[0], stateful[1]],
+            "no length": CombinedLoader([shuffled[1], DataLoader(StreamWithState(), 8)], "min_size"),
         }[self.kind]
 
     def val_dataloader(self) -> DataLoader[Any]:

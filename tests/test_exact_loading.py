@@ -102,7 +102,7 @@ def test_a_start_inside_an_epoch_gives_exactly_the_rest_of_it(kind: str, workers
     whole.batches.set_epoch(3)
     batches = list(whole)
     rest = loader()
-    rest.batches.start_at(Start(epoch=3, batches=2, samples_per_batch=rest.batches.global_batch_size))
+    rest.start_at(Start(epoch=3, batches=2, samples_per_batch=rest.batches.global_batch_size))
     rest.batches.set_epoch(3)  # as Lightning does once more
     resumed = list(rest)
     assert len(resumed) == len(batches) - 2
@@ -207,7 +207,7 @@ def test_what_is_fetched_here_leaves_the_generators_of_training_alone() -> None:
 def test_another_batch_size_on_resume_sees_no_sample_twice() -> None:
     order = flat(indices(exact(DataLoader(Numbers(96), batch_size=8, shuffle=True))))
     later = exact(DataLoader(Numbers(96), batch_size=16, shuffle=True))
-    later.batches.start_at(Start(epoch=0, batches=3, samples_per_batch=8))
+    later.start_at(Start(epoch=0, batches=3, samples_per_batch=8))
     assert flat(indices(later)) == order[24:]
     assert later.batches.start_batch == 0  # begins at its beginning when it is cycled through
 

@@ -163,7 +163,7 @@ class RunCheckpoint(GracefulStop):
                 for loader in self.loading.training:
                     loader.sampler.set_epoch(trainer.current_epoch)  # type: ignore[attr-defined]
                 lightning_internals.begin_epoch_again(trainer)
-            self.loading.begin()
+            self.loading.begin_late()
             if self._resume is not None:
                 self._restore(trainer, pl_module, self._resume)
             say(*self.loading.notes, *self.notes)

@@ -232,6 +232,7 @@ class ExactLoader(DataLoader[Any]):
     """A ``DataLoader`` of the user's with :class:`ExactBatches` for its sampler."""
 
     batches: ExactBatches
+    start_at: Callable[[Start, int], None]
 
     @classmethod
     def of(cls, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> ExactLoader:
@@ -258,7 +259,7 @@ class ExactLoader(DataLoader[Any]):
             in_order=loader.in_order,
             **{name: getattr(loader, name) for name in KEPT},
         )
-        exact.batches = batches
+        exact.batches, exact.start_at = batches, batches.start_at
         vars(exact).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # as the user's code knows them
         return exact
 
@@ -361,6 +362,7 @@ class ExactLoading:
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact, a line each
         self.training: list[ExactLoader | WatchedLoader] = []
+        self._early = False  # whether Lightning reads before the module's hooks: a loader has no length
         self._loaded_at: int | None = None  # the epoch for which ``training`` was made
 
     def install(self, trainer: Trainer) -> None:
@@ -388,9 +390,10 @@ class ExactLoading:
             if trainer.world_size > 1:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
         if trainer.training:
-            if isinstance(found, WatchedLoader):  # Lightning may read its first batch at once
-                found.start_at(self.start, len(self.training))
             self.training.append(found)
+            self._early = self._early or sized_len(found) is None
+            if self._early:  # Lightning reads a batch of each loader at once
+                self.begin()
             for each in self.training:
                 if isinstance(each, ExactLoader):
                     each.batches.cycles = len(self.training) > 1
@@ -418,10 +421,14 @@ class ExactLoading:
         return WatchedLoader(loader, owner, seed) if training else loader
 
     def begin(self) -> None:
-        """Start the exact loaders where training does. Not earlier: the module's own hooks read whole epochs."""
+        """Put the loaders where training starts."""
         for index, loader in enumerate(self.training):
-            if isinstance(loader, ExactLoader):
-                loader.batches.start_at(self.start, index)
+            loader.start_at(self.start, index)
+
+    def begin_late(self) -> None:
+        """The same after the module's own hooks, which read whole epochs; nothing where Lightning has begun to read."""
+        if not self._early:
+            self.begin()
 
     def states(self, batches: int, epoch_ends: bool = False) -> list[tuple[int, Any]]:
         """Where this rank's training loaders are after so many batches of the epoch, or before the next epoch."""
