@@ -200,7 +200,9 @@ class StopInValidation(Callback):
             signals.state.requested = signal.SIGTERM
 
 
-SIDE = [["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state", "no length")]
+SIDE = [
+    ["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state", "no length")
+]
 OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"]]
 OTHERS += [["OwnWays"], ["OwnPace"]]
 COMPOSED = ["Composed", "--model.net", "torch.nn.Linear", "--model.net.in_features", "4", "--model.rates.later", "0.03"]

@@ -341,7 +341,8 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         warnings.simplefilter("ignore")
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
     plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
-    make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), False, AS_THEY_ARE)
+    model = Namespace(model=cli.config.model)
+    make = partial(cli.parser.instantiate, model, instantiate_groups=False, instantiators=AS_THEY_ARE)
     return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
 
 
