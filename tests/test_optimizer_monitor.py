@@ -14,6 +14,7 @@ from project.callbacks.optimizer import OptimizerMonitor
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.loggers.metrics_csv import MetricsCSV
 from tests.monitored import Linear, Points, make_trainer, one_thread, read  # noqa: F401 - one_thread is a fixture
+from tests.other_tasks import WithoutRate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -47,6 +48,17 @@ def test_rate_and_gradient_norm_are_those_of_the_logged_step(tmp_path, accumulat
         (step, {"lr": 0.125 * 0.5**step, "grad_norm": pytest.approx(by_hand.norms[step])}) for step in (1, 3, 5)
     ]
     assert len(by_hand.norms) == 6
+
+
+class Unrated(Linear):
+    def configure_optimizers(self) -> Any:
+        return WithoutRate(self.parameters(), {"pace": 0.02})
+
+
+def test_an_optimizer_without_a_rate_has_a_norm(tmp_path):
+    trainer, rows = make_trainer(tmp_path, OptimizerMonitor(), log_every_n_steps=2)
+    trainer.fit(Unrated(), Points(8 * 4, 8).loader())
+    assert [(step, {*values}) for step, values in rows.of("optimizer")] == [(1, {"grad_norm"}), (3, {"grad_norm"})]
 
 
 def test_under_16_mixed_the_norm_is_unscaled_and_the_scale_is_logged(tmp_path):

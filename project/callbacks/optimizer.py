@@ -26,7 +26,9 @@ class OptimizerMonitor(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if optimizer is not trainer.optimizers[0] or not is_due(trainer, trainer.global_step + 1):
             return
-        metrics = self._metrics = {"optimizer/lr": float(optimizer.param_groups[0]["lr"])}
+        metrics = self._metrics = dict[str, float | Tensor]()
+        if (rate := optimizer.param_groups[0].get("lr")) is not None:  # an optimizer of the user's may have none
+            metrics["optimizer/lr"] = float(rate)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             metrics["optimizer/loss_scale"] = scaler.get_scale()
