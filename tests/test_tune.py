@@ -420,6 +420,11 @@ def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     assert sorted(os.listdir()) == ["curve.csv", "tune_lr.png"]
 
 
+def test_an_optimizer_without_a_learning_rate_is_told(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.exit_code(tune.main, ["lr", "--model", "tests.other_tasks.OwnPace", "--data", "null"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: tune lr: the optimizer has no learning rate."
+
+
 def test_help_is_quick_for_it_imports_no_torch() -> None:
     code = "import sys; from project.tune.__main__ import main; from project.engine.command import exit_code"
     code += "; assert exit_code(main, ['--help']) == 0; assert 'torch' not in sys.modules"

@@ -139,7 +139,7 @@ class RateRamp(ShortTraining):
         super().on_train_start(trainer, pl_module)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if not all("lr" in group for group in groups):
-            raise UserError("tune lr: the module's optimizer has no learning rate.")
+            raise UserError("tune lr: the optimizer has no learning rate.")
         self.present = max(float(group.get("initial_lr", group["lr"])) for group in groups)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
