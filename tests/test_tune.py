@@ -448,10 +448,6 @@ def test_help_is_quick_for_it_imports_no_torch() -> None:
             "unknown option --memory_limit_gb. Did you mean --memory_limit_gib?",
         ),
         (["batch_size", "--data.sorce", "sample"], "--data.sorce"),
-        (
-            ["lr", "--model", "tests.other_tasks.OwnPace", "--data", "null"],
-            "the module's optimizer has no learning rate",
-        ),
         (["batch_size", *SMALL, "--devices", "2"], "tune measures one process on one device"),
         (["lr", *SMALL, "--strategy", "ddp"], "got --devices auto --num_nodes 1 --strategy ddp"),
         (["lr", *SMALL, "--num_nodes", "2"], "got --devices auto --num_nodes 2"),
