@@ -100,7 +100,8 @@ class Samples:
 
 
 def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
-    """The test set, at most ``MOST_SAMPLES``; else the module's ``example_input_array``; else random images.
+    """The test set, at most ``MOST_SAMPLES``; else the module's ``example_input_array``; else random images: the first
+    that its ``forward`` takes.
 
     With ``as_in_training`` a run that trained on the bundled digits is given those; else its data are looked for anew.
     """
@@ -109,24 +110,30 @@ def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
         raise UserError(f"export traces the module's forward, and {name} has none. Write one.")
     shape, example = tuple(getattr(data, "image_shape", ())), module.example_input_array
     example = (example,) if isinstance(example, Tensor) else example if isinstance(example, tuple) else ()
-    inputs, labels, source = test_set(loaded, len(example) or 1, as_in_training)
-    if not inputs and example:
-        inputs, source = tuple(torch.cat([x, x]) for x in example), f"example_input_array; {source}"
-    elif not inputs and shape:
+    candidates = [test_set(loaded, len(example) or 1, as_in_training)]
+    if example:
+        candidates.append((tuple(torch.cat([x, x]) for x in example), None, "example_input_array"))
+    if shape:
         pixels = torch.randint(256, (1000, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        inputs, source = (pixels,), f"random images; {source}"
-    elif not inputs:
-        give = "Give the module an example_input_array, tensors with a batch dimension, or the data module a test set."
-        raise UserError(f"export has nothing to trace {name} with: {source}. {give}")
-    names = ["images"] if shape else list(inspect.signature(module.forward).parameters)[: len(inputs)]
-    try:
-        found = answer(module, tuple(x[:2] for x in inputs))
-    except Exception as error:
-        raise UserError(f"{name}.forward fails on {source}: {first_line(error)}") from error
-    classes = tuple(getattr(module, "class_names", None) or getattr(data, "class_names", None) or ())
-    if list(found) == ["output"] and classes and found["output"].shape[1:] == (len(classes),):
-        return Samples(inputs, names, source, ["logits"], labels, classes)
-    return Samples(inputs, names, source, list(found))
+        candidates.append(((pixels,), None, "random images"))
+    reasons: list[str] = []  # why the candidates before would not do
+    for inputs, labels, source in candidates:
+        if not inputs:
+            reasons.append(source)
+            continue
+        try:
+            found = answer(module, tuple(x[:2] for x in inputs))
+        except Exception as error:
+            reasons.append(f"{name}.forward fails on {source}: {first_line(error)}")
+            continue
+        source = "; ".join([source, *reasons])
+        names = ["images"] if shape else list(inspect.signature(module.forward).parameters)[: len(inputs)]
+        classes = tuple(getattr(module, "class_names", None) or getattr(data, "class_names", None) or ())
+        if list(found) == ["output"] and classes and found["output"].shape[1:] == (len(classes),):
+            return Samples(inputs, names, source, ["logits"], labels, classes)
+        return Samples(inputs, names, source, list(found))
+    give = "Give the module an example_input_array, tensors with a batch dimension, or the data module a test set."
+    raise UserError(f"export has nothing to trace {name} with: {'; '.join(reasons)}. {give}")
 
 
 def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Tensor, ...], Tensor | None, str]:

@@ -203,6 +203,19 @@ def test_without_a_test_set_the_example_input_array_is_taken(tmp_path: Path) -> 
     assert all(row["agrees"] and row["samples"] == 2 for row in rows)
 
 
+class RawHouses(Houses):
+    """Batches that the module's steps prepare for its forward."""
+
+    def setup(self, stage: str) -> None:
+        self.test = TensorDataset(torch.rand(50, 7), torch.rand(50, 7))
+
+
+def test_where_forward_takes_no_batch_of_the_test_set_the_example_input_array_is_taken(tmp_path: Path) -> None:
+    samples, rows = exported_rows(Loaded(Prices().eval(), RawHouses(), {}, {}, Path("best.ckpt")), tmp_path)
+    assert samples.source.startswith("example_input_array; Prices.forward fails on RawHouses test: mat1")
+    assert all(row["agrees"] and row["samples"] == 2 for row in rows)
+
+
 class BringsHouses(Prices):
     """Brings its own loader, and no data module."""
 
@@ -238,13 +251,15 @@ class Fails(Prices):
     [
         (NoForward(), "export traces the module's forward, and NoForward has none. Write one."),
         (TakesText(), "export has nothing to trace TakesText with: no test set"),
-        (Fails(), "Fails.forward fails on example_input_array; no test set"),
+        (
+            Fails(),
+            "export has nothing .*: no test set.*; Fails.forward fails on example_input_array: mat1",
+        ),
     ],
 )
 def test_what_a_module_lacks_is_one_line_before_any_work(module: LightningModule, message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"^{message}") as error:
         export.find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")), as_in_training=True)
-    assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
 
 
