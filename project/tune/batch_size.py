@@ -1,6 +1,5 @@
 """The batch-size search: the largest that fits, every size timed at full speed, and which of them to use."""
 
-import contextlib
 import gc
 import shlex
 import statistics
@@ -25,7 +24,9 @@ from project.hardware import GIB
 from project.tables import format_table
 from project.tune.short_training import ShortTraining, picture, scratch_trainer
 
-FIRST = 16  # the smallest size that is timed, where larger ones fit
+COUNTED_STEPS = 2  # in which the CPU's memory is counted; a compiled network runs eagerly in them
+WARM_UP_STEPS, WINDOWS, WINDOW_SECONDS = 3, 3, 0.4
+FIRST = 16  # the smallest size that is tried, where larger ones fit
 WORTH = 0.05  # of the best rate: a smaller gain does not count
 # Optimizer steps an epoch that a recommended size leaves. On the bundled digits, 4 an epoch gave an accuracy of 0.916
 # after five epochs, and 70 gave 0.983.
@@ -38,40 +39,43 @@ CPU_SHARE = 0.6
 class Clock(ShortTraining):
     """Times windows of steps, waiting for the device at their edges only, and ends the training when it has enough.
 
-    Every step of the warm-up is a window; the following ones take about ``seconds``, as the window before them says.
+    Each of the first steps is a window that does not count. The second one takes the most memory: gradients and
+    optimizer state exist from the first one on. After it ``memory`` counts no more, for that makes steps slower.
     """
 
-    def __init__(self, warm_up_steps: int = 3, windows: int = 3, seconds: float = 0.4) -> None:
-        self.warm_up_steps, self.windows, self.seconds = warm_up_steps, windows, seconds
-        self.step_ms: list[float] = []
-        self._began, self._first, self._next = 0.0, 0, 1  # the window: when it began, after and up to which step
+    def __init__(self, memory: LiveMemory) -> None:
+        self.memory = memory
+        self.step_ms: list[float] = []  # of each window
+        self._began, self._first, self._length = 0.0, 0, 1  # the window: when and after which step, and its steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._began = time.perf_counter()
 
     def after_step(self, trainer: Trainer) -> None:
-        if self.steps_done < self._next:
+        if self.steps_done == COUNTED_STEPS:
+            self.memory.close()
+        if self.steps_done < self._first + self._length:
             return
         synchronize(trainer.strategy.root_device)  # a clock tells nothing before the device has done its work
-        now, steps = time.perf_counter(), self.steps_done - self._first
-        step_seconds, length = (now - self._began) / steps, 1
-        if self.steps_done > self.warm_up_steps:
+        now = time.perf_counter()
+        step_seconds = (now - self._began) / self._length
+        if self.steps_done > WARM_UP_STEPS:
             self.step_ms.append(1000 * step_seconds)
-            trainer.should_stop = len(self.step_ms) >= self.windows
-        if self.steps_done >= self.warm_up_steps:
-            length = max(1, int(self.seconds / max(step_seconds, 1e-6)))
-        self._began, self._first, self._next = now, self.steps_done, self.steps_done + length
+            trainer.should_stop = len(self.step_ms) == WINDOWS
+        if self.steps_done >= WARM_UP_STEPS:
+            self._length = max(1, int(WINDOW_SECONDS / step_seconds))
+        self._began, self._first = now, self.steps_done
 
 
 @dataclass
 class Measured:
-    """What steps at one batch size took."""
+    """What training at one batch size took."""
 
     batch_size: int
     step_ms: float
-    spread_pct: float | None = None  # of the windows: (largest − smallest) / median
-    peak_bytes: int | None = None  # None where the device does not tell
+    spread_pct: float = 0.0  # of the windows: (largest − smallest) / median
+    peak_allocated_gib: float | None = None  # None where the device does not tell
     steps_per_epoch: int | None = None  # optimizer steps; None where the data do not tell how many samples they have
 
     @property
@@ -97,56 +101,62 @@ class TrainingSteps:
         self.datamodule.setup("fit")
         self.training_samples = samples_of(self.datamodule.train_dataloader())  # None if unknown
 
-    def measure(self, batch_size: int, full_speed: bool = False) -> Measured:
-        """Train for a second or two at full speed, or two optimizer steps; on the CPU only these count memory.
-
-        A batch that does not fit raises ``torch.OutOfMemoryError``.
-        """
-        # The second step takes the most memory: gradients and optimizer state exist from the first one on.
-        clock = Clock() if full_speed else Clock(warm_up_steps=1, windows=1, seconds=0)
-        self.datamodule.batch_size, failure, peak_bytes = batch_size, None, None
-        try:
-            with scratch_trainer(self.flags, clock) as trainer:
-                peak_bytes = self._fit(trainer, count_memory=not full_speed)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = str(error)
-        # Outside of the except clause: the error's traceback holds the frames that hold the tensors. So do the trainer
-        # and what Lightning has put on the callback.
-        times, self.datamodule.trainer = clock.step_ms, None
-        del trainer, clock
+    def measure(self, batch_size: int) -> Measured | None:
+        """Train for a second or two; None where such a batch does not fit."""
+        self.datamodule.batch_size = batch_size
+        trained = self._train()
+        self.datamodule.trainer = None  # holds what the training has left
         free_memory()
-        if failure is not None:
-            raise torch.OutOfMemoryError(failure)
+        if trained is None:
+            tell(batch_size, "out of memory")
+            return None
+        times, peak_bytes = trained
         median = statistics.median(times)
-        spread = 100 * (max(times) - min(times)) / median if len(times) > 1 else None
+        spread = 100 * (max(times) - min(times)) / median
+        peak_gib = None if peak_bytes is None else peak_bytes / GIB
         step_samples = batch_size * self.flags["accumulate_grad_batches"]
         steps = None if self.training_samples is None else max(1, self.training_samples // step_samples)
-        return Measured(batch_size, median, spread, peak_bytes, steps)
+        measured = Measured(batch_size, median, spread, peak_gib, steps)
+        tell(batch_size, f"{median:,.1f} ms per step, {measured.samples_per_sec:,.0f} samples/s")
+        return measured
 
-    def _fit(self, trainer: Trainer, count_memory: bool) -> int | None:
-        """Train within the memory limit; returns the peak in bytes, None where it is not counted."""
-        module, device, limit = self.config.fresh_module(), trainer.strategy.root_device, self.memory_limit_bytes
-        if device.type == "cpu":
-            memory = LiveMemory(limit)
-            with memory if count_memory else contextlib.nullcontext():
-                memory.count([*module.parameters(), *module.buffers()])
+    def _train(self) -> tuple[list[float], int | None] | None:
+        """Milliseconds per step in each window, and the peak in bytes if the device tells; None when out of memory.
+
+        Nothing of it is left behind: tensors live in the frames of an error and in what Lightning puts on a callback.
+        """
+        memory = LiveMemory(self.memory_limit_bytes)
+        clock = Clock(memory)
+        try:
+            with scratch_trainer(self.flags, clock) as trainer:
+                module, device = self.config.fresh_module(), trainer.strategy.root_device
+                if device.type == "cpu":
+                    with memory:
+                        memory.count([*module.parameters(), *module.buffers()])
+                        trainer.fit(module, datamodule=self.datamodule)
+                    return clock.step_ms, memory.peak_bytes
+                self._limit_memory(device)
                 trainer.fit(module, datamodule=self.datamodule)
-            return memory.peak_bytes if count_memory else None
-        backend = torch.get_device_module(device)  # torch.cuda or torch.mps, whose allocator keeps to the limit
+                return clock.step_ms, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+
+    def _limit_memory(self, device: torch.device) -> None:
+        """Make the allocator of a GPU keep to the limit, as long as the process lives, and count the peak anew."""
+        backend = torch.get_device_module(device)  # torch.cuda or torch.mps
         where = (device,) if device.type == "cuda" else ()
         total = torch.cuda.get_device_properties(device).total_memory if where else backend.recommended_max_memory()
-        try:
-            if limit is not None:
-                backend.set_per_process_memory_fraction(min(1.0, limit / total), *where)
-            if where:
-                torch.cuda.reset_peak_memory_stats(device)
-            trainer.fit(module, datamodule=self.datamodule)
-            return torch.cuda.max_memory_allocated(device) if where else None
-        finally:
-            if limit is not None:
-                backend.set_per_process_memory_fraction(1.0, *where)
+        if self.memory_limit_bytes is not None:
+            backend.set_per_process_memory_fraction(min(1.0, self.memory_limit_bytes / total), *where)
+        if where:
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def tell(size: int, what: str) -> None:
+    """Progress, on stderr."""
+    print(f"batch size {size:,}: {what}", file=sys.stderr, flush=True)
 
 
 def free_memory() -> None:
@@ -162,7 +172,7 @@ class Search:
 
     largest: int = 0  # 0: not even one sample fits
     limited_by: str = "memory"  # or another reason
-    tries: list[Measured] = field(default_factory=list)  # those that fitted, in the order they were made
+    fitting: dict[int, Measured] = field(default_factory=dict)  # by batch size
     smallest_failed: int | None = None
 
 
@@ -182,15 +192,20 @@ def tune_batch_size(
     present = getattr(config.datamodule, "batch_size", None)
     if not isinstance(present, int):
         raise UserError("tune batch_size needs a data module whose loader follows an attribute batch_size.")
-    search, measured = find_and_time(TrainingSteps(config, flags, options.memory_limit_gib), options)
+    steps = TrainingSteps(config, flags, options.memory_limit_gib)
+    ceiling, reason = steps.training_samples or CEILING, "the training set has no more samples"
+    if options.max_batch_size is not None and options.max_batch_size < ceiling:
+        ceiling, reason = options.max_batch_size, "--max_batch_size allows no larger one"
+    search = find_largest(steps.measure, ceiling, reason, options.max_step_seconds)
+    if not search.largest:
+        raise UserError("not even one sample fits into the device's memory. Choose a smaller network or --precision.")
+    found = [search.fitting.get(size) or steps.measure(size) for size in sizes_to_show(search.largest, present)]
+    measured = [size for size in found if size is not None]
     advice = advise(measured, present)
     notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
     rows: list[dict[str, Any]] = []
     for size in measured:
-        peak = size.peak_bytes and size.peak_bytes / GIB
-        row: dict[str, Any] = {"batch_size": size.batch_size, "samples_per_sec": size.samples_per_sec}
-        row |= {"step_ms": size.step_ms, "spread_pct": size.spread_pct}
-        row |= {"peak_allocated_gib": peak, "steps_per_epoch": size.steps_per_epoch}
+        row = {"batch_size": size.batch_size, "samples_per_sec": size.samples_per_sec, **vars(size)}
         row["note"] = ", ".join(note for note, noted in notes.items() if noted is size)
         rows.append({name: value for name, value in row.items() if value is not None})
     print(format_table(rows))
@@ -208,52 +223,19 @@ def tune_batch_size(
     }
 
 
-def find_and_time(steps: TrainingSteps, options: Namespace) -> tuple[Search, list[Measured]]:
-    """Find the largest batch that fits, and time all sizes up to it in rising order."""
-    present, measured = steps.datamodule.batch_size, []
-    ceiling, reason = steps.training_samples or CEILING, "the training set has no more samples"
-    if options.max_batch_size is not None and options.max_batch_size < ceiling:
-        ceiling, reason = options.max_batch_size, "--max_batch_size allows no larger one"
-    search = find_largest(steps.measure, ceiling, reason, options.max_step_seconds)
-    peaks = {row.batch_size: row.peak_bytes for row in search.tries}
-    for size in sizes_to_time(search.largest, present):
-        try:
-            row = steps.measure(size, full_speed=True)
-        except torch.OutOfMemoryError:  # two steps fitted, but the allocator's gaps grew over more of them
-            tell(size, "out of memory after a while")
-            continue
-        tell(size, f"{row.samples_per_sec:,.0f} samples/s")
-        row.peak_bytes = peaks.get(size, row.peak_bytes)
-        measured.append(row)
-    if not measured:
-        raise UserError("not even one sample fits into the device's memory. Choose a smaller network or --precision.")
-    if (timed := measured[-1].batch_size) < search.largest:
-        search.smallest_failed, search.largest, search.limited_by = search.largest, timed, "memory"
-    return search, measured
-
-
-def tell(size: int, what: str) -> None:
-    """Progress, on stderr."""
-    print(f"batch size {size:,}: {what}", file=sys.stderr, flush=True)
-
-
 def find_largest(
-    one_try: Callable[[int], Measured], ceiling: int, ceiling_name: str, max_step_seconds: float
+    measure: Callable[[int], Measured | None], ceiling: int, ceiling_name: str, max_step_seconds: float
 ) -> Search:
-    """The exact largest batch size up to ``ceiling`` for which ``one_try`` does not raise ``torch.OutOfMemoryError``.
+    """The exact largest batch size up to ``ceiling`` that ``measure`` does not find too large for the memory.
     No size is doubled whose step takes longer than half of ``max_step_seconds``: larger ones would not end.
     """
     search = Search()
 
     def fits(size: int) -> bool:
-        try:
-            search.tries.append(one_try(size))
-        except torch.OutOfMemoryError:
+        if (measured := measure(size)) is None:
             search.smallest_failed = size
-            tell(size, "out of memory")
             return False
-        search.largest = size
-        tell(size, f"fits, {search.tries[-1].step_ms:,.1f} ms per step")
+        search.largest, search.fitting[size] = size, measured
         return True
 
     size = min(FIRST, ceiling)
@@ -261,7 +243,7 @@ def find_largest(
         if size == ceiling:
             search.limited_by = ceiling_name
             return search
-        if search.tries[-1].step_ms > 500 * max_step_seconds:
+        if search.fitting[size].step_ms > 500 * max_step_seconds:
             search.limited_by = "larger steps take longer than --max_step_seconds"
             return search
         size = min(2 * size, ceiling)
@@ -269,10 +251,10 @@ def find_largest(
     return search
 
 
-def sizes_to_time(largest: int, present: int) -> list[int]:
-    """Powers of two from ``FIRST`` up to ``largest``, the present size, and ``largest``; none where that is 0."""
+def sizes_to_show(largest: int, present: int) -> list[int]:
+    """Powers of two from ``FIRST`` up to ``largest``, the present size, and ``largest``."""
     powers = [FIRST << power for power in range(largest.bit_length())]
-    return sorted({size for size in (*powers, present, largest) if 0 < size <= largest})
+    return sorted({size for size in (*powers, present, largest) if size <= largest})
 
 
 def advise(measured: Sequence[Measured], present: int) -> Advice:
@@ -316,9 +298,9 @@ def draw(panels: Sequence[Any], measured: Sequence[Measured], search: Search, ad
     """Throughput and peak memory over batch size, the advised sizes marked."""
     speed, peak = panels
     sizes, rates = [row.batch_size for row in measured], [row.samples_per_sec for row in measured]
-    memory = {row.batch_size: row.peak_bytes / GIB for row in measured if row.peak_bytes is not None}
+    memory = {row.batch_size: row.peak_allocated_gib for row in measured if row.peak_allocated_gib is not None}
     line: dict[str, Any] = {"marker": "o", "markersize": 4, "color": "#4477aa"}
-    errors = [row.samples_per_sec * (row.spread_pct or 0) / 200 for row in measured]
+    errors = [row.samples_per_sec * row.spread_pct / 200 for row in measured]
     speed.errorbar(sizes, rates, yerr=errors, capsize=2, **line)
     speed.axhspan((1 - WORTH) * max(rates), max(rates), color="#228833", alpha=0.12, linewidth=0)
     for row, colour, diameter, meaning in (
