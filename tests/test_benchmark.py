@@ -124,7 +124,8 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
     monkeypatch.setattr(tables, "usable", lambda device, precisions: ["32-true"])
     monkeypatch.setattr(timing, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
-    tables.measure_memory(configure(flags, "project.benchmark"), Settings(quick=True, fit_flags=flags, batch_size=128))
+    settings = Settings(1, quick=True, fit_flags=flags, batch_size=128)
+    tables.measure_memory(configure(flags, "project.benchmark"), settings)
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
@@ -297,8 +298,8 @@ def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
     ],
 )
 def test_the_table_is_told_from_the_values_of_fits_flags(argv: list[str], table: str | None, rest: list[str]) -> None:
-    found, _, flags = read_options(argv)
-    assert (found, flags) == (table, rest)
+    found, settings = read_options(argv)
+    assert (found, settings.fit_flags) == (table, rest)
 
 
 def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,10 +311,10 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
     monkeypatch.setattr("project.benchmark.tables.measure_overhead", measure)
     Path("mine.yaml").write_text("data: {batch_size: 32}\n")
     for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
-        measure_table("overhead", flags, {})
+        measure_table("overhead", read_options(["overhead", *flags])[1])
     assert measured == [("MLP", 64, 5), ("ConvNet", 32, 5), ("MLP", 16, 5)]
-    for typed in ({}, {"n": 7}):  # a pass over all tables measures less unless told otherwise
-        measure_table("overhead", [], typed, whole_pass=True)
+    for typed in ([], ["--n", "7"]):  # a pass over all tables measures less unless told otherwise
+        measure_table("overhead", read_options(typed)[1])
     assert [n for _, _, n in measured[3:]] == [3, 7]
 
 
@@ -363,7 +364,7 @@ def test_data_that_a_table_cannot_use_is_one_line(table: str, said: str, monkeyp
 
     monkeypatch.setattr("project.engine.cli.configure", configured)
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
-        measure_table(table, [], {"n": 1})
+        measure_table(table, Settings(1))
     assert said in str(error.value)
 
 

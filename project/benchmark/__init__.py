@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-from project.errors import UserError
 
 # Table → the column that its chart shows, and what it says.
 TABLES = {
@@ -16,11 +15,13 @@ TABLES = {
 Row = dict[str, Any]  # of a table, by column
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
-    """How much is measured. All but the last two are options of the same name; a UserError for a wrong value."""
+    """What is asked for. All but the last two are options of the same name."""
 
-    n: int = 5  # measurements behind every median
+    n: int  # measurements behind every median
+    output: Path | None = None  # .json or .csv
+    plot: Path | None = None  # .png
     quick: bool = False  # tiny sizes
     networks: Sequence[str] = ("chosen", "ResNet18")  # of devices; chosen is --model.network
     precisions: Sequence[str] = ("32-true", "tf32", "16-mixed", "bf16-mixed")  # of devices and memory
@@ -28,9 +29,3 @@ class Settings:
     workers: Sequence[int] = (0, 2, 4)  # of loaders
     fit_flags: Sequence[str] = ()  # flags of fit that say what is measured
     batch_size: int = 0  # that these flags set; 0 where the data module has none
-
-    def __post_init__(self) -> None:
-        counts = {"n": (1, [self.n]), "batch_sizes": (1, self.batch_sizes), "workers": (0, self.workers)}
-        for name, (least, values) in counts.items():
-            if wrong := [value for value in values if value < least]:
-                raise UserError(f"--{name} must be at least {least}, got {wrong[0]}.")

@@ -6,11 +6,9 @@ python -m project.benchmark overhead --model.network MLP --data.batch_size 64
 Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is measured.
 """
 
-import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from project.benchmark import TABLES, Row, Settings
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
@@ -26,15 +24,12 @@ SMALL_MLP += ["--data.shift_pixels", "0"]
 PRESETS = {"overhead": SMALL_MLP, "loaders": SMALL_MLP}
 # A file or class of the user's own says what is measured; it may not know the preset's flags.
 BEATS_THE_PRESET = ("--config", "-c", "--model", "--model.class_path", "--data", "--data.class_path")
-IN_WHOLE_PASS = {"n": 3}  # all tables together take about ten minutes
+N, N_IN_WHOLE_PASS = 5, 3  # measurements; all tables together take about ten minutes
 
 
 def main(argv: list[str]) -> int:
     """Measure what ``argv`` asks for, print it, and write it where it says."""
-    table, options, fit_flags = read_options(argv)
-    plot = options.plot or (options.output and check_output(options.output.with_suffix(".png"), (".png",), "--plot"))
-    typed = {k: v for k, v in vars(options).items() if k not in ("output", "plot") and v is not None}
-    Settings(**typed)  # refuses wrong values before anything takes its time
+    table, settings = read_options(argv)
     os.environ["WANDB_MODE"] = "offline"  # a benchmark uploads nothing
     with quick_imports():
         from project.benchmark.timing import conditions, line_of
@@ -43,18 +38,18 @@ def main(argv: list[str]) -> int:
     print(line_of(facts), flush=True)
     tables: dict[str, list[Row]] = {}
     for name in [table] if table else TABLES:
-        tables[name] = measure_table(name, fit_flags, typed, whole_pass=table is None)
+        tables[name] = measure_table(name, settings)
         print(f"\n{name}: {TABLES[name][1]}\n{format_table(tables[name])}", flush=True)
         # after every table: a stopped pass keeps what it has
-        if options.output:
-            write(options.output, facts, tables)
-        if plot:
-            draw(plot, tables, line_of(facts))
+        if settings.output:
+            write(settings.output, facts, tables)
+        if settings.plot:
+            draw(settings.plot, tables, line_of(facts))
     return 0
 
 
-def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[str]]:
-    """The table's name or None, the benchmark's own options, and the rest, which are flags of ``fit``."""
+def read_options(argv: list[str]) -> tuple[str | None, Settings]:
+    """The table's name or None, and what is asked for; a UserError for a wrong value."""
     table, rest = take_word(argv, TABLES, switches=("--quick",))
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
@@ -64,8 +59,8 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
     add_output(parser)
     add_output(parser, "--plot", (".png",), "chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
-    n = Settings.n if table else f"{IN_WHOLE_PASS['n']}, of loaders {Settings.n}"
-    add("--n", type=int, metavar="N", help=f"measurements behind every median (default: {n})")
+    settings = Settings(n=N if table else N_IN_WHOLE_PASS)
+    add("--n", type=int, metavar="N", help=f"measurements behind every median (default: {settings.n})")
     if table == "devices":
         add("--networks", nargs="+", choices=Settings.networks, help="chosen is --model.network")
     if table in ("devices", "memory"):
@@ -73,17 +68,23 @@ def read_options(argv: list[str]) -> tuple[str | None, argparse.Namespace, list[
         add("--batch_sizes", nargs="+", type=int, metavar="B")
     if table == "loaders":
         add("--workers", nargs="+", type=int, metavar="W", help="worker counts to try (default: 0 2 4)")
-    return table, *parser.parse_known_args(rest)
+    _, settings.fit_flags = parser.parse_known_args(rest, settings)
+    counts = {"n": (1, [settings.n]), "batch_sizes": (1, settings.batch_sizes), "workers": (0, settings.workers)}
+    for name, (least, values) in counts.items():
+        if wrong := [value for value in values if value < least]:
+            raise UserError(f"--{name} must be at least {least}, got {wrong[0]}.")
+    if settings.output and not settings.plot:
+        settings.plot = check_output(settings.output.with_suffix(".png"), (".png",), "--plot")
+    return table, settings
 
 
-def measure_table(name: str, fit_flags: list[str], typed: dict[str, Any], whole_pass: bool = False) -> list[Row]:
-    """The rows of one table. Flags of ``fit`` and fields of :class:`Settings` that were typed win over its presets."""
+def measure_table(name: str, settings: Settings) -> list[Row]:
+    """The rows of one table. Flags of ``fit`` that were typed win over its presets."""
     from project.benchmark import tables
     from project.engine.cli import configure
 
-    settings = Settings(**{**(IN_WHOLE_PASS if whole_pass and name != "loaders" else {}), **typed})
-    own = any(word.split("=")[0] in BEATS_THE_PRESET for word in fit_flags)
-    flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if settings.quick else []), *fit_flags]
+    own = any(word.split("=")[0] in BEATS_THE_PRESET for word in settings.fit_flags)
+    flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if settings.quick else []), *settings.fit_flags]
     config = configure(flags, "project.benchmark")
     size = getattr(config.datamodule, "batch_size", 0)
     if not size:
