@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
+from tqdm import tqdm  # type: ignore[import-untyped]  # feature: memory
 
 from project.benchmark import Row, Settings, timing
 from project.callbacks.memory import ACTIVATIONS  # feature: memory
@@ -69,15 +70,12 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
     if "ResNet18" in settings.networks and not (images and hasattr(config.module, "network")):
         needs = "images and a module with a network. Leave it out: --networks chosen."
         raise UserError(f"--networks ResNet18 needs {needs}")
-    cases = device_cases(config, settings)
-    variants = {" ".join(map(str, case)): partial(timing.run_epochs, of_case, 2) for case, of_case in cases.items()}
+    measured = timing.alternate("devices", device_runs(config, settings), settings.n, PATIENCE_S)
     rows: list[Row] = []
-    measured = timing.alternate("devices", variants, settings.n, PATIENCE_S).values()
-    for ((_, _, precision, size), of_case), runs in zip(cases.items(), measured, strict=True):
+    for (_, _, precision, size), runs in measured.items():
         train_samples = runs[0].train_samples
         samples = runs[0].batches * min(size, train_samples or size)
-        row: Row = {"device": runs[0].device, "network": type(network_of(of_case.module)).__name__}
-        row |= {"precision": precision, "batch_size": size}
+        row: Row = {"device": runs[0].device, "network": runs[0].network, "precision": precision, "batch_size": size}
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
             row["epoch_s"] = train_samples / row["samples_per_sec"]
@@ -95,9 +93,9 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
     return rows
 
 
-def device_cases(config: Configuration, settings: Settings) -> dict[Case, Configuration]:
+def device_runs(config: Configuration, settings: Settings) -> dict[Case, partial[timing.RunClock]]:
     """What the table ``devices`` measures."""
-    cases: dict[Case, Configuration] = {}
+    runs = {}
     for network, device in product(settings.networks, timing.wanted_devices(config)):
         found, sizes, flags = usable(device, settings.precisions), [settings.batch_size], []
         if network == "ResNet18":
@@ -107,9 +105,9 @@ def device_cases(config: Configuration, settings: Settings) -> dict[Case, Config
             sizes += [size for size in settings.batch_sizes or BATCH_SIZES[device] if size != settings.batch_size]
         for size in sizes:
             for precision in found if size == sizes[0] else found[:1]:
-                case = network, device, precision, size
-                cases[case] = configure_for(settings.fit_flags, device, precision, size, *flags)
-    return cases
+                case = configure_for(settings.fit_flags, device, precision, size, *flags)
+                runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)
+    return runs
 
 
 STEPS = 3  # optimizer steps; the first makes the optimizer's state  # feature: memory
@@ -127,13 +125,13 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # f
     sizes = settings.batch_sizes or ([64] if settings.quick else [256, 1024])
     rows: list[Row] = []
     cases = list(product(usable(device, settings.precisions), recomputes, (1, 4), sizes))
-    for precision, recompute, parts, size in timing.progress("memory", cases):
+    for precision, recompute, parts, size in tqdm(cases, desc="memory", leave=False, disable=None):
         flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(STEPS * parts)]
         flags += ["--limit_val_batches", "0", "--monitors", "memory"]
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(settings.fit_flags, device, precision, max(1, size // parts), *flags)
         run = timing.run_epochs(case, 1)
-        row: Row = {"device": run.device, "network": type(network_of(config.module)).__name__, "precision": precision}
+        row: Row = {"device": run.device, "network": run.network, "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
         rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})

@@ -38,32 +38,30 @@ from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
 from project.engine.restore import Run, choose
-from project.engine.summary import command_line, device_name, git_state, samples_of, versions
+from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
 from project.engine.trainer import as_list, build_trainer, trainer_flags
 from project.errors import UserError
+from project.tables import format_cell
 
+K = TypeVar("K")
 T = TypeVar("T")
 LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"
 
 
-def progress(table: str, items: Iterable[Any]) -> Any:
-    """The items under a bar on stderr, so that the tables on stdout can be piped; no bar in a log file."""
-    return tqdm(items, desc=table, leave=False, disable=None)
-
-
 def alternate(
-    table: str, variants: Mapping[str, Callable[[], T]], rounds: int, patience_s: float = math.inf
-) -> dict[str, list[T]]:
+    table: str, variants: Mapping[K, Callable[[], T]], rounds: int, patience_s: float = math.inf
+) -> dict[K, list[T]]:
     """Results of every variant (name → one measurement), ``rounds`` of each, one after the other in turn.
 
     In turn, and every other round backwards, so that a machine that grows slower or busier during the measurement
     does so for all variants alike. A variant that takes longer than ``patience_s`` is not repeated.
     """
-    results: dict[str, list[T]] = {name: [] for name in variants}
+    results: dict[K, list[T]] = {name: [] for name in variants}
     too_slow = set()
-    bar = progress(table, [name for turn in range(rounds) for name in list(variants)[:: -1 if turn % 2 else 1]])
+    order = [name for turn in range(rounds) for name in list(variants)[:: -1 if turn % 2 else 1]]
+    bar = tqdm(order, desc=table, leave=False, disable=None)  # on stderr; none in a log file
     for name in bar:
-        bar.set_postfix_str(name)
+        bar.set_postfix_str(format_cell(name))
         if name not in too_slow:
             began = time.perf_counter()
             results[name].append(variants[name]())
@@ -112,7 +110,7 @@ class RunClock(Callback):
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.batches = 0  # per epoch
         self.train_samples: int | None = None  # in the training set; None where its loader does not tell
-        self.device = ""  # its name
+        self.device = self.network = ""  # their names
         self._began = self._train_s = 0.0  # of this epoch's training steps
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,7 +126,8 @@ class RunClock(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # after every on_train_end, where the last epoch's checkpoint is saved
-        self.batches, self.device = int(trainer.num_training_batches), device_name(trainer)
+        self.device, self.network = device_name(trainer), type(network_of(pl_module)).__name__
+        self.batches = int(trainer.num_training_batches)
         self.train_samples = samples_of(trainer.train_dataloader)
         self.accuracy = trainer.callback_metrics.get("val/accuracy")
 
