@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import TABLES, Settings, tables, timing
+from project.benchmark import TABLES, tables, timing
 from project.benchmark.__main__ import draw, main, measure_table, read_options
 from project.benchmark.tables import ResNet18, time_epoch
 from project.benchmark.timing import (
@@ -124,8 +124,8 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
     monkeypatch.setattr(tables, "usable", lambda device, precisions: ["32-true"])
     monkeypatch.setattr(timing, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
-    settings = Settings(1, quick=True, fit_flags=flags, batch_size=128)
-    tables.measure_memory(configure(flags, "project.benchmark"), settings)
+    options = read_options(["memory", "--quick", *flags])
+    tables.measure_memory(configure(flags, "project.benchmark"), options)
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
@@ -298,23 +298,23 @@ def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
     ],
 )
 def test_the_table_is_told_from_the_values_of_fits_flags(argv: list[str], table: str | None, rest: list[str]) -> None:
-    found, settings = read_options(argv)
-    assert (found, settings.fit_flags) == (table, rest)
+    options = read_options(argv)
+    assert (options.table, options.fit_flags) == (table, rest)
 
 
 def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(config: Any, settings: Any) -> list[dict[str, Any]]:
-        measured.append((type(config.module.network).__name__, settings.batch_size, settings.n))
+    def measure(config: Any, options: Any) -> list[dict[str, Any]]:
+        measured.append((type(config.module.network).__name__, options.batch_size, options.n))
         return []
 
     measured: list[tuple[str, int, int]] = []
     monkeypatch.setattr("project.benchmark.tables.measure_overhead", measure)
     Path("mine.yaml").write_text("data: {batch_size: 32}\n")
     for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
-        measure_table("overhead", read_options(["overhead", *flags])[1])
+        measure_table("overhead", read_options(["overhead", *flags]))
     assert measured == [("MLP", 64, 5), ("ConvNet", 32, 5), ("MLP", 16, 5)]
     for typed in ([], ["--n", "7"]):  # a pass over all tables measures less unless told otherwise
-        measure_table("overhead", read_options(typed)[1])
+        measure_table("overhead", read_options(typed))
     assert [n for _, _, n in measured[3:]] == [3, 7]
 
 
@@ -364,7 +364,7 @@ def test_data_that_a_table_cannot_use_is_one_line(table: str, said: str, monkeyp
 
     monkeypatch.setattr("project.engine.cli.configure", configured)
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
-        measure_table(table, Settings(1))
+        measure_table(table, read_options([table]))
     assert said in str(error.value)
 
 

@@ -6,11 +6,12 @@ python -m project.benchmark overhead --model.network MLP --data.batch_size 64
 Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is measured.
 """
 
+import copy
 import os
-from dataclasses import replace
+from argparse import Namespace
 from pathlib import Path
 
-from project.benchmark import TABLES, Row, Settings
+from project.benchmark import TABLES, Row
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
 from project.errors import UserError, nearest
 from project.tables import check_output, format_cell, format_table, write_rows
@@ -24,12 +25,12 @@ SMALL_MLP += ["--data.shift_pixels", "0"]
 PRESETS = {"overhead": SMALL_MLP, "loaders": SMALL_MLP}
 # A file or class of the user's own says what is measured; it may not know the preset's flags.
 BEATS_THE_PRESET = ("--config", "-c", "--model", "--model.class_path", "--data", "--data.class_path")
-N, N_IN_WHOLE_PASS = 5, 3  # measurements; all tables together take about ten minutes
+NETWORKS, PRECISIONS = ("chosen", "ResNet18"), ("32-true", "tf32", "16-mixed", "bf16-mixed")
 
 
 def main(argv: list[str]) -> int:
     """Measure what ``argv`` asks for, print it, and write it where it says."""
-    table, settings = read_options(argv)
+    options = read_options(argv)
     os.environ["WANDB_MODE"] = "offline"  # a benchmark uploads nothing
     with quick_imports():
         from project.benchmark.timing import conditions, line_of
@@ -37,19 +38,19 @@ def main(argv: list[str]) -> int:
     facts = conditions()
     print(line_of(facts), flush=True)
     tables: dict[str, list[Row]] = {}
-    for name in [table] if table else TABLES:
-        tables[name] = measure_table(name, settings)
+    for name in [options.table] if options.table else TABLES:
+        tables[name] = measure_table(name, options)
         print(f"\n{name}: {TABLES[name][1]}\n{format_table(tables[name])}", flush=True)
         # after every table: a stopped pass keeps what it has
-        if settings.output:
-            write(settings.output, facts, tables)
-        if settings.plot:
-            draw(settings.plot, tables, line_of(facts))
+        if options.output:
+            write(options.output, facts, tables)
+        if options.plot:
+            draw(options.plot, tables, line_of(facts))
     return 0
 
 
-def read_options(argv: list[str]) -> tuple[str | None, Settings]:
-    """The table's name or None, and what is asked for; a UserError for a wrong value."""
+def read_options(argv: list[str]) -> Namespace:
+    """``table`` (None: all), the benchmark's own options, and in ``fit_flags`` the rest; a UserError for bad ones."""
     table, rest = take_word(argv, TABLES, switches=("--quick",))
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
@@ -59,40 +60,43 @@ def read_options(argv: list[str]) -> tuple[str | None, Settings]:
     add_output(parser)
     add_output(parser, "--plot", (".png",), "chart (default: beside --output; none without it)")
     add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
-    settings = Settings(n=N if table else N_IN_WHOLE_PASS)
-    add("--n", type=int, metavar="N", help=f"measurements behind every median (default: {settings.n})")
+    n = 5 if table else 3  # all tables together take about ten minutes
+    add("--n", type=int, default=n, metavar="N", help=f"measurements behind every median (default: {n})")
+    parser.set_defaults(table=table, networks=NETWORKS, precisions=PRECISIONS, batch_sizes=(), workers=(0, 2, 4))
     if table == "devices":
-        add("--networks", nargs="+", choices=Settings.networks, help="chosen is --model.network")
+        add("--networks", nargs="+", choices=NETWORKS, help="chosen is --model.network")
     if table in ("devices", "memory"):
-        add("--precisions", nargs="+", choices=Settings.precisions)
-        add("--batch_sizes", nargs="+", type=int, metavar="B")
+        add("--precisions", nargs="+", choices=PRECISIONS)
+        add("--batch_sizes", nargs="+", type=int, metavar="B", help="default: some that suit the device")
     if table == "loaders":
         add("--workers", nargs="+", type=int, metavar="W", help="worker counts to try (default: 0 2 4)")
-    _, settings.fit_flags = parser.parse_known_args(rest, settings)
-    counts = {"n": (1, [settings.n]), "batch_sizes": (1, settings.batch_sizes), "workers": (0, settings.workers)}
+    options, fit_flags = parser.parse_known_args(rest)
+    options.fit_flags = fit_flags
+    counts = {"n": (1, [options.n]), "batch_sizes": (1, options.batch_sizes), "workers": (0, options.workers)}
     for name, (least, values) in counts.items():
         if wrong := [value for value in values if value < least]:
             raise UserError(f"--{name} must be at least {least}, got {wrong[0]}.")
-    if settings.output and not settings.plot:
-        settings.plot = check_output(settings.output.with_suffix(".png"), (".png",), "--plot")
-    return table, settings
+    if options.output and not options.plot:
+        options.plot = check_output(options.output.with_suffix(".png"), (".png",), "--plot")
+    return options
 
 
-def measure_table(name: str, settings: Settings) -> list[Row]:
+def measure_table(name: str, options: Namespace) -> list[Row]:
     """The rows of one table. Flags of ``fit`` that were typed win over its presets."""
     from project.benchmark import tables
     from project.engine.cli import configure
 
-    own = any(word.split("=")[0] in BEATS_THE_PRESET for word in settings.fit_flags)
-    flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if settings.quick else []), *settings.fit_flags]
+    own = any(word.split("=")[0] in BEATS_THE_PRESET for word in options.fit_flags)
+    flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if options.quick else []), *options.fit_flags]
     config = configure(flags, "project.benchmark")
     size = getattr(config.datamodule, "batch_size", 0)
     if not size:
         kind = type(config.datamodule).__name__
         raise UserError(f"--data: the table {name} needs a data module with a batch_size, {kind} has none.")
-    n = min(settings.n, 2) if settings.quick else settings.n
-    settings = replace(settings, n=n, fit_flags=flags, batch_size=size)
-    rows: list[Row] = getattr(tables, f"measure_{name}")(config, settings)
+    options = copy.copy(options)
+    options.n = min(options.n, 2) if options.quick else options.n
+    options.fit_flags, options.batch_size = flags, size
+    rows: list[Row] = getattr(tables, f"measure_{name}")(config, options)
     return rows
 
 

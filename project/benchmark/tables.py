@@ -3,6 +3,7 @@
 import statistics
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 from tqdm import tqdm  # type: ignore[import-untyped]  # feature: memory
 
-from project.benchmark import Row, Settings, timing
+from project.benchmark import Row, timing
 from project.callbacks.memory import ACTIVATIONS  # feature: memory
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoader
@@ -60,17 +61,17 @@ class ResNet18(nn.Sequential):
         super().__init__(nn.Upsample((image_size, image_size), mode="bilinear"), blocks)
 
 
-def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
+def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     """Networks × devices × precisions at the configured batch size, then batch sizes of the chosen network: a row each.
 
     A measurement is the second epoch of a real run; its first one is the warm-up. ``epoch_s``: seconds for the training
     set at the measured rate, without validation.
     """
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
-    if "ResNet18" in settings.networks and not (images and hasattr(config.module, "network")):
+    if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
         needs = "images and a module with a network. Leave it out: --networks chosen."
         raise UserError(f"--networks ResNet18 needs {needs}")
-    measured = timing.alternate("devices", device_runs(config, settings), settings.n, PATIENCE_S)
+    measured = timing.alternate("devices", device_runs(config, options), options.n, PATIENCE_S)
     rows: list[Row] = []
     for (_, _, precision, size), runs in measured.items():
         train_samples = runs[0].train_samples
@@ -93,19 +94,19 @@ def measure_devices(config: Configuration, settings: Settings) -> list[Row]:
     return rows
 
 
-def device_runs(config: Configuration, settings: Settings) -> dict[Case, partial[timing.RunClock]]:
+def device_runs(config: Configuration, options: Namespace) -> dict[Case, partial[timing.RunClock]]:
     """What the table ``devices`` measures."""
     runs = {}
-    for network, device in product(settings.networks, timing.wanted_devices(config)):
-        found, sizes, flags = usable(device, settings.precisions), [settings.batch_size], []
+    for network, device in product(options.networks, timing.wanted_devices(config)):
+        found, sizes, flags = usable(device, options.precisions), [options.batch_size], []
         if network == "ResNet18":
             sizes, flags = [RESNET_BATCH[device]], RESNET_ON_CPU if device == "cpu" else []
             flags = ["--model.network", "project.benchmark.tables.ResNet18", "--model.lr", "1e-3", *flags]
-        elif not settings.quick:
-            sizes += [size for size in settings.batch_sizes or BATCH_SIZES[device] if size != settings.batch_size]
+        elif not options.quick:
+            sizes += [size for size in options.batch_sizes or BATCH_SIZES[device] if size != options.batch_size]
         for size in sizes:
             for precision in found if size == sizes[0] else found[:1]:
-                case = configure_for(settings.fit_flags, device, precision, size, *flags)
+                case = configure_for(options.fit_flags, device, precision, size, *flags)
                 runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)
     return runs
 
@@ -113,7 +114,7 @@ def device_runs(config: Configuration, settings: Settings) -> dict[Case, partial
 STEPS = 3  # optimizer steps; the first makes the optimizer's state  # feature: memory
 
 
-def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # feature: memory
+def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # feature: memory
     """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
 
     ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
@@ -122,14 +123,14 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # f
     """
     device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
-    sizes = settings.batch_sizes or ([64] if settings.quick else [256, 1024])
+    sizes = options.batch_sizes or ([64] if options.quick else [256, 1024])
     rows: list[Row] = []
-    cases = list(product(usable(device, settings.precisions), recomputes, (1, 4), sizes))
+    cases = list(product(usable(device, options.precisions), recomputes, (1, 4), sizes))
     for precision, recompute, parts, size in tqdm(cases, desc="memory", leave=False, disable=None):
         flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(STEPS * parts)]
         flags += ["--limit_val_batches", "0", "--monitors", "memory"]
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
-        case = configure_for(settings.fit_flags, device, precision, max(1, size // parts), *flags)
+        case = configure_for(options.fit_flags, device, precision, max(1, size // parts), *flags)
         run = timing.run_epochs(case, 1)
         row: Row = {"device": run.device, "network": run.network, "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
@@ -138,18 +139,18 @@ def measure_memory(config: Configuration, settings: Settings) -> list[Row]:  # f
     return rows
 
 
-def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
+def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
     """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round.
 
     An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
     plain PyTorch loop only trains). The share of every monitor's hooks is in ``project.fit --profiler simple``.
     """
-    timing.loops_by_hand(config, settings.batch_size)  # refuses other data before a process starts
-    measured = timing.epochs_in_turn("overhead", timing.LOOPS, settings.fit_flags, settings.n)
+    timing.loops_by_hand(config, options.batch_size)  # refuses other data before a process starts
+    measured = timing.epochs_in_turn("overhead", timing.LOOPS, options.fit_flags, options.n)
     rows: list[Row] = []
     for name, epochs in measured.items():
         row: Row = {"loop": name, "network": type(network_of(config.module)).__name__}
-        row |= {"batch_size": settings.batch_size, **timing.median_and_spread("epoch_s", [x.epoch_s for x in epochs])}
+        row |= {"batch_size": options.batch_size, **timing.median_and_spread("epoch_s", [x.epoch_s for x in epochs])}
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
         both = list(zip(epochs, measured[timing.FLOOR], strict=True))
         row["train_vs_floor"] = statistics.median(epoch.train_s / floor.train_s for epoch, floor in both)
@@ -160,7 +161,7 @@ def measure_overhead(config: Configuration, settings: Settings) -> list[Row]:
     return rows
 
 
-def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
+def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     """One row per way to load: milliseconds until a float32, normalised batch is on the device.
 
     ``start_ms`` is what the first batch of an epoch takes: starting workers, unless they persist. It is not part of
@@ -168,13 +169,13 @@ def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
     """
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
-    batches = min(20 if settings.quick else BATCHES, max(1, len(samples.labels) // settings.batch_size))
-    ways, normalize = loaders(config, samples, settings, device.type == "cuda"), samples.normalizer(device)
+    batches = min(20 if options.quick else BATCHES, max(1, len(samples.labels) // options.batch_size))
+    ways, normalize = loaders(config, samples, options, device.type == "cuda"), samples.normalizer(device)
     timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}
     timing.alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
     rows: list[Row] = []
-    for name, measured in timing.alternate("loaders", timed, settings.n).items():
-        row: Row = {"loader": name, "device": device.type, "batch_size": settings.batch_size, "batches": batches}
+    for name, measured in timing.alternate("loaders", timed, options.n).items():
+        row: Row = {"loader": name, "device": device.type, "batch_size": options.batch_size, "batches": batches}
         row |= timing.median_and_spread("ms_per_batch", [ms for ms, _ in measured])
         row["start_ms"] = statistics.median(start for _, start in measured)
         row["batches_per_sec"] = 1000 / row["ms_per_batch"]
@@ -183,12 +184,12 @@ def measure_loaders(config: Configuration, settings: Settings) -> list[Row]:
 
 
 def loaders(
-    config: Configuration, samples: timing.InMemory, settings: Settings, pinned: bool
+    config: Configuration, samples: timing.InMemory, options: Namespace, pinned: bool
 ) -> dict[str, DataLoader[Any]]:
     """The ways to load, by name; ours comes first."""
     given = cast(Any, config.datamodule).train_dataloader()
     kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
-    plain = partial(DataLoader, timing.PerSampleImages(samples), settings.batch_size, shuffle=True)
+    plain = partial(DataLoader, timing.PerSampleImages(samples), options.batch_size, shuffle=True)
 
     def ours(**asked: Any) -> DataLoader[Any]:
         return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
@@ -197,9 +198,9 @@ def loaders(
     ways: dict[str, DataLoader[Any]] = {"ours": ours(pin_memory=pinned)}
     if pinned:
         ways["ours, not pinned"] = ours()
-    ways["tensors, one sample at a time"] = DataLoader(tensors, settings.batch_size, shuffle=True)
-    ways |= {f"plain PyTorch, {count} workers": plain(num_workers=count) for count in settings.workers}
-    if some := next((count for count in settings.workers if count > 0), 0):
+    ways["tensors, one sample at a time"] = DataLoader(tensors, options.batch_size, shuffle=True)
+    ways |= {f"plain PyTorch, {count} workers": plain(num_workers=count) for count in options.workers}
+    if some := next((count for count in options.workers if count > 0), 0):
         name = f"plain PyTorch, {some} workers"
         ways[f"ours, {some} workers"] = ours(num_workers=some, persistent_workers=True, pin_memory=pinned)
         ways[f"{name}, persistent"] = plain(num_workers=some, persistent_workers=True)
