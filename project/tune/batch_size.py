@@ -102,13 +102,13 @@ class TrainingSteps:
         self.training_samples = samples_of(self.datamodule.train_dataloader())  # None if unknown
 
     def measure(self, batch_size: int) -> Measured | None:
-        """Train for a second or two; None where such a batch does not fit."""
+        """Train for a second or two, and tell on stderr; None where such a batch does not fit."""
         self.datamodule.batch_size = batch_size
         trained = self._train()
         self.datamodule.trainer = None  # holds what the training has left
         free_memory()
         if trained is None:
-            tell(batch_size, "out of memory")
+            print(f"batch size {batch_size:,}: out of memory", file=sys.stderr)
             return None
         times, peak_bytes = trained
         median = statistics.median(times)
@@ -117,7 +117,8 @@ class TrainingSteps:
         step_samples = batch_size * self.flags["accumulate_grad_batches"]
         steps = None if self.training_samples is None else max(1, self.training_samples // step_samples)
         measured = Measured(batch_size, median, spread, peak_gib, steps)
-        tell(batch_size, f"{median:,.1f} ms per step, {measured.samples_per_sec:,.0f} samples/s")
+        told = f"{median:,.1f} ms per step, {measured.samples_per_sec:,.0f} samples/s"
+        print(f"batch size {batch_size:,}: {told}", file=sys.stderr)
         return measured
 
     def _train(self) -> tuple[list[float], int | None] | None:
@@ -152,11 +153,6 @@ class TrainingSteps:
             backend.set_per_process_memory_fraction(min(1.0, self.memory_limit_bytes / total), *where)
         if where:
             torch.cuda.reset_peak_memory_stats(device)
-
-
-def tell(size: int, what: str) -> None:
-    """Progress, on stderr."""
-    print(f"batch size {size:,}: {what}", file=sys.stderr, flush=True)
 
 
 def free_memory() -> None:
