@@ -30,7 +30,6 @@ from project.tune.batch_size import (
     advise,
     find_largest,
     free_memory,
-    sizes_to_show,
 )
 from project.tune.short_training import RateRamp, one_device_flags, read_curve, scratch_trainer
 
@@ -125,12 +124,6 @@ def test_the_advice_says_what_a_larger_batch_costs() -> None:
     ]
     assert told(6_399, 64)[-1] == "Keep --data.batch_size 64: no size that leaves 50 of them is 5 % faster."
     assert told(700, 1000)[-1] == "No size that leaves 50 of them fits."
-
-
-def test_the_present_size_is_shown_as_well() -> None:
-    assert sizes_to_show(200, present=100) == [16, 32, 64, 100, 128, 200]
-    assert sizes_to_show(64, present=128) == [16, 32, 64]
-    assert sizes_to_show(9, present=16) == [9]
 
 
 def test_memory_is_freed_on_mps_where_the_general_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +359,25 @@ def test_a_module_without_lr_is_tuned_by_the_rates_of_its_optimizer(
     assert facts["suggested_lr"] == facts["lowest_loss_lr"] / 2
     assert f"  learning rate {facts['suggested_lr']:.2g}\n\nIt was 0.2." in capsys.readouterr().out
     assert [round(math.log10(row["lr"]), 2) for row in facts["curve"][:2]] == [-6, -5.96]
+
+
+@pytest.mark.parametrize(
+    ("largest", "present", "shown"),
+    [
+        (200, 100, [16, 32, 64, 100, 128, 200]),
+        (64, 128, [16, 32, 64]),
+        (18, 32, [16, 18]),  # what the search tries between a size that fits and one that does not
+        (9, 16, [8, 9]),
+    ],
+)
+def test_every_size_that_fits_is_shown_and_the_present_one_as_well(
+    largest: int, present: int, shown: list[int], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = plain(PlainModule(), PlainData(present))
+    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    monkeypatch.setattr(TrainingSteps, "measure", lambda self, size: fits_up_to(largest, [])(size))
+    assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
+    assert [row["batch_size"] for row in json.loads(Path("sizes.json").read_text())["sizes"]] == shown
 
 
 def test_a_plain_data_module_is_searched_for_a_batch_size(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,8 +195,9 @@ def tune_batch_size(
     search = find_largest(steps.measure, ceiling, reason, options.max_step_seconds)
     if not search.largest:
         raise UserError("not even one sample fits into the device's memory. Choose a smaller network or --precision.")
-    found = [search.fitting.get(size) or steps.measure(size) for size in sizes_to_show(search.largest, present)]
-    measured = [size for size in found if size is not None]
+    if present < search.largest and present not in search.fitting and (now := steps.measure(present)):
+        search.fitting[present] = now
+    measured = [search.fitting[size] for size in sorted(search.fitting)]
     advice = advise(measured, present)
     notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
     rows: list[dict[str, Any]] = []
@@ -245,12 +246,6 @@ def find_largest(
         size = min(2 * size, ceiling)
     bisect_left(range(search.largest + 1, size), True, key=lambda between: not fits(between))
     return search
-
-
-def sizes_to_show(largest: int, present: int) -> list[int]:
-    """Powers of two from ``FIRST`` up to ``largest``, the present size, and ``largest``."""
-    powers = [FIRST << power for power in range(largest.bit_length())]
-    return sorted({size for size in (*powers, present, largest) if size <= largest})
 
 
 def advise(measured: Sequence[Measured], present: int) -> Advice:
