@@ -18,7 +18,6 @@ from project.tables import check_output, format_cell, format_table, write_rows
 
 # For --quick: seconds instead of minutes, and figures that say only that the command works.
 QUICK = ["--data.source", "sample", "--data.train_samples", "1024", "--data.val_samples", "200"]
-QUICK += ["--data.test_samples", "200"]
 # A small network and small batches show overhead best: its own work hides it least. The loops by hand do not augment.
 SMALL_MLP = ["--model.network", "MLP", "--model.lr", "0.002", "--model.label_smoothing", "0", "--data.batch_size", "64"]
 SMALL_MLP += ["--data.shift_pixels", "0"]

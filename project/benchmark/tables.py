@@ -145,7 +145,7 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
     An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
     plain PyTorch loop only trains). The share of every monitor's hooks is in ``project.fit --profiler simple``.
     """
-    timing.loops_by_hand(config, options.batch_size)  # refuses other data before a process starts
+    timing.loops_by_hand(config)  # refuses other data before a process starts
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, options.fit_flags, options.n)
     rows: list[Row] = []
     for name, epochs in measured.items():

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -37,10 +37,11 @@ from project.engine import signals
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
-from project.engine.restore import Run, choose
+from project.engine.restore import choose
 from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
 from project.engine.trainer import as_list, build_trainer, trainer_flags
 from project.errors import UserError
+from project.publish import close
 from project.tables import format_cell
 
 K = TypeVar("K")
@@ -150,22 +151,27 @@ def run_epochs(
     limits = {"max_epochs": epochs, "max_steps": -1, "max_time": None}
     unused = {"callbacks": copy.deepcopy(config.trainer["callbacks"])}  # the originals are never run
     config = replace(config, module=config.fresh_module(), trainer={**config.trainer, **limits, **unused})
-    clock, session = RunClock(turn), None
+    clock, session, terminal = RunClock(turn), None, io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
     torch.cuda.empty_cache()  # of the run before
-    with scratch_run() as run:
+    folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
+    with folder as root, redirect_stdout(terminal), redirect_stderr(terminal):
         if bare:
             flags = trainer_flags(config)
-            flags |= {"callbacks": [*as_list(flags["callbacks"]), clock], "default_root_dir": run.folder}
+            flags |= {"callbacks": [*as_list(flags["callbacks"]), clock], "default_root_dir": root}
             lightning = build_trainer({**flags, "logger": False, "enable_progress_bar": False})
             ExactLoading().install(lightning)  # the loaders that all the others train with
         else:
+            run = choose(Path(root), None, None)
+            run.create()
             session = fit.build(config, run, extra=[clock])
             lightning = session.trainer
         try:
             lightning.fit(config.module, datamodule=config.datamodule)
         finally:
-            if session is not None and session.wandb is not None:  # feature: wandb
-                session.wandb.finish(0)
+            if session is not None:
+                close(session, 0)
+                run.release()
             signals.state.deferring = False  # between two runs there is no step to wait for
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
@@ -211,31 +217,19 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one closes the connection
     with suppress(EOFError, ConnectionError):
         try:
-            config: Any = configure(list(fit_flags), "project.benchmark")
+            config = configure(list(fit_flags), "project.benchmark")
             if loop in (FULL, BARE):  # as a command starts; the others wait and allocate as PyTorch does
                 threads.configure()
                 threads.waiting.start()
                 gc.freeze()
                 run_epochs(config, epochs, bare=loop == BARE, turn=turn)
                 return
-            epoch = loops_by_hand(config, config.datamodule.batch_size)[loop]
+            epoch = loops_by_hand(config)[loop]
             for _ in range(epochs):
                 turn.recv()
                 turn.send(epoch())
         except UserError as error:
             turn.send(error)
-
-
-@contextmanager
-def scratch_run() -> Iterator[Run]:
-    """A run in a temporary folder, whose lines and bar nobody reads."""
-    folder, terminal = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True), io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
-    with folder as root, redirect_stdout(terminal), redirect_stderr(terminal):
-        run = choose(Path(root), None, None)
-        run.create()
-        yield run
-        run.release()
 
 
 def conditions() -> Row:
@@ -322,7 +316,7 @@ class PerSampleImages(Dataset[tuple[Tensor, int]]):
         return self.transform(Image.fromarray(pixels.numpy())), int(self.labels[index])
 
 
-def loops_by_hand(config: Configuration, batch_size: int) -> dict[str, Callable[[], Epoch]]:
+def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     """The floor and the plain PyTorch loop: name → function that trains one epoch, on copies of the module's network.
 
     The floor is the least a training loop can do: gather a batch by index, forward, backward, a fused optimizer step,
@@ -331,6 +325,7 @@ def loops_by_hand(config: Configuration, batch_size: int) -> dict[str, Callable[
     where the module has no ``network``, or the data are of another kind than :class:`InMemory`.
     """
     module: Any = config.module
+    data: Any = config.datamodule
     if not isinstance(getattr(module, "network", None), nn.Module):
         raise UserError(f"--model: loops written by hand train module.network, {type(module).__name__} has none.")
     device = torch.device(wanted_devices(config)[-1])
@@ -339,7 +334,7 @@ def loops_by_hand(config: Configuration, batch_size: int) -> dict[str, Callable[
     normalize, memory_format = train.normalizer(device), getattr(module, "memory_format", torch.contiguous_format)
     network: nn.Module = copy.deepcopy(module.network).to(device).to(memory_format=memory_format)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-    size, eval_size = min(batch_size, len(labels)), getattr(config.datamodule, "eval_batch_size", batch_size)
+    size, eval_size = min(data.batch_size, len(labels)), getattr(data, "eval_batch_size", data.batch_size)
     dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(str(config.trainer["precision"]))
     autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -363,7 +358,7 @@ def loops_by_hand(config: Configuration, batch_size: int) -> dict[str, Callable[
 
     copied = copy.deepcopy(network)
     adam = torch.optim.Adam(copied.parameters(), lr=1e-3)
-    loader: DataLoader[Any] = DataLoader(PerSampleImages(train), batch_size, shuffle=True)
+    loader: DataLoader[Any] = DataLoader(PerSampleImages(train), data.batch_size, shuffle=True)
     return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, adam, loader, device)}
 
 
