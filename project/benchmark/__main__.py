@@ -14,7 +14,7 @@ from pathlib import Path
 from project.benchmark import TABLES, Row
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
 from project.errors import UserError, nearest
-from project.tables import check_output, format_cell, format_table, write_rows
+from project.tables import check_output, flat, format_cell, format_table, write_rows
 
 # For --quick: seconds instead of minutes, and figures that say only that the command works.
 QUICK = ["--data.source", "sample", "--data.train_samples", "1024", "--data.val_samples", "200"]
@@ -103,10 +103,8 @@ def write(path: Path, facts: Row, tables: dict[str, list[Row]]) -> None:
     """JSON: the conditions once and every table. CSV: every row with its conditions, a column per fact."""
     if path.suffix.lower() == ".json":
         write_rows(path, {**facts, "tables": tables})
-        return
-    versions = {f"version_{name}": version for name, version in facts["versions"].items()}
-    shared = {k: v for k, v in {**facts["hardware"], **facts, **versions}.items() if k not in ("hardware", "versions")}
-    write_rows(path, [{"table": name, **row, **shared} for name, rows in tables.items() for row in rows])
+    else:
+        write_rows(path, [{"table": name, **row, **flat(facts)} for name, rows in tables.items() for row in rows])
 
 
 def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
