@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import TABLES, tables, timing
-from project.benchmark.__main__ import draw, main, measure_table, read_options
+from project.benchmark import tables, timing
+from project.benchmark.__main__ import TABLES, draw, main, measure_table, read_options
 from project.benchmark.tables import ResNet18, time_epoch
 from project.benchmark.timing import (
     Epoch,

@@ -11,11 +11,17 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from project.benchmark import TABLES, Row
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
 from project.errors import UserError, nearest
-from project.tables import check_output, flat, format_cell, format_table, write_rows
+from project.tables import Row, check_output, flat, format_cell, format_table, write_rows
 
+# Table → the column that its chart shows, and what it says.
+TABLES = {
+    "devices": ("samples_per_sec", "devices × precisions: speed, speed-up over CPU float32, accuracy, peak memory"),
+    "loaders": ("ms_per_batch", "this project's loader and a plain PyTorch loop's: milliseconds per batch"),
+    "memory": ("peak_mib", "peak by precision, activation checkpointing, accumulation, batch size"),  # feature: memory
+    "overhead": ("epoch_s", "what a run costs against loops written by hand"),
+}
 # For --quick: seconds instead of minutes, and figures that say only that the command works.
 QUICK = ["--data.source", "sample", "--data.train_samples", "1024", "--data.val_samples", "200"]
 # A small network and small batches show overhead best: its own work hides it least. The loops by hand do not augment.

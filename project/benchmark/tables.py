@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 from tqdm import tqdm  # type: ignore[import-untyped]  # feature: memory
 
-from project.benchmark import Row, timing
+from project.benchmark import timing
 from project.callbacks.memory import ACTIVATIONS  # feature: memory
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
 from project.engine.summary import network_of
 from project.errors import UserError
+from project.tables import Row
 
 # On a CPU a whole epoch of ResNet-18 would take minutes.
 RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--model.network.image_size", "32"]
@@ -74,9 +75,10 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     measured = timing.alternate("devices", device_runs(config, options), options.n, PATIENCE_S)
     rows: list[Row] = []
     for (_, _, precision, size), runs in measured.items():
-        train_samples = runs[0].train_samples
-        samples = runs[0].batches * min(size, train_samples or size)
-        row: Row = {"device": runs[0].device, "network": runs[0].network, "precision": precision, "batch_size": size}
+        first, train_samples = runs[0], runs[0].train_samples
+        samples = first.batches * min(size, train_samples or size)
+        row: dict[str, Any] = {"device": first.device, "network": first.network, "precision": precision}
+        row["batch_size"] = size
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
             row["epoch_s"] = train_samples / row["samples_per_sec"]
@@ -132,7 +134,7 @@ def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # f
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(options.fit_flags, device, precision, max(1, size // parts), *flags)
         run = timing.run_epochs(case, 1)
-        row: Row = {"device": run.device, "network": run.network, "precision": precision}
+        row: dict[str, Any] = {"device": run.device, "network": run.network, "precision": precision}
         row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
         rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
@@ -149,7 +151,7 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, options.fit_flags, options.n)
     rows: list[Row] = []
     for name, epochs in measured.items():
-        row: Row = {"loop": name, "network": type(network_of(config.module)).__name__}
+        row: dict[str, Any] = {"loop": name, "network": type(network_of(config.module)).__name__}
         row |= {"batch_size": options.batch_size, **timing.median_and_spread("epoch_s", [x.epoch_s for x in epochs])}
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
         both = list(zip(epochs, measured[timing.FLOOR], strict=True))
@@ -175,7 +177,8 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     timing.alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
     rows: list[Row] = []
     for name, measured in timing.alternate("loaders", timed, options.n).items():
-        row: Row = {"loader": name, "device": device.type, "batch_size": options.batch_size, "batches": batches}
+        row: dict[str, Any] = {"loader": name, "device": device.type}
+        row |= {"batch_size": options.batch_size, "batches": batches}
         row |= timing.median_and_spread("ms_per_batch", [ms for ms, _ in measured])
         row["start_ms"] = statistics.median(start for _, start in measured)
         row["batches_per_sec"] = 1000 / row["ms_per_batch"]

@@ -32,7 +32,6 @@ from torchvision import transforms
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project import fit, hardware, threads
-from project.benchmark import Row
 from project.engine import signals
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
@@ -42,7 +41,7 @@ from project.engine.summary import command_line, device_name, git_state, network
 from project.engine.trainer import as_list, build_trainer, trainer_flags
 from project.errors import UserError
 from project.publish import close
-from project.tables import format_cell
+from project.tables import Row, format_cell
 
 K = TypeVar("K")
 T = TypeVar("T")
