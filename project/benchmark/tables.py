@@ -28,7 +28,6 @@ from project.tables import Row
 RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--model.network.image_size", "32"]
 RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
 BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
-PATIENCE_S = 15.0  # a run that takes longer is not repeated: its row says n = 1
 BATCHES = 200  # of a loader, per measurement; at most one epoch
 # Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
 Case = tuple[str, str, str, int]
@@ -72,7 +71,7 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
         needs = "images and a module with a network. Leave it out: --networks chosen."
         raise UserError(f"--networks ResNet18 needs {needs}")
-    measured = timing.alternate("devices", device_runs(config, options), options.n, PATIENCE_S)
+    measured = timing.alternate("devices", device_runs(config, options), options.n)
     rows: list[Row] = []
     for (_, _, precision, size), runs in measured.items():
         first, train_samples = runs[0], runs[0].train_samples

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import math
 import multiprocessing
 import os
 import signal
@@ -48,24 +47,18 @@ T = TypeVar("T")
 LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"
 
 
-def alternate(
-    table: str, variants: Mapping[K, Callable[[], T]], rounds: int, patience_s: float = math.inf
-) -> dict[K, list[T]]:
+def alternate(table: str, variants: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """Results of every variant (name → one measurement), ``rounds`` of each, one after the other in turn.
 
     In turn, and every other round backwards, so that a machine that grows slower or busier during the measurement
-    does so for all variants alike. A variant that takes longer than ``patience_s`` is not repeated.
+    does so for all variants alike.
     """
     results: dict[K, list[T]] = {name: [] for name in variants}
-    too_slow = set()
     order = [name for turn in range(rounds) for name in list(variants)[:: -1 if turn % 2 else 1]]
     bar = tqdm(order, desc=table, leave=False, disable=None)  # on stderr; none in a log file
     for name in bar:
         bar.set_postfix_str(format_cell(name))
-        if name not in too_slow:
-            began = time.perf_counter()
-            results[name].append(variants[name]())
-            too_slow |= {name} if time.perf_counter() - began > patience_s else set()
+        results[name].append(variants[name]())
     return results
 
 
