@@ -5,10 +5,14 @@ where every tiny operation waits for a thread that is not running. So they sleep
 :class:`Waiting`. ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the environment win.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import math
+import multiprocessing
 import os
+import random
 import re
 import sys
 import threading
@@ -19,13 +23,15 @@ from typing import Any
 OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count chosen here, not by the user
 LOOK_SECONDS = 0.25  # how long other processes may slow a spinning thread down before it is seen
 FIRST_SLEEP = 0.25  # seconds; short, for at its start a run's own W&B looks like another process
+BEAT_SECONDS = 3e-4
+FREE_SHARE = 0.3  # of a core: what other processes may use of one that counts as free
 BUSY_SHARE = 0.4  # measured on two cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def available_cores() -> int:
     """CPU cores this process may use: its affinity mask, cut to the container's CPU quota, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(waiting.cores) or os.cpu_count() or 1  # which this process may use, not those that it keeps to
     return max(1, int(min(cores, container_quota())))
 
 
@@ -77,21 +83,31 @@ class Waiting:
     no core (``/proc/self/task/*/schedstat``). Threads that sleep show less of it, so after a while they spin again to
     see; each time in vain doubles the while.
 
-    Milliseconds per step of an MLP at batch 64 on two cores (2026-11-22, 4 turns of 150 steps each): 31 to 85 spinning
-    and 2 to 11 sleeping under a load average of 4.5; 1.4 to 2.5 and 3.7 to 4.4 on the idle machine.
+    On two cores, a thread that shares its core with another process would hold up the other thread in every operation.
+    So both move to one core and leave the other one to that process, until ``/proc/stat`` shows that it has gone. In
+    oneDNN's barriers a thread never sleeps, and would keep the core for a whole tick of the kernel (4 ms); but the
+    thread of this object wakes up there every ``BEAT_SECONDS``, and the kernel chooses anew who runs.
+
+    Neither changes a result: there are as many threads as before. Milliseconds per step of the ConvNet at batch 192 and
+    the MLP at 64 beside a busy process on two cores of a Zen 5 (2026-11-24, medians of 5): spinning 23.5 and 1.55,
+    sleeping 25 and 1.45, on one core with the beat 12.3 and 1.5, without it 16.7 and 1.4; idle 5.7 to 11 and 0.8.
     """
 
     def __init__(self) -> None:
+        self.cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+        self.core: int | None = None  # on which all threads are, to leave the other to others
         self.sleeping_since: float | None = None
         self.slept = 0.0  # seconds of former sleeps
         self.patience = FIRST_SLEEP  # seconds of sleep before the next try
         self.team_may_end = threading.Event()
         self.openmp: Any = None
+        self._draw = random.Random()  # not the one that training draws from
 
     def start(self) -> None:
         """Watch from a thread of its own, unless the environment says how threads wait, or that there is only one."""
         chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
         if sys.platform.startswith("linux") and not chosen and os.environ.get("OMP_NUM_THREADS") != "1":
+            os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, self.cores))  # loaders' workers
             threading.Thread(target=self._watch, name="waiting", daemon=True).start()
 
     def _watch(self) -> None:
@@ -99,40 +115,61 @@ class Waiting:
             time.sleep(LOOK_SECONDS)
         if not self.find_openmp():
             return  # another runtime, which waits in its own way
-        seen, before = time.monotonic(), time_without_core()
+        seen, before = time.monotonic(), Reading()
         while True:
-            time.sleep(LOOK_SECONDS)
-            now, waits = time.monotonic(), time_without_core()
-            waited = sum(waits[thread] - before[thread] for thread in waits.keys() & before.keys())
-            self.look(now, waited / (now - seen))
-            seen, before = now, waits
+            time.sleep(LOOK_SECONDS if self.core is None else BEAT_SECONDS)
+            now = time.monotonic()
+            if now - seen >= LOOK_SECONDS:
+                reading = Reading()
+                self.look(now, *reading.shares_since(before, now - seen, self.cores, self.core))
+                seen, before = now, reading
 
-    def look(self, now: float, share: float) -> None:
-        """Decide. ``share``: seconds that threads waited for a core, per second since the last look."""
-        if self.sleeping_since is not None:
-            if now - self.sleeping_since >= self.patience:
-                self.slept += now - self.sleeping_since
-                self.sleeping_since = None
-                self.patience = min(2 * self.patience, 60.0)
-                self.spin()
-        elif share > BUSY_SHARE:
-            self.sleeping_since = now
-            self.sleep()
-        else:
-            self.patience = FIRST_SLEEP
+    def look(self, now: float, waited: float, here: float = 0.0, elsewhere: float = 0.0) -> None:
+        """Decide, by seconds per second since the last look: ``waited``, that threads waited for a core; ``here`` and
+        ``elsewhere``, that other processes used the core which all threads share, and the other one.
+        """
+        if self.sleeping_since is None:
+            if waited > BUSY_SHARE:
+                self.sleeping_since = now
+                self.sleep()
+            else:
+                self.patience = FIRST_SLEEP
+        elif self.core is None and now - self.sleeping_since >= self.patience:
+            self.patience = min(2 * self.patience, 60.0)
+            self._wake(now)
+        elif self.core is not None and here + elsewhere < FREE_SHARE:
+            self._wake(now)
+        elif self.core is not None and here > FREE_SHARE + elsewhere and self._draw.random() < 0.5:
+            self._move_to(*self.cores - {self.core})  # a run beside this one may be about to do the same
+
+    def _wake(self, now: float) -> None:
+        self.slept += now - (self.sleeping_since or now)
+        self.sleeping_since = None
+        self.spin()
 
     def sleep(self) -> None:
-        """Threads that wait sleep after 100 spins."""
+        """Threads that wait sleep after 100 spins; two threads on two cores take turns on one of them."""
         self.team_may_end.clear()
         threading.Thread(target=self._idle_team, name="idle team", daemon=True).start()
+        torch: Any = sys.modules["torch"]
+        if len(self.cores) == torch.get_num_threads() == 2 and not multiprocessing.active_children():
+            self._move_to(self._draw.choice([*self.cores]))
 
     def spin(self) -> None:
-        """Threads that wait spin."""
+        """Threads that wait spin, on all cores."""
+        if self.core is not None:
+            self._move_to(None)
         self.team_may_end.set()
 
     def seconds_slept(self) -> float:
         """For how long other processes have kept the cores busy."""
         return self.slept + (0.0 if self.sleeping_since is None else time.monotonic() - self.sleeping_since)
+
+    def _move_to(self, core: int | None) -> None:
+        self.core = core
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread), self.cores if core is None else {core})
 
     def _idle_team(self) -> None:
         more_than_cores = ctypes.c_uint(self.openmp.omp_get_num_procs() + 1)
@@ -145,6 +182,32 @@ class Waiting:
             mapped = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
             self.openmp = ctypes.CDLL(mapped.group()) if mapped else None
         return self.openmp is not None
+
+
+class Reading:
+    """What the kernel has counted so far, in seconds."""
+
+    def __init__(self) -> None:
+        self.without_core, self.own = time_without_core(), time.process_time()
+        self.used = time_used()
+
+    def shares_since(
+        self, before: Reading, seconds: float, cores: set[int], core: int | None
+    ) -> tuple[float, float, float]:
+        """What :meth:`Waiting.look` takes, of these ``cores``; all of this process' own time was on ``core``."""
+        both = self.without_core.keys() & before.without_core
+        used = {number: self.used[number] - before.used[number] for number in cores & self.used.keys()}
+        here = used.pop(core) - (self.own - before.own) if core in used else 0.0
+        waited = sum(self.without_core[thread] - before.without_core[thread] for thread in both)
+        return waited / seconds, here / seconds, sum(used.values()) / seconds
+
+
+def time_used() -> dict[int, float]:
+    """Seconds for which each core has worked for processes, by its number; empty without Linux's ``/proc/stat``."""
+    with contextlib.suppress(OSError):
+        rows = re.findall(r"(?m)^cpu(\d+) (\d+) (\d+) (\d+)", Path("/proc/stat").read_text())
+        return {int(core): sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") for core, *ticks in rows}
+    return {}
 
 
 def time_without_core() -> dict[str, float]:

@@ -75,6 +75,77 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
     assert waiting.patience == 0.25  # a short burst costs little: a run's own W&B starts beside its first second
 
 
+def test_two_threads_leave_a_core_to_others_until_it_is_free() -> None:
+    waiting, done = threads.Waiting(), []
+    waiting.cores, waiting.sleep, waiting.spin = {0, 1}, lambda: done.append("sleep"), lambda: done.append("spin")  # type: ignore[method-assign]
+    waiting._move_to = lambda core: done.append(core) or setattr(waiting, "core", core)  # type: ignore[assignment, func-returns-value]
+    waiting.look(0.25, 1.0)
+    waiting.core = 0
+    for quarter in range(2, 400):  # the other process is on the other core: nothing is tried in vain
+        waiting.look(quarter / 4, 1.0, here=0.02, elsewhere=1.0)
+    assert done == ["sleep"]
+    now = 100.0
+    while waiting.core == 0:  # another run has moved to the same core; both look, one goes
+        waiting.look(now := now + 0.25, 1.0, here=0.5, elsewhere=0.0)
+    assert done == ["sleep", 1]
+    waiting.look(now + 0.25, 1.0, here=0.0, elsewhere=1.0)
+    assert done == ["sleep", 1]
+    waiting.look(now + 0.5, 1.0, here=0.05, elsewhere=0.1)  # it has ended
+    assert done == ["sleep", 1, "spin"]
+    assert waiting.seconds_slept() == pytest.approx(now + 0.25)
+
+
+TWO_ON_ONE = """
+import multiprocessing, os, torch
+from project.threads import Waiting
+
+def told(pipe):
+    pipe.send(len(os.sched_getaffinity(0)))
+
+torch.set_num_threads(2)
+torch.ones(1 << 17).add_(1)
+waiting = Waiting()
+waiting.find_openmp(), os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, waiting.cores))
+cores = lambda: {len(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+waiting.sleep()
+asleep, (mine, its) = cores(), multiprocessing.get_context("fork").Pipe()
+worker = multiprocessing.get_context("fork").Process(target=told, args=(its,))
+worker.start()
+waiting.spin()
+print(asleep, mine.recv(), cores())
+worker.join()
+"""
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2, reason="two cores under Linux"
+)
+def test_on_two_cores_all_threads_move_to_one_and_back_and_workers_have_both() -> None:
+    two = f"import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[:2]})\n"
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", two + TWO_ON_ONE], capture_output=True, text=True)
+    assert told.stdout.split("\n")[0] == "{1} 2 {2}", told.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_others_use_of_a_core_is_seen() -> None:
+    """Beside a process that never rests on the same core: half of the core is its, as this one never rests either."""
+    core = min(os.sched_getaffinity(0))
+    one_core = f"import os; os.sched_setaffinity(0, {{{core}}})\n"
+    other = subprocess.Popen([sys.executable, "-c", f"{one_core}while True: pass"])
+    code = "import time; from project.threads import Reading\nbegan, before = time.monotonic(), Reading()\n"
+    code += "while time.monotonic() - began < 2: pass\n"
+    code += f"print(*Reading().shares_since(before, 2, {{{core}}}, {core}))"
+    try:
+        told = subprocess.run([sys.executable, "-c", one_core + code], capture_output=True, text=True, check=True)
+    finally:
+        other.kill()
+        other.wait()
+    waited, here, elsewhere = map(float, told.stdout.split())
+    assert waited > 0.25
+    assert here > 0.25
+    assert elsewhere == 0
+
+
 def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
     facts = Summary("r", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="fit")
     assert "other processes" not in closing_lines(facts, tmp_path)
@@ -83,21 +154,6 @@ def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
     facts.busy_seconds = 3.2
     assert "trained 5.0 s; for 3 s other processes took cores" in closing_lines(facts, tmp_path)
     assert facts.to_plain()["busy_seconds"] == 3.2
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_thread_that_finds_no_core_is_seen() -> None:
-    """Two processes that never rest on one core: each waits about half of the time."""
-    one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
-    other = subprocess.Popen([sys.executable, "-c", f"{one_core}while True: pass"])
-    code = "import time; from project.threads import time_without_core as waited\nbegan = time.monotonic()\n"
-    code += "while time.monotonic() - began < 2: pass\nprint(sum(waited().values()) / 2)"
-    try:
-        told = subprocess.run([sys.executable, "-c", one_core + code], capture_output=True, text=True, check=True)
-    finally:
-        other.kill()
-        other.wait()
-    assert float(told.stdout) > 0.25
 
 
 @pytest.mark.parametrize(
@@ -200,7 +256,7 @@ def test_affinity_counts() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.alone
 def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workplace: Path) -> None:
-    """At most 2.5 and 3 times as long; with threads that spin it was thirty times."""
+    """At most 2.5 and 2.6 times as long; with threads that spin it was thirty times."""
     long = [*SMALL, "--max_epochs", "10"]
     seconds = {}
     assert run("fit", *long, "--run_name", "alone", fresh=True).returncode == 0
@@ -216,7 +272,7 @@ def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workpla
     for name in ("alone", "beside", "one", "two"):
         seconds[name] = summary(Path("checkpoints") / name)["fit_seconds"]
     assert seconds["beside"] <= 2.5 * seconds["alone"], seconds
-    assert max(seconds["one"], seconds["two"]) <= 3 * seconds["alone"], seconds
+    assert max(seconds["one"], seconds["two"]) <= 2.6 * seconds["alone"], seconds
 
 
 def test_a_command_watches_the_cores_once_although_it_prepares_its_process_twice() -> None:
