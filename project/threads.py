@@ -152,7 +152,8 @@ class Waiting:
         self.team_may_end.clear()
         threading.Thread(target=self._idle_team, name="idle team", daemon=True).start()
         torch: Any = sys.modules["torch"]
-        if len(self.cores) == torch.get_num_threads() == 2 and not multiprocessing.active_children():
+        is_told = self.cores <= time_used().keys()  # when the other core is free again
+        if is_told and len(self.cores) == torch.get_num_threads() == 2 and not multiprocessing.active_children():
             self._move_to(self._draw.choice([*self.cores]))
 
     def spin(self) -> None:

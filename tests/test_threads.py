@@ -95,6 +95,28 @@ def test_two_threads_leave_a_core_to_others_until_it_is_free() -> None:
     assert waiting.seconds_slept() == pytest.approx(now + 0.25)
 
 
+@pytest.mark.parametrize(
+    ("told", "cores", "workers", "moves"),
+    [
+        ({0: 1.0, 1: 1.0}, {0, 1}, [], True),
+        ({}, {0, 1}, [], False),  # nobody could tell when the other core is free again
+        ({0: 1.0, 1: 1.0, 2: 1.0}, {0, 1, 2}, [], False),
+        ({0: 1.0, 1: 1.0}, {0, 1}, ["a loader's"], False),  # it is what the cores are busy with
+    ],
+)
+def test_threads_share_a_core_only_where_that_helps(
+    monkeypatch: pytest.MonkeyPatch, told: dict[int, float], cores: set[int], workers: list[str], moves: bool
+) -> None:
+    waiting, moved = threads.Waiting(), []
+    waiting.cores, waiting._move_to, waiting._idle_team = cores, moved.append, lambda: None  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(threads, "time_used", lambda: told)
+    monkeypatch.setattr(threads.multiprocessing, "active_children", lambda: workers)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    waiting.sleep()
+    assert bool(moved) is moves
+    assert {*moved} <= cores
+
+
 TWO_ON_ONE = """
 import multiprocessing, os, torch
 from project.threads import Waiting
