@@ -1,4 +1,4 @@
-"""The tables: devices and memory, overhead and loaders. Each is a function of a configuration → rows."""
+"""The tables: devices, memory, overhead and loaders. Each is a function of a configuration → rows."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ Case = tuple[str, str, str, int]
 
 
 def usable(device: str, precisions: Sequence[str]) -> list[str]:
-    """The precisions a device really has: on the CPU 16-mixed becomes bf16-mixed, and TF32 is CUDA's."""
+    """The precisions a device has: on the CPU Lightning replaces 16-mixed by bf16-mixed, and only CUDA has TF32."""
     missing = ["16-mixed"] if device == "cpu" else []
     if device != "cuda" or torch.cuda.get_device_capability() < (8, 0):
         missing.append("tf32")
@@ -50,7 +50,7 @@ def configure_for(fit_flags: Sequence[str], device: str, precision: str, batch_s
 
 
 class ResNet18(nn.Sequential):
-    """A network large enough that precision shows: torchvision's ResNet-18 on images enlarged to ``image_size``.
+    """torchvision's ResNet-18 on images enlarged to ``image_size``: large enough to show the effect of precision.
 
     He et al. 2015, arXiv 1512.03385; 11.2 million parameters. (batch, in_channels, height, width) → logits.
     """
@@ -64,8 +64,8 @@ class ResNet18(nn.Sequential):
 def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     """Networks × devices × precisions at the configured batch size, then batch sizes of the chosen network: a row each.
 
-    A measurement is the second epoch of a real run; its first one is the warm-up. ``epoch_s``: seconds for the training
-    set at the measured rate, without validation.
+    A measurement is the second epoch of a real run, the first warms up. ``epoch_s``: seconds for the training set at
+    the measured rate, without validation.
     """
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
     if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
@@ -85,7 +85,7 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
             row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
         if peaks := [run.peak_allocated_gib for run in runs if run.peak_allocated_gib is not None]:
             row["peak_allocated_gib"] = max(peaks)
-        # against the CPU in float32, which comes first, where it was measured alike
+        # the same network and batch size on the CPU in float32, which is measured first
         like = {"device": "cpu", "precision": "32-true", "network": row["network"], "batch_size": size}
         if base := next((other for other in [*rows, row] if like.items() <= other.items()), None):
             row["speed_up"] = row["samples_per_sec"] / base["samples_per_sec"]
@@ -105,10 +105,9 @@ def device_runs(config: Configuration, options: Namespace) -> dict[Case, partial
             flags = ["--model.network", "project.benchmark.tables.ResNet18", "--model.lr", "1e-3", *flags]
         elif not options.quick:
             sizes += [size for size in options.batch_sizes or BATCH_SIZES[device] if size != options.batch_size]
-        for size in sizes:
-            for precision in found if size == sizes[0] else found[:1]:
-                case = configure_for(options.fit_flags, device, precision, size, *flags)
-                runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)
+        for precision, size in [*product(found, sizes[:1]), *product(found[:1], sizes[1:])]:
+            case = configure_for(options.fit_flags, device, precision, size, *flags)
+            runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)
     return runs
 
 
@@ -116,11 +115,11 @@ STEPS = 3  # optimizer steps; the first makes the optimizer's state  # feature: 
 
 
 def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # feature: memory
-    """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
+    """One row per combination on the best device, measured once: the peak does not vary.
 
-    ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
-    the whole optimizer step, as the memory monitor tells it: on the CPU without what a library takes for itself during
-    an operation (oneDNN's scratch memory). What is not measured, as of a compiled network there, is left out.
+    ``batch_size`` is that of an optimizer step; accumulation divides it into parts. The peak is the memory monitor's of
+    a whole optimizer step, on the CPU without scratch memory of libraries such as oneDNN. What is not measured, such as
+    the activations of a compiled network there, is left out.
     """
     device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
@@ -143,8 +142,8 @@ def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # f
 def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
     """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round.
 
-    An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
-    plain PyTorch loop only trains). The share of every monitor's hooks is in ``project.fit --profiler simple``.
+    An epoch is training, validation and saving (the floor does not save, the plain PyTorch loop only trains).
+    ``project.fit --profiler simple`` shows the share of every monitor's hooks.
     """
     timing.loops_by_hand(config)  # refuses other data before a process starts
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, options.fit_flags, options.n)
@@ -165,8 +164,7 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
 def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     """One row per way to load: milliseconds until a float32, normalised batch is on the device.
 
-    ``start_ms`` is what the first batch of an epoch takes: starting workers, unless they persist. It is not part of
-    ``ms_per_batch``.
+    ``start_ms`` is the time to an epoch's first batch, which may start workers. ``ms_per_batch`` leaves it out.
     """
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
@@ -185,11 +183,9 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     return rows
 
 
-def loaders(
-    config: Configuration, samples: timing.InMemory, options: Namespace, pinned: bool
-) -> dict[str, DataLoader[Any]]:
+def loaders(config: Any, samples: timing.InMemory, options: Namespace, pinned: bool) -> dict[str, DataLoader[Any]]:
     """The ways to load, by name; ours comes first."""
-    given = cast(Any, config.datamodule).train_dataloader()
+    given = config.datamodule.train_dataloader()
     kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
     plain = partial(DataLoader, timing.PerSampleImages(samples), options.batch_size, shuffle=True)
 
@@ -225,5 +221,4 @@ def time_epoch(
         if index in (0, batches - 1):
             synchronize(device)
             edges.append(time.perf_counter())
-    began, first, end = edges[0], edges[1], edges[-1]
-    return 1000 * (end - first) / max(1, batches - 1), 1000 * (first - began)
+    return 1000 * (edges[-1] - edges[1]) / max(1, batches - 1), 1000 * (edges[1] - edges[0])
