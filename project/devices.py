@@ -5,8 +5,9 @@ python -m project.devices --output devices.json --data.root /data
 """
 
 import shlex
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict  # feature: wandb
 from typing import Any
 
 from project import hardware
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
     command = " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)])
     facts["recommended"] = {"command": command, "reasons": {flag.flag: flag.reason for flag in flags}}
-    print(f"\n{command}\n\n{format_table([asdict(flag) for flag in flags])}")
+    print(f"\n{command}\n\n{format_table([flag._asdict() for flag in flags])}")
     if args.output:
         write_rows(args.output, facts)
     return 0
@@ -59,22 +60,13 @@ def mnist_state(root: str) -> dict[str, Any]:  # feature: mnist
     return {"found": not missing, "folder": str(folder), "text": text}
 
 
-# Which flags of ``fit`` suit a machine, each with its reason: facts in, advice out.
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag with its value as they are typed, and the one reason for it."""
-
-    flag: str
-    value: str
-    reason: str
+Flag = namedtuple("Flag", "flag value reason")  # a flag of ``fit``, its value as typed, why this machine wants it
 
 
 def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
-    """Flags for :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`.
+    """Flags for what :func:`project.hardware.cpu` and :func:`project.hardware.accelerators` found.
 
-    No precision but the exact one is recommended: which is fastest was not measured.
+    Of the precisions only float32: which is fastest was not measured.
     """
     chosen, why = choose_gpus(accelerators)
     if not chosen:
@@ -97,7 +89,7 @@ def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]])
 
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """The largest set of equal GPUs that nobody else is using, and why it is that one."""
+    """The largest set of equal GPUs that nobody else uses, and the reason for this choice."""
     if not accelerators:
         return [], ""
     idle = [row for row in accelerators if not is_busy(row)]
