@@ -64,16 +64,14 @@ Flag = namedtuple("Flag", "flag value reason")  # a flag of ``fit``, its value a
 
 
 def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
-    """Flags for what :func:`project.hardware.cpu` and :func:`project.hardware.accelerators` found.
-
-    Of the precisions only float32: which is fastest was not measured.
-    """
-    chosen, why = choose_gpus(accelerators)
-    if not chosen:
+    """Flags for what :func:`project.hardware.cpu` and :func:`project.hardware.accelerators` found."""
+    chosen: list[Mapping[str, Any]] = []
+    if not accelerators:
         why = f"one process uses all cores ({cpu['cores']}) as threads; more processes would only share them"
         flags = [Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use")]
         flags.append(Flag("--devices", "1", why))
     else:
+        chosen, why = choose_gpus(accelerators)
         devices = str(len(chosen))
         if len(chosen) < len(accelerators):  # a comma makes it a list of indices, not a count
             devices = ",".join(str(row["index"]) for row in chosen) + ("," if len(chosen) == 1 else "")
@@ -81,7 +79,7 @@ def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]])
         flags = [Flag("--accelerator", kind, f"{chosen[0]['name']} is here"), Flag("--devices", devices, why)]
         if len(chosen) > 1:
             flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
-    # what has its own arithmetic in the hardware; bf16 needs no loss scaling
+    # named, not recommended, for its speed was not measured; bf16 comes first, because it needs no loss scaling
     other = "bf16-mixed" if all(row.get("bf16") for row in chosen or [cpu]) else None
     other = other or ("16-mixed" if chosen and all(row.get("tensor_cores") for row in chosen) else None)
     hint = f"; try {other} as well, which this hardware can compute" if other else ""
@@ -90,8 +88,6 @@ def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]])
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
     """The largest set of equal GPUs that nobody else uses, and the reason for this choice."""
-    if not accelerators:
-        return [], ""
     idle = [row for row in accelerators if not is_busy(row)]
     if not idle:
         freest = max(accelerators, key=lambda row: row.get("memory_free_gib", 0.0))

@@ -179,10 +179,7 @@ def seed_rows(runs: list[Run]) -> list[Row]:
 
 
 def render(runs: list[Run]) -> str:  # feature: report
-    """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
-
-    Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
-    """
+    """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration."""
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -215,6 +212,7 @@ def render(runs: list[Run]) -> str:  # feature: report
     legend = [(name, colour) for name, colour, *_ in lines]
     facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
     page = Path(__file__).with_name("runs.html.j2").read_text(encoding="utf-8")
+    # every text of a run is escaped; the charts, which are not, hold only numbers
     return Environment(autoescape=True).from_string(page).render(facts, columns=columns_of, cell=format_cell)
 
 

@@ -116,10 +116,7 @@ def check(args: argparse.Namespace, fit_arguments: list[str]) -> None:
 
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
-    """Make or lock a sweep's folder; a UserError where it was begun with another space or other arguments.
-
-    Returns the arguments of ``fit`` and the lock to hold.
-    """
+    """Lock a sweep's folder, new or begun with the same space and arguments; returns the arguments and the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "a")  # noqa: SIM115 - held until the sweep ends
     try:

@@ -62,11 +62,7 @@ class ResNet18(nn.Sequential):
 
 
 def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
-    """Networks × devices × precisions at the configured batch size, then batch sizes of the chosen network: a row each.
-
-    A measurement is the second epoch of a real run, the first warms up. ``epoch_s``: seconds for the training set at
-    the measured rate, without validation.
-    """
+    """Networks × devices × precisions at the configured batch size, then other batch sizes of the chosen network."""
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
     if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
         needs = "images and a module with a network. Leave it out: --networks chosen."
@@ -80,7 +76,7 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
         row["batch_size"] = size
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
-            row["epoch_s"] = train_samples / row["samples_per_sec"]
+            row["epoch_s"] = train_samples / row["samples_per_sec"]  # without validation
         if accuracies := [float(run.accuracy) for run in runs if run.accuracy is not None]:
             row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
         if peaks := [run.peak_allocated_gib for run in runs if run.peak_allocated_gib is not None]:
@@ -107,7 +103,7 @@ def device_runs(config: Configuration, options: Namespace) -> dict[Case, partial
             sizes += [size for size in options.batch_sizes or BATCH_SIZES[device] if size != options.batch_size]
         for precision, size in [*product(found, sizes[:1]), *product(found[:1], sizes[1:])]:
             case = configure_for(options.fit_flags, device, precision, size, *flags)
-            runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)
+            runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)  # the first epoch warms up
     return runs
 
 
@@ -162,10 +158,7 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
 
 
 def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
-    """One row per way to load: milliseconds until a float32, normalised batch is on the device.
-
-    ``start_ms`` is the time to an epoch's first batch, which may start workers. ``ms_per_batch`` leaves it out.
-    """
+    """One row per way to load: milliseconds until a float32, normalised batch is on the device."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
     batches = min(20 if options.quick else BATCHES, max(1, len(samples.labels) // options.batch_size))
@@ -177,7 +170,7 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
         row: dict[str, Any] = {"loader": name, "device": device.type}
         row |= {"batch_size": options.batch_size, "batches": batches}
         row |= timing.median_and_spread("ms_per_batch", [ms for ms, _ in measured])
-        row["start_ms"] = statistics.median(start for _, start in measured)
+        row["start_ms"] = statistics.median(start for _, start in measured)  # to the first batch: may start workers
         row["batches_per_sec"] = 1000 / row["ms_per_batch"]
         rows.append({**row, "times_ours": row["ms_per_batch"] / (rows[0] if rows else row)["ms_per_batch"]})
     return rows

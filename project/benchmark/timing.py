@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
@@ -48,11 +47,9 @@ LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "
 
 
 def alternate(table: str, variants: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """Measure every variant ``rounds`` times, in turn; returns its results by its name.
-
-    Every other round runs backwards, so that a machine that grows slower or busier affects all variants alike.
-    """
+    """Results of every variant (name → one measurement), measured ``rounds`` times in turn."""
     results: dict[K, list[T]] = {name: [] for name in variants}
+    # every other round backwards, so that a machine that grows slower or busier affects all variants alike
     order = [name for turn in range(rounds) for name in list(variants)[:: -1 if turn % 2 else 1]]
     bar = tqdm(order, desc=table, leave=False, disable=None)  # on stderr; none in a log file
     for name in bar:
@@ -363,7 +360,7 @@ def train_epoch(
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
         with autocast():
-            loss = F.cross_entropy(network(images), labels)
+            loss = nn.functional.cross_entropy(network(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

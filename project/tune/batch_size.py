@@ -20,7 +20,6 @@ from project.engine.lightning_internals import LiveMemory
 from project.engine.log_steps import synchronize
 from project.engine.summary import samples_of
 from project.errors import UserError, is_out_of_memory
-from project.hardware import GIB
 from project.tables import Row, format_table
 from project.tune.short_training import ShortTraining, picture, scratch_trainer
 
@@ -79,9 +78,6 @@ class Measured:
         return 1000 * self.batch_size / self.step_ms
 
 
-Measure = Callable[[int], Measured | None]  # of a batch size; None: it does not fit
-
-
 class TrainingSteps:
     """Trains a new module for some steps at any batch size, which it sets on the data module.
 
@@ -94,7 +90,7 @@ class TrainingSteps:
         limits = [] if memory_limit_gib is None else [memory_limit_gib]
         if flags["accelerator"] == "cpu" or not torch.accelerator.is_available():
             limits.append(CPU_SHARE * hardware.memory()["available_gib"])
-        self.memory_limit_bytes = int(min(limits) * GIB) if limits else None
+        self.memory_limit_bytes = int(min(limits) * hardware.GIB) if limits else None
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
         self.training_samples = samples_of(self.datamodule.train_dataloader())  # None if unknown
@@ -121,11 +117,11 @@ class TrainingSteps:
                     with memory:
                         memory.count([*module.parameters(), *module.buffers()])
                         trainer.fit(module, datamodule=self.datamodule)
-                    peak_gib = memory.peak_bytes / GIB
+                    peak_gib = memory.peak_bytes / hardware.GIB
                 else:
                     self._limit_memory(device)
                     trainer.fit(module, datamodule=self.datamodule)
-                    peak_gib = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+                    peak_gib = torch.cuda.max_memory_allocated(device) / hardware.GIB if device.type == "cuda" else None
         except Exception as error:
             if is_out_of_memory(error):
                 return None
@@ -210,11 +206,8 @@ def tune_batch_size(config: Configuration, flags: dict[str, Any], options: Names
     }
 
 
-def find_largest(measure: Measure, ceiling: int, ceiling_name: str, max_step_seconds: float) -> Search:
-    """Double the size while it fits, then bisect to the exact largest one that fits, at most ``ceiling``.
-
-    A size whose step takes longer than half of ``max_step_seconds`` is not doubled.
-    """
+def find_largest(measure: Callable[[int], Measured | None], ceiling: int, reason: str, max_step_s: float) -> Search:
+    """Double the size while it fits, then bisect to the exact largest; ``reason`` says why ``ceiling`` is a limit."""
     search = Search()
 
     def fits(size: int) -> bool:
@@ -227,9 +220,9 @@ def find_largest(measure: Measure, ceiling: int, ceiling_name: str, max_step_sec
     size = min(FIRST, ceiling)
     while fits(size):
         if size == ceiling:
-            search.limited_by = ceiling_name
+            search.limited_by = reason
             return search
-        if search.fitting[size].step_ms > 500 * max_step_seconds:
+        if 2 * search.fitting[size].step_ms > 1000 * max_step_s:  # the doubled size's step would take longer
             search.limited_by = "larger steps take longer than --max_step_seconds"
             return search
         size = min(2 * size, ceiling)
