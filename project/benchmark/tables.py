@@ -161,7 +161,10 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     """One row per way to load: milliseconds until a float32, normalised batch is on the device."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
-    batches = min(20 if options.quick else BATCHES, max(1, len(samples.labels) // options.batch_size))
+    batches = min(20 if options.quick else BATCHES, len(samples.labels) // options.batch_size)
+    if batches < 2:  # the first one is timed apart
+        least = f"leave two batches of the {len(samples.labels)} training samples"
+        raise UserError(f"--data.batch_size must {least}, got {options.batch_size}.")
     ways, normalize = loaders(config, samples, options, device.type == "cuda"), samples.normalizer(device)
     timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}
     timing.alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
