@@ -252,14 +252,10 @@ def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optu
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
-    study = optuna.create_study(
-        storage=storage,
-        study_name="sweep",
-        load_if_exists=True,
-        direction="maximize" if space.maximize else "minimize",
-        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1),
-    )
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1)
+    settings: dict[str, Any] = {"direction": "maximize" if space.maximize else "minimize", "load_if_exists": True}
+    study = optuna.create_study(storage=storage, study_name="sweep", sampler=sampler, pruner=pruner, **settings)
     left, study_id = [], storage.get_study_id_from_name("sweep")
     for begun in study.get_trials(states=(TrialState.RUNNING,)):
         if begun.params.keys() == space.parameters.keys():

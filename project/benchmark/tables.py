@@ -29,8 +29,6 @@ RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--mo
 RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
 BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
 BATCHES = 200  # of a loader, per measurement; at most one epoch
-# Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
-Case = tuple[str, str, str, int]
 
 
 def usable(device: str, precisions: Sequence[str]) -> list[str]:
@@ -42,7 +40,7 @@ def usable(device: str, precisions: Sequence[str]) -> list[str]:
 
 
 def configure_for(fit_flags: Sequence[str], device: str, precision: str, batch_size: int, *flags: str) -> Configuration:
-    """A configuration with a device, a precision and a batch size, named as in a :data:`Case`."""
+    """A configuration with a device ("cpu", "cuda", "mps"), a precision (Lightning's or "tf32") and a batch size."""
     tf32 = precision == "tf32"
     more = ["--accelerator", "gpu" if device == "cuda" else device, "--devices", "1"]
     more += ["--precision", "32-true" if tf32 else precision, "--matmul_precision", "high" if tf32 else "highest"]
@@ -70,10 +68,9 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     measured = timing.alternate("devices", device_runs(config, options), options.n)
     rows: list[Row] = []
     for (_, _, precision, size), runs in measured.items():
-        first, train_samples = runs[0], runs[0].train_samples
-        samples = first.batches * min(size, train_samples or size)
-        row: dict[str, Any] = {"device": first.device, "network": first.network, "precision": precision}
-        row["batch_size"] = size
+        row: dict[str, Any] = {**runs[0].names, "precision": precision, "batch_size": size}
+        train_samples = runs[0].train_samples
+        samples = runs[0].batches * min(size, train_samples or size)
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
             row["epoch_s"] = train_samples / row["samples_per_sec"]  # without validation
@@ -91,8 +88,8 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     return rows
 
 
-def device_runs(config: Configuration, options: Namespace) -> dict[Case, partial[timing.RunClock]]:
-    """What the table ``devices`` measures."""
+def device_runs(config: Configuration, options: Namespace) -> dict[Any, partial[timing.RunClock]]:
+    """Network, device, precision and batch size → measurement: what the table ``devices`` measures."""
     runs = {}
     for network, device in product(options.networks, timing.wanted_devices(config)):
         found, sizes, flags = usable(device, options.precisions), [options.batch_size], []
@@ -128,8 +125,8 @@ def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # f
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(options.fit_flags, device, precision, max(1, size // parts), *flags)
         run = timing.run_epochs(case, 1)
-        row: dict[str, Any] = {"device": run.device, "network": run.network, "precision": precision}
-        row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
+        row: dict[str, Any] = {**run.names, "precision": precision, "activation_checkpointing": recompute}
+        row |= {"accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
         rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
     return rows
@@ -142,11 +139,12 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
     ``project.fit --profiler simple`` shows the share of every monitor's hooks.
     """
     timing.loops_by_hand(config)  # refuses other data before a process starts
+    network = type(network_of(config.module)).__name__
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, options.fit_flags, options.n)
     rows: list[Row] = []
     for name, epochs in measured.items():
-        row: dict[str, Any] = {"loop": name, "network": type(network_of(config.module)).__name__}
-        row |= {"batch_size": options.batch_size, **timing.median_and_spread("epoch_s", [x.epoch_s for x in epochs])}
+        row: dict[str, Any] = {"loop": name, "network": network, "batch_size": options.batch_size}
+        row |= timing.median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
         both = list(zip(epochs, measured[timing.FLOOR], strict=True))
         row["train_vs_floor"] = statistics.median(epoch.train_s / floor.train_s for epoch, floor in both)
@@ -170,8 +168,7 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     timing.alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
     rows: list[Row] = []
     for name, measured in timing.alternate("loaders", timed, options.n).items():
-        row: dict[str, Any] = {"loader": name, "device": device.type}
-        row |= {"batch_size": options.batch_size, "batches": batches}
+        row = {"loader": name, "device": device.type, "batch_size": options.batch_size, "batches": batches}
         row |= timing.median_and_spread("ms_per_batch", [ms for ms, _ in measured])
         row["start_ms"] = statistics.median(start for _, start in measured)  # to the first batch: may start workers
         row["batches_per_sec"] = 1000 / row["ms_per_batch"]

@@ -61,7 +61,7 @@ def alternate(table: str, variants: Mapping[K, Callable[[], T]], rounds: int) ->
 def median_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """``name``: the median; ``n``; ``spread_pct``: (largest − smallest) / median, 0 or more; left out for one value."""
     row: dict[str, float] = {name: statistics.median(values), "n": len(values)}
-    if len(values) > 1 and row[name]:
+    if len(values) > 1:
         row["spread_pct"] = 100 * (max(values) - min(values)) / row[name]
     return row
 
@@ -75,9 +75,6 @@ def wanted_devices(config: Configuration) -> list[str]:
     if not wanted:
         raise UserError(f"--accelerator must be auto or what this machine has ({', '.join(found)}), got {asked}.")
     return wanted
-
-
-# Real runs
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class RunClock(Callback):
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.batches = 0  # per epoch
         self.train_samples: int | None = None  # in the training set; None where its loader does not tell
-        self.device = self.network = ""  # their names
+        self.names: dict[str, str] = {}  # of device and network
         self._began = self._train_s = 0.0  # of this epoch's training steps
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,7 +112,7 @@ class RunClock(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # after on_train_end, which saves the last checkpoint
-        self.device, self.network = device_name(trainer), type(network_of(pl_module)).__name__
+        self.names = {"device": device_name(trainer), "network": type(network_of(pl_module)).__name__}
         self.batches = int(trainer.num_training_batches)
         self.train_samples = samples_of(trainer.train_dataloader)
         self.accuracy = trainer.callback_metrics.get("val/accuracy")

@@ -113,9 +113,6 @@ def picture(path: Path, config: Configuration, flags: dict[str, Any], panels: in
     figure.savefig(path, dpi=130)
 
 
-# The learning-rate range test
-
-
 class RateRamp(ShortTraining):
     """Raises the learning rate of all parameter groups exponentially and records the loss of every optimizer step.
 
