@@ -84,7 +84,10 @@ def main(argv: list[str]) -> int:
     if leave_out:
         remove(leave_out)
     if args.name != PACKAGE:
-        rename(args.name)
+        found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
+        rewrite(lambda path, text: renamed(path, text, PACKAGE, args.name, found[1] if found else None))
+        git("mv", PACKAGE, args.name)
+        print(f"moved {PACKAGE}/ to {args.name}/")
     tidy()
     print(f"""{git("status", "--short")}
 Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
@@ -190,14 +193,6 @@ def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
             return True
     helps = not path.name.startswith(("test_", "conftest"))
     return helps and not any(re.search(rf"\b{path.stem}\b", text) for other, text in tests.items() if other != path)
-
-
-def rename(name: str) -> None:
-    """Rewrite the files, move the package's folder."""
-    found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
-    rewrite(lambda path, text: renamed(path, text, PACKAGE, name, found[1] if found else None))
-    git("mv", PACKAGE, name)
-    print(f"moved {PACKAGE}/ to {name}/")
 
 
 def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None = None) -> str:

@@ -130,9 +130,9 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
 
     ``bare``: only the module, the data and the user's callbacks, Lightning's loop alone. ``turn``: see RunClock.
     """
-    limits = {"max_epochs": epochs, "max_steps": -1, "max_time": None}
-    unused = {"callbacks": copy.deepcopy(config.trainer["callbacks"])}  # the originals are never run
-    config = replace(config, module=config.fresh_module(), trainer={**config.trainer, **limits, **unused})
+    unused = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
+    asked = config.trainer | {"max_epochs": epochs, "max_steps": -1, "max_time": None, "callbacks": unused}
+    config = replace(config, module=config.fresh_module(), trainer=asked)
     clock, session, terminal = RunClock(turn), None, io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
     torch.cuda.empty_cache()  # of the run before
