@@ -5,8 +5,9 @@ python -m project.devices --output devices.json --data.root /data
 """
 
 import shlex
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict  # feature: wandb
 from typing import Any
 
 from project import hardware
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
     command = " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)])
     facts["recommended"] = {"command": command, "reasons": {flag.flag: flag.reason for flag in flags}}
-    print(f"\n{command}\n\n{format_table([asdict(flag) for flag in flags])}")
+    print(f"\n{command}\n\n{format_table([flag._asdict() for flag in flags])}")
     if args.output:
         write_rows(args.output, facts)
     return 0
@@ -59,29 +60,18 @@ def mnist_state(root: str) -> dict[str, Any]:  # feature: mnist
     return {"found": not missing, "folder": str(folder), "text": text}
 
 
-# Which flags of ``fit`` suit a machine, each with its reason: facts in, advice out.
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag with its value as they are typed, and the one reason for it."""
-
-    flag: str
-    value: str
-    reason: str
+Flag = namedtuple("Flag", "flag value reason")  # a flag of ``fit``, its value as typed, why this machine wants it
 
 
 def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
-    """Flags for :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`.
-
-    No precision but the exact one is recommended: which is fastest was not measured.
-    """
-    chosen, why = choose_gpus(accelerators)
-    if not chosen:
+    """Flags for what :func:`project.hardware.cpu` and :func:`project.hardware.accelerators` found."""
+    chosen: list[Mapping[str, Any]] = []
+    if not accelerators:
         why = f"one process uses all cores ({cpu['cores']}) as threads; more processes would only share them"
         flags = [Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use")]
         flags.append(Flag("--devices", "1", why))
     else:
+        chosen, why = choose_gpus(accelerators)
         devices = str(len(chosen))
         if len(chosen) < len(accelerators):  # a comma makes it a list of indices, not a count
             devices = ",".join(str(row["index"]) for row in chosen) + ("," if len(chosen) == 1 else "")
@@ -89,7 +79,7 @@ def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]])
         flags = [Flag("--accelerator", kind, f"{chosen[0]['name']} is here"), Flag("--devices", devices, why)]
         if len(chosen) > 1:
             flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
-    # what has its own arithmetic in the hardware; bf16 needs no loss scaling
+    # named, not recommended, for its speed was not measured; bf16 comes first, because it needs no loss scaling
     other = "bf16-mixed" if all(row.get("bf16") for row in chosen or [cpu]) else None
     other = other or ("16-mixed" if chosen and all(row.get("tensor_cores") for row in chosen) else None)
     hint = f"; try {other} as well, which this hardware can compute" if other else ""
@@ -97,9 +87,7 @@ def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]])
 
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """The largest set of equal GPUs that nobody else is using, and why it is that one."""
-    if not accelerators:
-        return [], ""
+    """The largest set of equal GPUs that nobody else uses, and the reason for this choice."""
     idle = [row for row in accelerators if not is_busy(row)]
     if not idle:
         freest = max(accelerators, key=lambda row: row.get("memory_free_gib", 0.0))

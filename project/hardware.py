@@ -1,4 +1,4 @@
-"""What this machine has: CPU, memory and accelerators, as plain rows. A fact that cannot be had is left out."""
+"""What this machine has: CPU, memory and accelerators, as plain rows. An unknown fact is left out."""
 
 import os
 import platform
@@ -49,11 +49,10 @@ def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> dict[str, float]:
     """Host memory in GiB, total and available, cut to the container's limit (control group v2, else v1)."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for most, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
-        folder = cgroup if most == "max" else cgroup / "memory"
+    for files in ("memory.max memory.current", "memory/memory.limit_in_bytes memory/memory.usage_in_bytes"):
         with suppress(OSError, ValueError):  # "max" is no number: no limit
-            limit, taken = (int((folder / f"memory.{name}").read_text()) for name in (most, used))
-            total, available = min(total, limit), max(0, min(available, limit - taken))
+            limit, used = (int((cgroup / name).read_text()) for name in files.split())
+            total, available = min(total, limit), max(0, min(available, limit - used))
             break
     return {"total_gib": total / GIB, "available_gib": available / GIB}
 
@@ -86,7 +85,7 @@ def accelerators() -> list[dict[str, Any]]:
 
 
 def cuda_facts(properties: Any, rocm: bool = False) -> dict[str, Any]:
-    """What follows from ``torch.cuda.get_device_properties``; of an AMD GPU only name and memory are told."""
+    """What follows from ``torch.cuda.get_device_properties``; of an AMD GPU only name and memory."""
     name, capability = properties.name, (properties.major, properties.minor)
     facts = {"type": "rocm" if rocm else "cuda", "name": name, "memory_total_gib": properties.total_memory / GIB}
     if not rocm:  # tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA programming guide)
@@ -107,7 +106,7 @@ def nvidia_driver() -> str | None:
 
 
 def unusable_gpus() -> str | None:
-    """Why GPUs that the driver shows cannot be used by this PyTorch; None where there is nothing to tell."""
+    """Why this PyTorch cannot use the GPUs that the driver shows; None where it can, or there is no driver."""
     import torch
 
     if torch.cuda.is_available() or (driver := nvidia_driver()) is None:

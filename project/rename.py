@@ -6,11 +6,11 @@ python -m project.rename digits --without mnist             # without the bundle
 python -m project.rename digits --without all               # the core: fit, test, engine, model, data; this goes too
 """
 
-# What belongs to a feature: the files below, and marked code in files that the core needs as well. The comment
-# "feature: NAME" behind a line marks that line, and all of a statement that begins there, such as a function; on a line
-# of its own it marks all down to "end feature: NAME". In Markdown the comments are <!-- feature: NAME --> and
-# <!-- end feature: NAME -->, and lines of code and table rows that name a feature's command need none. A mark with
-# several names, as in "feature: tune, sweep", goes with the last.
+# A feature is the files below and marked code in other files. The comment "feature: NAME" behind a line marks the line,
+# or the whole statement that begins there, such as a function; on a line of its own it marks all lines down to "end
+# feature: NAME". In Markdown the comments are <!-- feature: NAME --> and <!-- end feature: NAME -->; lines of code and
+# table rows that name a feature's command need no mark. A mark with several names, as in "feature: tune, sweep", is
+# removed with the last of them.
 
 import ast
 import contextlib
@@ -29,7 +29,7 @@ from project.errors import UserError, nearest
 PACKAGE = Path(__file__).parent.name
 CLONE = Path(__file__).parents[1]
 
-# Patterns of git. The first says whether the clone has the feature; tests that import a part of it need no entry.
+# Patterns of git. A clone has the feature if it has files of the first one. Tests that import a feature need no entry.
 FEATURES: dict[str, tuple[str, ...]] = {
     "report": ("project/report", "project/runs.html.j2", ".github/report.png"),
     "predict": ("project/predict.py",),
@@ -59,9 +59,9 @@ MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no f
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z_]+(?:, [a-z_]+)*)(?: -->.*)?$")
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
 IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
-# A test that says this trains on the bundled digits, or compares with them.
+# A test with this in its text uses the bundled digits.
 NEEDS_DIGITS = re.compile(r"""["']sample["']|\bSMALL\b|finished_run|trained_checkpoint|MNIST(DataModule|Classifier)""")
-# W&B's default project: the text after these, in loggers/wandb.py, a sweep's file and commands.
+# W&B's default project follows these, in loggers/wandb.py, a sweep's file and commands.
 WANDB_PROJECT = r"(?<=DEFAULT_PROJECT = \")|(?<=project: )|(?<=--project )"
 
 
@@ -77,20 +77,23 @@ def main(argv: list[str]) -> int:
     if changed := git("status", "--porcelain"):
         some = changed.splitlines()[0][3:]
         raise UserError(f"the clone has uncommitted changes ({some}, ...). Commit or stash them before a rename.")
-    data_is_made = "mnist" not in features_here() - leave_out
+    example = "" if "mnist" in features_here() - leave_out else MADE_UP
     if args.name == PACKAGE and not leave_out:
         print(f"the package is already called {PACKAGE}: nothing to do.")
         return 0
     if leave_out:
         remove(leave_out)
     if args.name != PACKAGE:
-        rename(args.name)
+        found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
+        rewrite(lambda path, text: renamed(path, text, PACKAGE, args.name, found[1] if found else None))
+        git("mv", PACKAGE, args.name)
+        print(f"moved {PACKAGE}/ to {args.name}/")
     tidy()
     print(f"""{git("status", "--short")}
 Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
   git add --all && git commit -m 'Rename to {args.name}'
   pip install -e .   # where {PACKAGE} was installed
-  python -m {args.name}.fit {MADE_UP if data_is_made else ""}""")
+  python -m {args.name}.fit {example}""")
     return 0
 
 
@@ -114,13 +117,13 @@ def features_here() -> set[str]:
 
 
 def chosen_features(text: str) -> set[str]:
-    """The features that ``--without`` names and this clone has; a UserError where there is no such feature."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in {*names} - {*FEATURES, "all"}:
+    """The features that ``--without`` names and this clone has; a UserError for an unknown one."""
+    names = {name.strip() for name in text.split(",")} - {""}
+    for name in names - {*FEATURES, "all"}:
         known = ", ".join(FEATURES)
         raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
-    names += ["dashboard"] if "wandb" in names else []  # which shows what W&B has
-    return features_here() & {*(FEATURES if "all" in names else names)}
+    names |= {"dashboard"} if "wandb" in names else set()  # it shows what W&B has
+    return features_here() & ({*FEATURES} if "all" in names else names)
 
 
 def texts() -> dict[Path, str]:
@@ -128,14 +131,14 @@ def texts() -> dict[Path, str]:
     found = {}
     for name in git("ls-files", "-z").split("\0"):
         path = CLONE / name
-        if name and path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink():
             with contextlib.suppress(UnicodeDecodeError):  # pictures and digits hold no names
                 found[Path(name)] = path.read_bytes().decode()
     return found
 
 
 def rewrite(change: Callable[[Path, str], str]) -> None:
-    """Put what ``change`` makes of a file's path and text in the place of every text."""
+    """Replace every text by what ``change`` makes of its path and text."""
     for path, text in texts().items():
         if (changed := change(path, text)) != text:
             (CLONE / path).write_bytes(changed.encode())
@@ -144,8 +147,7 @@ def rewrite(change: Callable[[Path, str], str]) -> None:
 def remove(leave_out: Collection[str]) -> None:
     """Remove features: their files, marked lines, then tests that import or need what is gone."""
     gone = {*FEATURES} - (features_here() - {*leave_out})
-    patterns = [pattern for name in gone for pattern in FEATURES[name]]
-    git("rm", "-r", "--ignore-unmatch", "--", *patterns)
+    git("rm", "-r", "--ignore-unmatch", "--", *(pattern for name in gone for pattern in FEATURES[name]))
     rewrite(lambda path, text: without_marked(path, text, gone))
     tests = {path: text for path, text in texts().items() if path.match("tests/*.py")}
     while stale := [path for path in tests if is_stale(path, tests, "mnist" in gone)]:
@@ -175,13 +177,13 @@ def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
 
 
 def statements(code: str) -> dict[int, int]:
-    """The lines of Python code on which a statement, or its first decorator, begins, and on which it ends."""
+    """Line on which a statement of Python code, or its first decorator, begins → line on which it ends."""
     found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.stmt)]
     return {min(n.lineno for n in [node, *getattr(node, "decorator_list", [])]): node.end_lineno or 0 for node in found}
 
 
 def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
-    """Whether a file of tests/ imports what is not there, needs the digits, or only helped tests that are gone."""
+    """Whether a file of tests/ imports what is gone, needs the digits, or only helped tests that are gone."""
     if without_digits and NEEDS_DIGITS.search(tests[path]):
         return True
     for module, name in IMPORT.findall(tests[path]):
@@ -191,14 +193,6 @@ def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
             return True
     helps = not path.name.startswith(("test_", "conftest"))
     return helps and not any(re.search(rf"\b{path.stem}\b", text) for other, text in tests.items() if other != path)
-
-
-def rename(name: str) -> None:
-    """Rewrite the files, move the package's folder."""
-    found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
-    rewrite(lambda path, text: renamed(path, text, PACKAGE, name, found[1] if found else None))
-    git("mv", PACKAGE, name)
-    print(f"moved {PACKAGE}/ to {name}/")
 
 
 def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None = None) -> str:
@@ -228,7 +222,7 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
 
 
 def tidy() -> None:
-    """Drop imports that nothing uses any more, sort and format with ruff: a new name has another place and length."""
+    """Drop unused imports, sort and format with ruff: a new name has another place and length."""
     if importlib.util.find_spec("ruff") is None:
         print("ruff is not installed: run `ruff check --fix` and `ruff format` before you push.")
         return
@@ -237,7 +231,7 @@ def tidy() -> None:
 
 
 def git(*arguments: str) -> str:
-    """What a git command prints; a UserError where there is no git, or the clone is no git repository."""
+    """What a git command prints; a UserError without git or outside a git repository."""
     try:
         return subprocess.run(["git", *arguments], cwd=CLONE, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError:

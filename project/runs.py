@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,40 +30,32 @@ from project.tables import columns_of, flat, format_cell, format_table, write_ro
 
 Row = dict[str, Any]
 SEED = "seed_everything"
-# Settings that say where a run is, not what it is
+# Settings that do not tell configurations apart: where a run and its data lie
 PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.root")
-FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")  # one of them makes a folder a run's
+FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")  # a run's folder has at least one of them
 # feature: report
-# Of configurations, legible on white and on black; then dashed
+# Of configurations, legible on white and on black; further configurations have the same colours, dashed
 COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c2379a", "#8a6de9", "#b8860b", "#d93025", "#12a4af")
 NOT_DRAWN = ("epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
 # end feature: report
 
 
-@dataclass
 class Run:
     """What a run's folder says of it."""
 
-    folder: Path
-    settings: Row = field(default_factory=dict)  # resolved configuration: short dotted name → plain value
-    summary: Row = field(default_factory=dict)
-
-    @property
-    def state(self) -> str:
-        """``running`` (a process holds its lock), ``finished`` or ``interrupted``."""
-        with contextlib.suppress(OSError), open(self.folder / ".lock") as lock:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, folder.name
+        self.settings = settings_of(mapping_in(folder / "config.yaml"))  # short dotted name → plain value
+        self.summary = mapping_in(folder / "summary.json")
+        self.state = "finished" if self.summary.get("finished") else "interrupted"
+        with contextlib.suppress(OSError), open(folder / ".lock") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return "running"
-        return "finished" if self.summary.get("finished") else "interrupted"
-
-    @property
-    def results(self) -> dict[str, float]:
-        """The monitored metric at its best, and every ``test/*``."""
+            except BlockingIOError:  # a process holds it
+                self.state = "running"
         best = self.summary.get("monitor")
         kept = {name: v for name, v in self.summary.items() if name == best or str(name).startswith("test/")}
-        return {name: value for name, value in kept.items() if is_number(value)}
+        self.results = {name: value for name, value in kept.items() if is_number(value)}
 
     def row(self, differing: list[str]) -> Row:
         """The run as a line of the list."""
@@ -72,7 +63,7 @@ class Run:
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
         settings = {name: self.settings.get(name) for name in differing}
         took = {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
-        return {"name": self.folder.name, "date": date, "state": self.state, **settings, **self.results, **took}
+        return {"name": self.name, "date": date, "state": self.state, **settings, **self.results, **took}
 
 
 def main(argv: list[str]) -> int:
@@ -90,13 +81,13 @@ def main(argv: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(fit_arguments)}")
 
     names = train(args.seeds or 0, args.run_name, args.root, fit_arguments)
-    runs = [run for run in read_runs(Path(args.root)) if not names or run.folder.name in names]
+    runs = [run for run in read_runs(Path(args.root)) if not names or run.name in names]
     rows = seed_rows(runs) if args.seeds is not None else [run.row(differing(runs)) for run in runs]
     if args.sort:
         if args.sort not in (known := columns_of(rows)):
             hint = nearest(args.sort, known)
             raise UserError(f"--sort must be a column ({', '.join(known)}), got {args.sort}.{hint}")
-        values = [row.get(args.sort) for row in rows]  # numbers before text, what lacks it last
+        values = [row.get(args.sort) for row in rows]  # numbers first, then text, then what is missing
         keys = [(0, v, "") if is_number(v) else (2 if v is None else 1, 0, str(v)) for v in values]
         rows = [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
     print(format_table(rows))
@@ -109,7 +100,7 @@ def main(argv: list[str]) -> int:
 
 
 def train(seeds: int, name: str | None, root: str, fit_arguments: list[str]) -> list[str]:
-    """Train a run of each seed from 1, or go on with it, up to one that fails or is stopped; returns their names."""
+    """Train or resume a run of each seed from 1 until one fails or is stopped; returns their names."""
     if bool(seeds) != bool(name) or seeds < 0:
         raise UserError("--seeds N, at least 1, and --run_name NAME go together: they train the runs NAME-1 to NAME-N.")
     names = [f"{name}-{seed}" for seed in range(1, seeds + 1)]
@@ -121,7 +112,7 @@ def train(seeds: int, name: str | None, root: str, fit_arguments: list[str]) -> 
             if code := process.wait():
                 raise SystemExit(code)
         finally:
-            process.terminate()  # a clean stop where this process was asked to; one that has ended hears nothing
+            process.terminate()  # a clean stop, where this process is stopped
             process.wait()
     return names
 
@@ -129,18 +120,14 @@ def train(seeds: int, name: str | None, root: str, fit_arguments: list[str]) -> 
 def read_runs(root: Path) -> list[Run]:
     """The runs of a folder, by name; a UserError where there is none."""
     folders = sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
-    runs = [
-        Run(folder, settings_of(mapping_in(folder / "config.yaml")), mapping_in(folder / "summary.json"))
-        for folder in folders
-        if any((folder / name).exists() for name in FILES)
-    ]
+    runs = [Run(folder) for folder in folders if any((folder / name).exists() for name in FILES)]
     if not runs:
         raise UserError(f"--root must hold runs, got {root}, where there is none. Train one: python -m project.fit")
     return runs
 
 
 def mapping_in(path: Path) -> Row:
-    """A YAML or JSON file's mapping; empty where there is none, or no whole one."""
+    """A YAML or JSON file's mapping; empty where the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -157,7 +144,7 @@ def settings_of(config: Row) -> Row:
 
 def differing(runs: list[Run], ignored: tuple[str, ...] = PLACES) -> list[str]:
     """Names of the settings that are not the same in all runs."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if name not in ignored)
+    names = [name for name in columns_of([run.settings for run in runs]) if name not in ignored]
     return [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
 
 
@@ -167,7 +154,7 @@ def is_number(value: Any) -> bool:
 
 
 def by_configuration(runs: list[Run]) -> list[list[Run]]:
-    """Runs whose configuration differs in nothing but the seed and the run's place, together."""
+    """Groups of runs that differ only in the seed and the run's place."""
     groups: dict[str, list[Run]] = {}
     names = differing(runs, (*PLACES, SEED))
     for run in runs:
@@ -181,7 +168,7 @@ def seed_rows(runs: list[Run]) -> list[Row]:
     for group in by_configuration(runs):
         done = [run for run in group if run.state == "finished"]
         finished: list[Row] = [{**run.results, "fit_seconds": run.summary.get("fit_seconds")} for run in done]
-        row = {"runs": " ".join(run.folder.name for run in group), "finished": len(finished)}
+        row = {"runs": " ".join(run.name for run in group), "finished": len(finished)}
         row |= {name: group[0].settings.get(name) for name in names}
         for metric in columns_of(finished):
             values = [found[metric] for found in finished if is_number(found.get(metric))]
@@ -192,43 +179,40 @@ def seed_rows(runs: list[Run]) -> list[Row]:
 
 
 def render(runs: list[Run]) -> str:  # feature: report
-    """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration.
-
-    Whatever comes from a run is text in it: the template escapes, and charts write no text but numbers.
-    """
+    """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration."""
     from jinja2 import Environment
     from markupsafe import Markup
 
     from project.engine.summary import Series, read_series
     from project.report import draw
 
-    names, styles = differing(runs), dict[str, tuple[str, str]]()
+    names = differing(runs)
+    lines: list[tuple[str, str, str, dict[str, Series]]] = []  # a run's name, colour, dashes, curves
     for index, group in enumerate(by_configuration(runs)):
-        style = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
-        styles |= {run.folder.name: style for run in group}
-    curves: dict[str, dict[str, Series]] = {run.folder.name: {} for run in runs}
-    for run in runs:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, csv.Error):  # of a damaged file
-            epochs = int(run.summary.get("epochs", 0))
-            curves[run.folder.name] = read_series(run.folder / "metrics.csv", epochs)
+        colour, dashes = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
+        for run in group:
+            curves: dict[str, Series] = {}
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, csv.Error):  # of a damaged file
+                curves = read_series(run.folder / "metrics.csv", int(run.summary.get("epochs", 0)))
+            lines.append((run.name, colour, dashes, curves))
 
     def paint(metric: str, ax: Any) -> None:
-        for name, (colour, dashes) in styles.items():
-            if series := curves[name].get(metric):
+        for _, colour, dashes, curves in lines:
+            if series := curves.get(metric):
                 marker = "o" if len(series) < 2 else None  # a single value would not be seen as a line
                 ax.plot(*zip(*series, strict=True), color=colour, linestyle=dashes, marker=marker, linewidth=1.1)
         ax.set_xlabel("optimizer step")
 
-    logged = {metric for of_run in curves.values() for metric in of_run}
-    metrics = sorted(metric for metric in logged if not metric.startswith(NOT_DRAWN))
-    charts = [(metric, Markup(draw(f"chart {n}", partial(paint, metric)))) for n, metric in enumerate(metrics)]
-    tests = [{"name": run.folder.name, **{k: v for k, v in run.results.items() if k[:5] == "test/"}} for run in runs]
-    settings = [{"": name, **{run.folder.name: run.settings.get(name) for run in runs}} for name in names]
+    logged = {metric for *_, curves in lines for metric in curves if not metric.startswith(NOT_DRAWN)}
+    charts = [(name, Markup(draw(f"chart {n}", partial(paint, name)))) for n, name in enumerate(sorted(logged))]
+    tests = [{"name": run.name, **{k: v for k, v in run.results.items() if k[:5] == "test/"}} for run in runs]
+    settings = [{"": name, **{run.name: run.settings.get(name) for run in runs}} for name in names]
     tables = {"Runs": [run.row(names) for run in runs], "Mean and standard deviation over seeds": seed_rows(runs)}
     tables |= {"Settings that differ": settings, "Test results": tests}
-    legend = [(run.folder.name, styles[run.folder.name][0]) for run in runs]
+    legend = [(name, colour) for name, colour, *_ in lines]
     facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
     page = Path(__file__).with_name("runs.html.j2").read_text(encoding="utf-8")
+    # every text of a run is escaped; the charts, which are not, hold only numbers
     return Environment(autoescape=True).from_string(page).render(facts, columns=columns_of, cell=format_cell)
 
 

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,12 @@ PLACE = "--name and --root"
 OWN_FLAGS = dict.fromkeys(("--run_name", "--ckpt_path", "--default_root_dir", "--trainer.default_root_dir"), PLACE)
 OWN_FLAGS |= dict.fromkeys(("--monitor", "--mode"), "`metric:` of the sweep file")
 STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}
-COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # from the lowest layer to the highest
+COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # the best is drawn on top
 TRIAL = "trial-{:03}"  # name of a run, by its number
 POLL_SECONDS = 0.2
 NO_TEST = "--limit_test_batches=0"  # trials are compared by validation; the test set is for the one that is chosen
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # exit codes
-RANGES = ("int_uniform", "uniform", "log_uniform_values")  # W&B's names of distributions from min to max
+RANGES = ("int_uniform", "uniform", "log_uniform_values")  # W&B's distributions with min and max
 
 
 def main(argv: list[str]) -> int:
@@ -72,8 +71,8 @@ def main(argv: list[str]) -> int:
     args, fit_arguments = parser.parse_known_args(argv)
     check(args, fit_arguments)
     name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
-    folder, own = args.root / name, Path(__file__).parents[1] / SPACE  # the repository's
-    space_file = args.space or (own if own.is_file() and not SPACE.is_file() else SPACE)
+    folder, of_repository = args.root / name, Path(__file__).parents[1] / SPACE
+    space_file = args.space or next((path for path in (SPACE, of_repository) if path.is_file()), SPACE)
     space, is_new = read_space(space_file), not folder.exists()
     fit_arguments, lock = claim(folder, space_file, fit_arguments)
     with lock:
@@ -103,9 +102,9 @@ def main(argv: list[str]) -> int:
 
 
 def check(args: argparse.Namespace, fit_arguments: list[str]) -> None:
-    """Raise a UserError for what cannot be."""
-    for option, value in (("trials", args.trials), ("jobs", args.jobs)):
-        if value < 1:
+    """Raise a UserError for options that a sweep cannot have."""
+    for option in ("trials", "jobs"):
+        if (value := getattr(args, option)) < 1:
             raise UserError(f"--{option} must be at least 1, got {value}.")
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed must be from 0 to {2**32 - 1}, got {args.seed}.")
@@ -117,20 +116,18 @@ def check(args: argparse.Namespace, fit_arguments: list[str]) -> None:
 
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
-    """Make or take up a sweep's folder, which one process may use, and always with the same arguments and space.
-    Returns the arguments of ``fit`` and the lock to hold.
-    """
+    """Lock a sweep's folder, new or begun with the same space and arguments; returns the arguments and the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "a")  # noqa: SIM115 - held until the sweep ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(f"--name {folder.name}: another process is sweeping there. Wait or choose another.") from None
-    record, text = folder / "sweep.json", space.read_text()
+    record, now = folder / "sweep.json", {"fit": fit_arguments, "space": space.read_text()}
     if not record.exists():
-        record.write_text(json.dumps({"fit": fit_arguments, "space": text}, indent=2))
+        record.write_text(json.dumps(now, indent=2))
     begun = json.loads(record.read_text())
-    if begun["space"] != text:
+    if begun["space"] != now["space"]:
         raise UserError(f"--name {folder.name} was begun with another search space. Choose another name.")
     if fit_arguments and fit_arguments != begun["fit"]:
         advice = "Leave these options away to go on with it, or choose another name."
@@ -143,9 +140,9 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
     rows = []
     for trial in study.trials:
         if (best := space.best(trial.intermediate_values.values())) is not None:
-            seconds = {"seconds": trial.duration.total_seconds()} if trial.duration else {}
             row = {"trial": trial.number, space.metric: best, **trial.params, "epochs": len(trial.intermediate_values)}
-            rows.append(row | seconds | {"state": STATES.get(trial.state.name, "failed")})
+            row |= {"seconds": trial.duration.total_seconds()} if trial.duration else {}
+            rows.append(row | {"state": STATES.get(trial.state.name, "failed")})
     return sorted(rows, key=lambda row: row[space.metric], reverse=space.maximize)
 
 
@@ -173,13 +170,13 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
         first.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
         for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
             axis.scatter(drawn_from.to_internal_repr(trial.params[name]), score, s=28, **style)
+    first.grid(alpha=0.25)
     for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
         axis.set_xlabel(name)
+        axis.grid(alpha=0.25)
+        axis.set_xscale("log" if getattr(drawn_from, "log", False) else "linear")
         if isinstance(drawn_from, CategoricalDistribution):  # choices stand at equal distances
             axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
-        axis.set_xscale("log" if getattr(drawn_from, "log", False) else "linear")
-    for axis in (first, *others):
-        axis.grid(alpha=0.25)
     handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=kind) for kind, colour in COLOURS.items()]
     figure.legend(handles=handles[::-1], loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title, fontsize=10)
@@ -191,20 +188,20 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
 
 @dataclass
 class Space:
-    """What a sweep file in W&B's format says, as far as a local sweep needs it."""
+    """The part of a sweep file in W&B's format that a local sweep uses."""
 
     parameters: dict[str, BaseDistribution]  # option of ``fit`` without its dashes, such as model.lr → its values
     metric: str = "val/accuracy"  # anything that fit logs
     maximize: bool = True
-    min_epochs: int = 1  # no trial is stopped before
+    min_epochs: int = 1  # of a trial that is stopped early
 
     def best(self, values: Any) -> float | None:
-        """The best of some values of the metric; None where none of them is a number."""
+        """The best of some values of the metric; None where none is finite."""
         return (max if self.maximize else min)(filter(math.isfinite, values), default=None)
 
 
 def read_space(path: Path) -> Space:
-    """The search space of a sweep file; a UserError says what in it a local sweep cannot search."""
+    """The search space of a sweep file; a UserError for what a local sweep cannot search."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -226,7 +223,7 @@ def read_space(path: Path) -> Space:
 
 
 def distribution(name: Any, entry: Any) -> BaseDistribution:
-    """Where the values of a parameter come from; a UserError for an entry of a sweep file that is none of W&B's."""
+    """The distribution of a parameter; a UserError for an entry that is not in W&B's format."""
     entry = entry if isinstance(entry, dict) else {"value": entry}
     if "value" in entry or "values" in entry:
         values = [entry["value"]] if "value" in entry else entry["values"]
@@ -240,58 +237,52 @@ def distribution(name: Any, entry: Any) -> BaseDistribution:
         known = ", ".join(RANGES)
         raise UserError(f"--space: {name}.distribution must be one of {known}, got {kind}.{nearest(str(kind), RANGES)}")
     numbers = whole or all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))
-    if not numbers or low >= high or (kind == "int_uniform" and not whole):
+    is_int, is_log = kind == "int_uniform", kind == "log_uniform_values"
+    if not numbers or low >= high or (is_int and not whole):
         hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
-        must = "whole numbers" if kind == "int_uniform" else "numbers"
+        must = "whole numbers" if is_int else "numbers"
         raise UserError(f"--space: {name} needs values, or {must} min below max, got min {low}, max {high}.{hint}")
-    if kind == "int_uniform":
-        return IntDistribution(low, high)
-    if kind == "log_uniform_values" and low <= 0:
+    if is_log and low <= 0:
         raise UserError(f"--space: {name}.min must be above 0 on a logarithmic scale, got {low}.")
-    return FloatDistribution(low, high, log=kind == "log_uniform_values")
+    return IntDistribution(low, high) if is_int else FloatDistribution(low, high, log=is_log)
 
 
 def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optuna.Study, list[Trial]]:
-    """The study in a folder, new or continued (its journal survives any kill), and its unfinished trials."""
+    """The study in a folder, new or continued, and its unfinished trials. Its journal survives any kill."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
-    study = optuna.create_study(
-        storage=storage,
-        study_name="sweep",
-        load_if_exists=True,
-        direction="maximize" if space.maximize else "minimize",
-        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1),
-    )
-    id_of = partial(storage.get_trial_id_from_study_id_trial_number, storage.get_study_id_from_name("sweep"))
-    left = [Trial(study, id_of(trial.number)) for trial in study.get_trials(states=(TrialState.RUNNING,))]
-    for trial in left:
-        if trial.params.keys() != space.parameters.keys():  # killed while they were drawn
-            study.tell(trial.number, state=TrialState.FAIL)
-    return study, [trial for trial in left if trial.params.keys() == space.parameters.keys()]
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1)
+    settings: dict[str, Any] = {"direction": "maximize" if space.maximize else "minimize", "load_if_exists": True}
+    study = optuna.create_study(storage=storage, study_name="sweep", sampler=sampler, pruner=pruner, **settings)
+    left, study_id = [], storage.get_study_id_from_name("sweep")
+    for begun in study.get_trials(states=(TrialState.RUNNING,)):
+        if begun.params.keys() == space.parameters.keys():
+            left.append(Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, begun.number)))
+        else:  # killed before all parameters were drawn
+            study.tell(begun.number, state=TrialState.FAIL)
+    return study, left
 
 
 class RunningTrial:
-    """One trial and its process: a run in the sweep's ``folder``; ``fit_arguments`` are what all trials share."""
+    """One trial and its process: a run in the sweep's ``folder``. All trials share ``fit_arguments``."""
 
-    def __init__(
-        self, trial: Trial, space: Space, folder: Path, fit_arguments: list[str], environment: dict[str, str]
-    ) -> None:
+    def __init__(self, trial: Trial, space: Space, folder: Path, fit_arguments: list[str], env: dict[str, str]) -> None:
         self.trial, self.space, self.name = trial, space, TRIAL.format(trial.number)
         self.folder, self.log_path = folder / self.name, folder / f"{self.name}.log"
         self.reported = set(trial.study.trials[trial.number].intermediate_values)  # epochs
         self.pruned = False
-        flags = [f"--{name}={value}" for name, value in trial.params.items()]  # what W&B's ${args} looks like
+        flags = [f"--{name}={value}" for name, value in trial.params.items()]  # as in W&B's ${args}
         goal = ["--monitor", space.metric, "--mode", "max" if space.maximize else "min"]
         place = ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
         words = [sys.executable, "-m", f"{__package__}.fit", NO_TEST, *fit_arguments, *flags, *goal, *place]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log_path, "ab") as log:
-            self.process = subprocess.Popen(words, stdout=log, env=environment, preexec_fn=end_with_parent, **pipes)
+            self.process = subprocess.Popen(words, stdout=log, env=env, preexec_fn=end_with_parent, **pipes)
 
     def watch(self) -> int | None:
-        """Report epochs that are over to Optuna, stop a hopeless trial; the exit code where the process has ended."""
+        """Report ended epochs to Optuna and stop a hopeless trial; the exit code where the process has ended."""
         exit_code, rows = self.process.poll(), self.rows()
         now = max((row["epoch"] for row in rows), default=0)
         for epoch, score in self.scores(rows).items():
@@ -305,7 +296,7 @@ class RunningTrial:
         return exit_code
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv, without empty cells; none where there is no such file yet."""
+        """The rows of metrics.csv that belong to an epoch, without empty cells; none before the file is there."""
         with contextlib.suppress(FileNotFoundError), open(self.folder / "metrics.csv", newline="") as file:
             rows = [{key: float(text) for key, text in row.items() if text} for row in csv.DictReader(file)]
             return [row for row in rows if "epoch" in row]
@@ -316,7 +307,7 @@ class RunningTrial:
         return {int(row["epoch"]): row[self.space.metric] for row in rows if self.space.metric in row}
 
     def has_trained(self, rows: list[dict[str, float]]) -> bool:
-        """Whether nothing but the report (and a test that was asked for) is left, which no signal should cut off."""
+        """Whether only the report (and a test that was asked for) is left, which no signal should cut off."""
         limits = yaml.safe_load((self.folder / "config.yaml").read_text())["trainer"]
         epochs, steps = (limits.get(name) or -1 for name in ("max_epochs", "max_steps"))  # -1: no limit
         return 0 < epochs <= max([*self.scores(rows), -1]) + 1 or 0 < steps <= max(row["step"] for row in rows) + 1
@@ -330,29 +321,27 @@ def run_trials(
     try:
         while left or running or len(study.trials) < trials:
             for slot in set(range(jobs)) - running.keys():
-                if left:
-                    wait_until_free(folder / TRIAL.format(left[0].number))
-                elif len(study.trials) >= trials:
+                if not left and len(study.trials) >= trials:
                     break
                 trial = left.pop(0) if left else study.ask(space.parameters)
+                wait_until_free(folder / TRIAL.format(trial.number))
                 running[slot] = RunningTrial(trial, space, folder, fit_arguments, environment_of(slot, jobs, folder))
             time.sleep(POLL_SECONDS)
             for slot, watched in list(running.items()):
                 if (exit_code := watched.watch()) is not None:
                     finish(study, running.pop(slot), exit_code)
     finally:
-        processes = [watched.process for watched in running.values()]
-        for process in processes:
-            process.terminate()  # all at once: each saves its step, and a resumed sweep goes on from there
-        for process in processes:
+        for watched in running.values():
+            watched.process.terminate()  # all at once: each saves its step, and a resumed sweep goes on from there
+        for watched in running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=15)
-            process.kill()  # nothing happens to one that has ended
-            process.wait()
+                watched.process.wait(timeout=15)
+            watched.process.kill()  # has no effect on one that has ended
+            watched.process.wait()
 
 
 def wait_until_free(run_folder: Path) -> None:
-    """Wait for the process of a killed sweep's trial, which saves its step before it ends; an error after a minute."""
+    """Wait until a killed sweep's trial has saved its step and ended; a UserError after a minute."""
     until = time.monotonic() + 60
     with contextlib.suppress(FileNotFoundError), open(run_folder / ".lock") as lock:
         while time.monotonic() < until:
@@ -363,7 +352,7 @@ def wait_until_free(run_folder: Path) -> None:
 
 
 def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
-    """Tell Optuna and the user how a trial ended; a UserError where ``fit`` refused its flags or lacks the metric."""
+    """Tell Optuna and the user how a trial ended; a UserError where ``fit`` refused its flags or logs no metric."""
     rows, log = ended.rows(), f"see {ended.log_path}"
     score = ended.space.best(ended.scores(rows).values())
     stopped = exit_code != 0 and (ended.pruned or exit_code in STOPPED)
@@ -384,7 +373,7 @@ def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
 
 
 def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
-    """A trial's environment: its share of the cores, a GPU of its own where there are several, one W&B group."""
+    """A trial's environment: its share of the cores, one of several GPUs, the sweep's W&B group."""
     import torch
 
     environment = {"WANDB_RUN_GROUP": folder.name, **os.environ, **threads.share(jobs)}

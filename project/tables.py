@@ -1,4 +1,4 @@
-"""What a command prints as a table, and the same rows as a ``.json`` or ``.csv`` file. How every file is written.
+"""Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written.
 
 A row is a dictionary. A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
 """
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 
 def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output") -> Path:
-    """``path``, if a file of such an ending can be written there, else a UserError. Call it before any work."""
+    """``path``, or a UserError where no file with such an ending can be written. Call it before any work."""
     path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no such user
     if path.suffix.lower() not in endings:
         raise UserError(f"{option} must end in {' or '.join(endings)}, got {path}. The ending chooses the format.")
@@ -36,12 +36,9 @@ def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), o
 
 
 def write_rows(path: Path | str, rows: Sequence[Row] | Row) -> None:
-    """Write rows as JSON (a list; one mapping alone as an object) or CSV, by the file's ending.
-
-    Full precision; a number that is not finite becomes null. The file appears whole or not at all.
-    """
+    """Write rows, or one mapping alone, in full precision as JSON or CSV, by the file's ending."""
     path, text = check_output(path), io.StringIO()
-    # through JSON and back, for NaN and infinity have no place in it: the constants become None
+    # through JSON and back: NaN and infinity, which JSON does not have, become None
     plain = json.loads(json.dumps(rows, default=str), parse_constant=lambda _: None)
     if path.suffix.lower() == ".json":
         text.write(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
@@ -70,7 +67,7 @@ def write_atomically(data: bytes | memoryview, path: Path) -> None:
             os.close(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            beside.unlink()
         fix = "What was there before is whole. Free space, or make the folder writable."
         raise UserError(f"{path} could not be saved: {error.strerror or error}. {fix}") from error
 
@@ -111,8 +108,6 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{name}." if name else "")
-        else:
-            found[name] = value
+        is_section = isinstance(value, dict) and value
+        found |= flat(value, f"{name}." if name else "") if is_section else {name: value}
     return found

@@ -331,6 +331,10 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         (["loaders", "--data.batch_sice", "3"], "--data.batch_sice"),
         (["overhead", *TINY, "--model.lr", "-1"], "--model.lr must be above 0, got -1"),
         (["loaders", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
+        (
+            ["loaders", *TINY, "--data.batch_size", "200"],
+            "must leave two batches of the 256 training samples",
+        ),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

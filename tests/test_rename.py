@@ -326,7 +326,7 @@ def count_lines(text: str) -> int:
 def test_what_cannot_be_is_refused_and_nothing_touched(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rename, "rename", None)  # whatever happens, this clone stays what it is
+    monkeypatch.setattr(rename, "rewrite", None)  # whatever happens, this clone stays what it is
     monkeypatch.setattr(rename, "remove", None)
     assert entry.exit_code(rename.main, words) == 2
     error = capsys.readouterr().err

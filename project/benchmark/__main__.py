@@ -6,7 +6,6 @@ python -m project.benchmark overhead --model.network MLP --data.batch_size 64
 Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is measured.
 """
 
-import copy
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -22,13 +21,12 @@ TABLES = {
     "memory": ("peak_mib", "peak by precision, activation checkpointing, accumulation, batch size"),  # feature: memory
     "overhead": ("epoch_s", "what a run costs against loops written by hand"),
 }
-# For --quick: seconds instead of minutes, and figures that say only that the command works.
 QUICK = ["--data.source", "sample", "--data.train_samples", "1024", "--data.val_samples", "200"]
-# A small network and small batches show overhead best: its own work hides it least. The loops by hand do not augment.
+# Overhead shows best in a small network with small batches. The loops by hand do not augment.
 SMALL_MLP = ["--model.network", "MLP", "--model.lr", "0.002", "--model.label_smoothing", "0", "--data.batch_size", "64"]
 SMALL_MLP += ["--data.shift_pixels", "0"]
 PRESETS = {"overhead": SMALL_MLP, "loaders": SMALL_MLP}
-# A file or class of the user's own says what is measured; it may not know the preset's flags.
+# With these flags no preset is used: a configuration or class of the user's own may not know its flags.
 BEATS_THE_PRESET = ("--config", "-c", "--model", "--model.class_path", "--data", "--data.class_path")
 NETWORKS, PRECISIONS = ("chosen", "ResNet18"), ("32-true", "tf32", "16-mixed", "bf16-mixed")
 
@@ -46,21 +44,22 @@ def main(argv: list[str]) -> int:
     for name in [options.table] if options.table else TABLES:
         tables[name] = measure_table(name, options)
         print(f"\n{name}: {TABLES[name][1]}\n{format_table(tables[name])}", flush=True)
-        # after every table: a stopped pass keeps what it has
-        if options.output:
-            write(options.output, facts, tables)
+        if options.output:  # after every table: a stopped pass keeps what it has
+            as_json = options.output.suffix.lower() == ".json"
+            lines = [{"table": table, **row, **flat(facts)} for table, rows in tables.items() for row in rows]
+            write_rows(options.output, {**facts, "tables": tables} if as_json else lines)
         if options.plot:
             draw(options.plot, tables, line_of(facts))
     return 0
 
 
 def read_options(argv: list[str]) -> Namespace:
-    """``table`` (None: all), the benchmark's own options, and in ``fit_flags`` the rest; a UserError for bad ones."""
+    """The benchmark's options, ``table`` (None: all) and, for ``fit``, ``fit_flags``; a UserError for bad values."""
     table, rest = take_word(argv, TABLES, switches=("--quick",))
     if table is None and argv and not argv[0].startswith("-"):
         raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}")
     tables = "\ntables:\n" + "\n".join(f"  {name}: {what}" for name, (_, what) in TABLES.items())
-    parser = CommandParser(f"project.benchmark{f' {table}' if table else ''}", (__doc__ or "") + tables)
+    parser = CommandParser(f"project.benchmark {table or ''}".strip(), (__doc__ or "") + tables)
     add = parser.add_argument
     add_output(parser)
     add_output(parser, "--plot", (".png",), "chart (default: beside --output; none without it)")
@@ -79,15 +78,15 @@ def read_options(argv: list[str]) -> Namespace:
     options.fit_flags = fit_flags
     counts = {"n": (1, [options.n]), "batch_sizes": (1, options.batch_sizes), "workers": (0, options.workers)}
     for name, (least, values) in counts.items():
-        if wrong := [value for value in values if value < least]:
-            raise UserError(f"--{name} must be at least {least}, got {wrong[0]}.")
+        if min(values, default=least) < least:
+            raise UserError(f"--{name} must be at least {least}, got {min(values)}.")
     if options.output and not options.plot:
         options.plot = check_output(options.output.with_suffix(".png"), (".png",), "--plot")
     return options
 
 
 def measure_table(name: str, options: Namespace) -> list[Row]:
-    """The rows of one table. Flags of ``fit`` that were typed win over its presets."""
+    """The rows of one table. Typed flags of ``fit`` win over the table's preset."""
     from project.benchmark import tables
     from project.engine.cli import configure
 
@@ -98,19 +97,10 @@ def measure_table(name: str, options: Namespace) -> list[Row]:
     if not size:
         kind = type(config.datamodule).__name__
         raise UserError(f"--data: the table {name} needs a data module with a batch_size, {kind} has none.")
-    options = copy.copy(options)
-    options.n = min(options.n, 2) if options.quick else options.n
-    options.fit_flags, options.batch_size = flags, size
+    n = min(options.n, 2) if options.quick else options.n
+    options = Namespace(**vars(options) | {"n": n, "fit_flags": flags, "batch_size": size})
     rows: list[Row] = getattr(tables, f"measure_{name}")(config, options)
     return rows
-
-
-def write(path: Path, facts: Row, tables: dict[str, list[Row]]) -> None:
-    """JSON: the conditions once and every table. CSV: every row with its conditions, a column per fact."""
-    if path.suffix.lower() == ".json":
-        write_rows(path, {**facts, "tables": tables})
-    else:
-        write_rows(path, [{"table": name, **row, **flat(facts)} for name, rows in tables.items() for row in rows])
 
 
 def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:

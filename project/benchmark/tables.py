@@ -1,4 +1,4 @@
-"""The tables: devices and memory, overhead and loaders. Each is a function of a configuration → rows."""
+"""The tables: devices, memory, overhead and loaders. Each is a function of a configuration → rows."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,10 @@ RESNET_ON_CPU = ["--limit_train_batches", "2", "--limit_val_batches", "0", "--mo
 RESNET_BATCH = {"cpu": 32, "cuda": 256, "mps": 256}
 BATCH_SIZES = {"cpu": [64, 256, 1024], "cuda": [64, 256, 1024, 4096, 16384], "mps": [64, 256, 1024]}
 BATCHES = 200  # of a loader, per measurement; at most one epoch
-# Network, device ("cpu", "cuda", "mps"), precision (the Trainer's or "tf32"), batch size
-Case = tuple[str, str, str, int]
 
 
 def usable(device: str, precisions: Sequence[str]) -> list[str]:
-    """The precisions a device really has: on the CPU 16-mixed becomes bf16-mixed, and TF32 is CUDA's."""
+    """The precisions a device has: on the CPU Lightning replaces 16-mixed by bf16-mixed, and only CUDA has TF32."""
     missing = ["16-mixed"] if device == "cpu" else []
     if device != "cuda" or torch.cuda.get_device_capability() < (8, 0):
         missing.append("tf32")
@@ -42,7 +40,7 @@ def usable(device: str, precisions: Sequence[str]) -> list[str]:
 
 
 def configure_for(fit_flags: Sequence[str], device: str, precision: str, batch_size: int, *flags: str) -> Configuration:
-    """A configuration with a device, a precision and a batch size, named as in a :data:`Case`."""
+    """A configuration with a device ("cpu", "cuda", "mps"), a precision (Lightning's or "tf32") and a batch size."""
     tf32 = precision == "tf32"
     more = ["--accelerator", "gpu" if device == "cuda" else device, "--devices", "1"]
     more += ["--precision", "32-true" if tf32 else precision, "--matmul_precision", "high" if tf32 else "highest"]
@@ -50,7 +48,7 @@ def configure_for(fit_flags: Sequence[str], device: str, precision: str, batch_s
 
 
 class ResNet18(nn.Sequential):
-    """A network large enough that precision shows: torchvision's ResNet-18 on images enlarged to ``image_size``.
+    """torchvision's ResNet-18 on images enlarged to ``image_size``: large enough to show the effect of precision.
 
     He et al. 2015, arXiv 1512.03385; 11.2 million parameters. (batch, in_channels, height, width) → logits.
     """
@@ -62,11 +60,7 @@ class ResNet18(nn.Sequential):
 
 
 def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
-    """Networks × devices × precisions at the configured batch size, then batch sizes of the chosen network: a row each.
-
-    A measurement is the second epoch of a real run; its first one is the warm-up. ``epoch_s``: seconds for the training
-    set at the measured rate, without validation.
-    """
+    """Networks × devices × precisions at the configured batch size, then other batch sizes of the chosen network."""
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
     if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
         needs = "images and a module with a network. Leave it out: --networks chosen."
@@ -74,18 +68,17 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     measured = timing.alternate("devices", device_runs(config, options), options.n)
     rows: list[Row] = []
     for (_, _, precision, size), runs in measured.items():
-        first, train_samples = runs[0], runs[0].train_samples
-        samples = first.batches * min(size, train_samples or size)
-        row: dict[str, Any] = {"device": first.device, "network": first.network, "precision": precision}
-        row["batch_size"] = size
+        row: dict[str, Any] = {**runs[0].names, "precision": precision, "batch_size": size}
+        train_samples = runs[0].train_samples
+        samples = runs[0].batches * min(size, train_samples or size)
         row |= timing.median_and_spread("samples_per_sec", [samples / run.epochs[-1].train_s for run in runs])
         if train_samples is not None:
-            row["epoch_s"] = train_samples / row["samples_per_sec"]
+            row["epoch_s"] = train_samples / row["samples_per_sec"]  # without validation
         if accuracies := [float(run.accuracy) for run in runs if run.accuracy is not None]:
             row["val/accuracy"] = statistics.mean(accuracies)  # after two epochs
         if peaks := [run.peak_allocated_gib for run in runs if run.peak_allocated_gib is not None]:
             row["peak_allocated_gib"] = max(peaks)
-        # against the CPU in float32, which comes first, where it was measured alike
+        # the same network and batch size on the CPU in float32, which is measured first
         like = {"device": "cpu", "precision": "32-true", "network": row["network"], "batch_size": size}
         if base := next((other for other in [*rows, row] if like.items() <= other.items()), None):
             row["speed_up"] = row["samples_per_sec"] / base["samples_per_sec"]
@@ -95,8 +88,8 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     return rows
 
 
-def device_runs(config: Configuration, options: Namespace) -> dict[Case, partial[timing.RunClock]]:
-    """What the table ``devices`` measures."""
+def device_runs(config: Configuration, options: Namespace) -> dict[Any, partial[timing.RunClock]]:
+    """Network, device, precision and batch size → measurement: what the table ``devices`` measures."""
     runs = {}
     for network, device in product(options.networks, timing.wanted_devices(config)):
         found, sizes, flags = usable(device, options.precisions), [options.batch_size], []
@@ -105,10 +98,9 @@ def device_runs(config: Configuration, options: Namespace) -> dict[Case, partial
             flags = ["--model.network", "project.benchmark.tables.ResNet18", "--model.lr", "1e-3", *flags]
         elif not options.quick:
             sizes += [size for size in options.batch_sizes or BATCH_SIZES[device] if size != options.batch_size]
-        for size in sizes:
-            for precision in found if size == sizes[0] else found[:1]:
-                case = configure_for(options.fit_flags, device, precision, size, *flags)
-                runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)
+        for precision, size in [*product(found, sizes[:1]), *product(found[:1], sizes[1:])]:
+            case = configure_for(options.fit_flags, device, precision, size, *flags)
+            runs[network, device, precision, size] = partial(timing.run_epochs, case, 2)  # the first epoch warms up
     return runs
 
 
@@ -116,11 +108,11 @@ STEPS = 3  # optimizer steps; the first makes the optimizer's state  # feature: 
 
 
 def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # feature: memory
-    """One row per combination on the best device here, each one measured once: the peak is no matter of chance.
+    """One row per combination on the best device, measured once: the peak does not vary.
 
-    ``batch_size`` is what one optimizer step sees; with accumulation it comes in that many parts. The peak is that of
-    the whole optimizer step, as the memory monitor tells it: on the CPU without what a library takes for itself during
-    an operation (oneDNN's scratch memory). What is not measured, as of a compiled network there, is left out.
+    ``batch_size`` is that of an optimizer step; accumulation divides it into parts. The peak is the memory monitor's of
+    a whole optimizer step, on the CPU without scratch memory of libraries such as oneDNN. What is not measured, such as
+    the activations of a compiled network there, is left out.
     """
     device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
@@ -133,8 +125,8 @@ def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # f
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(options.fit_flags, device, precision, max(1, size // parts), *flags)
         run = timing.run_epochs(case, 1)
-        row: dict[str, Any] = {"device": run.device, "network": run.network, "precision": precision}
-        row |= {"activation_checkpointing": recompute, "accumulation": parts, "batch_size": size}
+        row: dict[str, Any] = {**run.names, "precision": precision, "activation_checkpointing": recompute}
+        row |= {"accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
         rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
     return rows
@@ -143,15 +135,16 @@ def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # f
 def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
     """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round.
 
-    An epoch is its training steps, the validation behind them and what is saved of it (the floor saves nothing, the
-    plain PyTorch loop only trains). The share of every monitor's hooks is in ``project.fit --profiler simple``.
+    An epoch is training, validation and saving (the floor does not save, the plain PyTorch loop only trains).
+    ``project.fit --profiler simple`` shows the share of every monitor's hooks.
     """
     timing.loops_by_hand(config)  # refuses other data before a process starts
+    network = type(network_of(config.module)).__name__
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, options.fit_flags, options.n)
     rows: list[Row] = []
     for name, epochs in measured.items():
-        row: dict[str, Any] = {"loop": name, "network": type(network_of(config.module)).__name__}
-        row |= {"batch_size": options.batch_size, **timing.median_and_spread("epoch_s", [x.epoch_s for x in epochs])}
+        row: dict[str, Any] = {"loop": name, "network": network, "batch_size": options.batch_size}
+        row |= timing.median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
         row["train_s"] = statistics.median(epoch.train_s for epoch in epochs)
         both = list(zip(epochs, measured[timing.FLOOR], strict=True))
         row["train_vs_floor"] = statistics.median(epoch.train_s / floor.train_s for epoch, floor in both)
@@ -163,33 +156,29 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
 
 
 def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
-    """One row per way to load: milliseconds until a float32, normalised batch is on the device.
-
-    ``start_ms`` is what the first batch of an epoch takes: starting workers, unless they persist. It is not part of
-    ``ms_per_batch``.
-    """
+    """One row per way to load: milliseconds until a float32, normalised batch is on the device."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
-    batches = min(20 if options.quick else BATCHES, max(1, len(samples.labels) // options.batch_size))
+    batches = min(20 if options.quick else BATCHES, len(samples.labels) // options.batch_size)
+    if batches < 2:  # the first one is timed apart
+        least = f"leave two batches of the {len(samples.labels)} training samples"
+        raise UserError(f"--data.batch_size must {least}, got {options.batch_size}.")
     ways, normalize = loaders(config, samples, options, device.type == "cuda"), samples.normalizer(device)
     timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}
     timing.alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
     rows: list[Row] = []
     for name, measured in timing.alternate("loaders", timed, options.n).items():
-        row: dict[str, Any] = {"loader": name, "device": device.type}
-        row |= {"batch_size": options.batch_size, "batches": batches}
+        row = {"loader": name, "device": device.type, "batch_size": options.batch_size, "batches": batches}
         row |= timing.median_and_spread("ms_per_batch", [ms for ms, _ in measured])
-        row["start_ms"] = statistics.median(start for _, start in measured)
+        row["start_ms"] = statistics.median(start for _, start in measured)  # to the first batch: may start workers
         row["batches_per_sec"] = 1000 / row["ms_per_batch"]
         rows.append({**row, "times_ours": row["ms_per_batch"] / (rows[0] if rows else row)["ms_per_batch"]})
     return rows
 
 
-def loaders(
-    config: Configuration, samples: timing.InMemory, options: Namespace, pinned: bool
-) -> dict[str, DataLoader[Any]]:
+def loaders(config: Any, samples: timing.InMemory, options: Namespace, pinned: bool) -> dict[str, DataLoader[Any]]:
     """The ways to load, by name; ours comes first."""
-    given = cast(Any, config.datamodule).train_dataloader()
+    given = config.datamodule.train_dataloader()
     kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
     plain = partial(DataLoader, timing.PerSampleImages(samples), options.batch_size, shuffle=True)
 
@@ -225,5 +214,4 @@ def time_epoch(
         if index in (0, batches - 1):
             synchronize(device)
             edges.append(time.perf_counter())
-    began, first, end = edges[0], edges[1], edges[-1]
-    return 1000 * (end - first) / max(1, batches - 1), 1000 * (first - began)
+    return 1000 * (edges[-1] - edges[1]) / max(1, batches - 1), 1000 * (edges[1] - edges[0])

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
@@ -37,7 +36,7 @@ from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
 from project.engine.restore import choose
 from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
-from project.engine.trainer import as_list, build_trainer, trainer_flags
+from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError
 from project.publish import close
 from project.tables import Row, format_cell
@@ -48,12 +47,9 @@ LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "
 
 
 def alternate(table: str, variants: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """Results of every variant (name → one measurement), ``rounds`` of each, one after the other in turn.
-
-    In turn, and every other round backwards, so that a machine that grows slower or busier during the measurement
-    does so for all variants alike.
-    """
+    """Results of every variant (name → one measurement), measured ``rounds`` times in turn."""
     results: dict[K, list[T]] = {name: [] for name in variants}
+    # every other round backwards, so that a machine that grows slower or busier affects all variants alike
     order = [name for turn in range(rounds) for name in list(variants)[:: -1 if turn % 2 else 1]]
     bar = tqdm(order, desc=table, leave=False, disable=None)  # on stderr; none in a log file
     for name in bar:
@@ -65,13 +61,13 @@ def alternate(table: str, variants: Mapping[K, Callable[[], T]], rounds: int) ->
 def median_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """``name``: the median; ``n``; ``spread_pct``: (largest − smallest) / median, 0 or more; left out for one value."""
     row: dict[str, float] = {name: statistics.median(values), "n": len(values)}
-    if len(values) > 1 and row[name]:
+    if len(values) > 1:
         row["spread_pct"] = 100 * (max(values) - min(values)) / row[name]
     return row
 
 
 def wanted_devices(config: Configuration) -> list[str]:
-    """The CPU and the kind of accelerator that is here, as far as ``--accelerator`` names them; the best comes last."""
+    """The CPU and this machine's kind of accelerator, as far as ``--accelerator`` names them; the best comes last."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = ["cpu", *([accelerator.type] if accelerator is not None and accelerator.type in ("cuda", "mps") else [])]
     asked = config.trainer["accelerator"]
@@ -81,33 +77,30 @@ def wanted_devices(config: Configuration) -> list[str]:
     return wanted
 
 
-# Real runs: built as ``fit`` builds them, timed by the epoch, in a folder that is thrown away.
-
-
 @dataclass(frozen=True)
 class Epoch:
     """One epoch's seconds."""
 
-    train_s: float  # of its training steps
-    epoch_s: float  # of the whole of it: training, validation, saving
+    train_s: float  # training steps
+    epoch_s: float  # training, validation and saving
 
 
 class RunClock(Callback):
-    """Times whole epochs. Comes last among the callbacks, so that what the others do counts."""
+    """Times whole epochs. Comes last among the callbacks, so that the time of the others counts."""
 
     def __init__(self, turn: Connection | None = None) -> None:
-        self.turn = turn  # says when an epoch may begin, and is sent its seconds; None: at once, to nobody
+        self.turn = turn  # an epoch waits for a message on it and sends its seconds; None: it does neither
         self.epochs: list[Epoch] = []
         self.accuracy: Tensor | None = None  # 0-1, of the last validation
         self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.batches = 0  # per epoch
         self.train_samples: int | None = None  # in the training set; None where its loader does not tell
-        self.device = self.network = ""  # their names
+        self.names: dict[str, str] = {}  # of device and network
         self._began = self._train_s = 0.0  # of this epoch's training steps
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_epoch(trainer)  # here, because what is saved of an epoch is saved when the next begins
+        self._end_epoch(trainer)  # an epoch's checkpoint is saved when the next one begins
         if self.turn is not None:
             self.turn.recv()
         self._began = time.perf_counter()
@@ -118,8 +111,8 @@ class RunClock(Callback):
             self._train_s = time.perf_counter() - self._began
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_epoch(trainer)  # after every on_train_end, where the last epoch's checkpoint is saved
-        self.device, self.network = device_name(trainer), type(network_of(pl_module)).__name__
+        self._end_epoch(trainer)  # after on_train_end, which saves the last checkpoint
+        self.names = {"device": device_name(trainer), "network": type(network_of(pl_module)).__name__}
         self.batches = int(trainer.num_training_batches)
         self.train_samples = samples_of(trainer.train_dataloader)
         self.accuracy = trainer.callback_metrics.get("val/accuracy")
@@ -132,34 +125,30 @@ class RunClock(Callback):
                 self.turn.send(self.epochs[-1])
 
 
-def run_epochs(
-    config: Configuration,
-    epochs: int,
-    *,
-    bare: bool = False,  # only the module, the data and the user's callbacks: Lightning's loop alone
-    turn: Connection | None = None,  # see RunClock
-) -> RunClock:
-    """Train a new module on the configured data for some epochs, the first to warm up. Nothing of it stays on disk."""
-    limits = {"max_epochs": epochs, "max_steps": -1, "max_time": None}
-    unused = {"callbacks": copy.deepcopy(config.trainer["callbacks"])}  # the originals are never run
-    config = replace(config, module=config.fresh_module(), trainer={**config.trainer, **limits, **unused})
+def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: Connection | None = None) -> RunClock:
+    """Train a new module for some epochs as ``fit`` does, in a folder that is deleted.
+
+    ``bare``: only the module, the data and the user's callbacks, Lightning's loop alone. ``turn``: see RunClock.
+    """
+    unused = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
+    asked = config.trainer | {"max_epochs": epochs, "max_steps": -1, "max_time": None, "callbacks": unused}
+    config = replace(config, module=config.fresh_module(), trainer=asked)
     clock, session, terminal = RunClock(turn), None, io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
     torch.cuda.empty_cache()  # of the run before
     folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
     with folder as root, redirect_stdout(terminal), redirect_stderr(terminal):
         if bare:
-            flags = trainer_flags(config)
-            flags |= {"callbacks": [*as_list(flags["callbacks"]), clock], "default_root_dir": root}
-            lightning = build_trainer({**flags, "logger": False, "enable_progress_bar": False})
-            ExactLoading().install(lightning)  # the loaders that all the others train with
+            flags = trainer_flags(config) | {"logger": False, "enable_progress_bar": False, "default_root_dir": root}
+            trainer = build_trainer(flags | {"callbacks": [*flags["callbacks"], clock]})
+            ExactLoading().install(trainer)  # the loaders that all the others train with
         else:
             run = choose(Path(root), None, None)
             run.create()
             session = fit.build(config, run, extra=[clock])
-            lightning = session.trainer
+            trainer = session.trainer
         try:
-            lightning.fit(config.module, datamodule=config.datamodule)
+            trainer.fit(config.module, datamodule=config.datamodule)
         finally:
             if session is not None:
                 close(session, 0)
@@ -176,8 +165,8 @@ def run_epochs(
 def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int) -> dict[str, list[Epoch]]:
     """``n`` epochs of each of the ``loops`` (see ``LOOPS``), in turn, after one to warm up.
 
-    Each loop is a process of its own, so that none computes with another's threads and memory. A machine's speed may
-    change within seconds (virtual cores move), so that only epochs that follow each other can be compared.
+    In turn, because a machine's speed may change within seconds (virtual cores move). Each loop has a process, threads
+    and memory of its own.
     """
 
     def epoch_of(loop: str) -> Epoch:
@@ -193,7 +182,7 @@ def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n
             connections[loop], its = spawn.Pipe()
             processes.append(spawn.Process(target=take_turns, args=(its, loop, fit_flags, n + 1)))
             processes[-1].start()
-            its.close()  # here: so that its process' end is seen
+            its.close()  # else the end of its process would not be seen
         turns = {loop: partial(epoch_of, loop) for loop in loops}
         return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}
     finally:
@@ -205,8 +194,8 @@ def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n
 
 
 def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: int) -> None:
-    """In a process of its own: train epochs of one loop, each when the connection says so, and tell what it took."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one closes the connection
+    """The process of a loop: train an epoch for each message of the connection, and send its seconds."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes the connection
     with suppress(EOFError, ConnectionError):
         try:
             config = configure(list(fit_flags), "project.benchmark")
@@ -215,17 +204,17 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
                 threads.waiting.start()
                 gc.freeze()
                 run_epochs(config, epochs, bare=loop == BARE, turn=turn)
-                return
-            epoch = loops_by_hand(config)[loop]
-            for _ in range(epochs):
-                turn.recv()
-                turn.send(epoch())
+            else:
+                epoch = loops_by_hand(config)[loop]
+                for _ in range(epochs):
+                    turn.recv()
+                    turn.send(epoch())
         except UserError as error:
             turn.send(error)
 
 
 def conditions() -> Row:
-    """What a result means nothing without, of this moment and this process; what cannot be known is left out."""
+    """What must be known to judge a result, of this moment and this process; what cannot be known is left out."""
     cpu, gpus, (commit, dirty) = hardware.cpu(), hardware.accelerators(), git_state()
     machine = {"cpu": cpu["name"], "cpu_cores": cpu["cores"], "memory_gib": round(hardware.memory()["total_gib"], 1)}
     if gpus:
@@ -249,9 +238,9 @@ def conditions() -> Row:
 
 def line_of(facts: Row) -> str:
     """The conditions for a person, above the tables."""
-    machine, found = facts["hardware"], facts["versions"]
+    machine = facts["hardware"]
     parts = [f"{machine['cpu']}, {machine['cpu_cores']} cores", *machine.get("gpus", [])]
-    parts += [f"{name} {found[name]}" for name in ("torch", "lightning")]
+    parts += [f"{name} {facts['versions'][name]}" for name in ("torch", "lightning")]
     line = " | ".join([*parts, f"commit {facts.get('git_commit', 'unknown')[:7]}", facts["date"]])
     busy = f"\nthe machine was busy (load average {facts['load_average']}): compare ratios, not seconds"
     return line if facts["quiet"] else line + busy
@@ -283,9 +272,9 @@ class InMemory:
         return cls(images, labels, list(getattr(data, "mean", grey)), list(getattr(data, "std", grey)))
 
     def normalizer(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """A function of a batch of the images on ``device`` → float32 with mean 0 and standard deviation 1."""
+        """A function: a batch of the images on ``device`` → float32 with mean 0 and standard deviation 1."""
         whole = 1.0 if self.images.is_floating_point() else 255.0
-        # made once: tensors made at every step would be copied to the device and waited for
+        # once, because copying tensors to the device at every step takes time
         shift = (whole * torch.tensor(self.mean, device=device)).view(1, -1, 1, 1)
         scale = 1 / (whole * torch.tensor(self.std, device=device)).view(1, -1, 1, 1)
         return lambda images: images.to(torch.float32, copy=True).sub_(shift).mul_(scale)
@@ -311,10 +300,10 @@ class PerSampleImages(Dataset[tuple[Tensor, int]]):
 def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     """The floor and the plain PyTorch loop: name → function that trains one epoch, on copies of the module's network.
 
-    The floor is the least a training loop can do: gather a batch by index, forward, backward, a fused optimizer step,
-    and after every epoch a validation, batched as ours. The whole set lies on the device. Adam, cross-entropy without
-    label smoothing, a fresh permutation every epoch. No metric, no logging, no progress, no checkpoint. A UserError
-    where the module has no ``network``, or the data are of another kind than :class:`InMemory`.
+    The floor is the least a training loop can do: gather a batch by index from data on the device, forward, backward, a
+    fused step of Adam, and after every epoch a validation, batched as ours. Cross-entropy without label smoothing, a
+    new permutation every epoch; no metric, logging, progress or checkpoint. A UserError where the module has no
+    ``network``, or the data are not :class:`InMemory`.
     """
     module: Any = config.module
     data: Any = config.datamodule
@@ -368,7 +357,7 @@ def train_epoch(
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
         with autocast():
-            loss = F.cross_entropy(network(images), labels)
+            loss = nn.functional.cross_entropy(network(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Find a learning rate or a batch size for this machine, by short real trainings that touch no run.
+"""Find a learning rate or a batch size for this machine, by short trainings that leave no run behind.
 
 python -m project.tune lr
 python -m project.tune batch_size --precision bf16-mixed --output sizes.csv
@@ -29,15 +29,15 @@ def main(argv: list[str]) -> int:
     lr.add_argument("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
     lr.add_argument("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
     size.add_argument("--max_batch_size", type=int, help="largest size to try (default: the training set)")
-    limit = "device memory to stay within (default: all of a GPU's, 60 %% of free RAM)"
-    size.add_argument("--memory_limit_gib", type=float, help=limit)
-    limit = "try no size whose step takes longer (default: 2)"
-    size.add_argument("--max_step_seconds", type=float, default=2.0, help=limit)
+    memory = "device memory to stay within (default: all of a GPU's, 60 %% of free RAM)"
+    size.add_argument("--memory_limit_gib", type=float, help=memory)
+    seconds = "try no size whose step takes longer (default: 2)"
+    size.add_argument("--max_step_seconds", type=float, default=2.0, help=seconds)
     what, rest = take_word(argv, WHAT)
     options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
     check(options, fit_flags)
     options.plot = options.plot or check_output(f"tune_{options.what}.png", (".png",), "--plot")
-    options.fit_flags = fit_flags  # to name them in the advice
+    options.fit_flags = fit_flags  # repeated in the advice
     with quick_imports():
         from project.engine.cli import configure
         from project.tune.batch_size import tune_batch_size

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from project import hardware
 from project.engine.cli import Configuration
@@ -20,46 +20,40 @@ from project.engine.lightning_internals import LiveMemory
 from project.engine.log_steps import synchronize
 from project.engine.summary import samples_of
 from project.errors import UserError, is_out_of_memory
-from project.hardware import GIB
-from project.tables import format_table
+from project.tables import Row, format_table
 from project.tune.short_training import ShortTraining, picture, scratch_trainer
 
 COUNTED_STEPS = 2  # in which the CPU's memory is counted; a compiled network runs eagerly in them
 WARM_UP_STEPS, WINDOWS, WINDOW_SECONDS = 3, 3, 0.4
-FIRST = 16  # the smallest size that is tried, where larger ones fit
-WORTH = 0.05  # of the best rate: a smaller gain does not count
-# Optimizer steps an epoch that a recommended size leaves. On the bundled digits, 4 an epoch gave an accuracy of 0.916
-# after five epochs, and 70 gave 0.983.
+FIRST = 16  # the first size that is tried
+WORTH = 0.05  # a gain in speed below this fraction does not count
+# Optimizer steps per epoch that a recommended size must leave. On the bundled digits, 4 per epoch gave an accuracy of
+# 0.916 after five epochs, and 70 gave 0.983.
 LEAST_STEPS = 50
-CEILING = 65_536  # for data that do not tell how many samples they have
-# Of the free host memory: temporary memory inside operations is not counted, and other programs need memory, too.
-CPU_SHARE = 0.6
+CEILING = 65_536  # for data of unknown length
+CPU_SHARE = 0.6  # of the free host memory: operations need temporary memory that is not counted, other programs theirs
 
 
 class Clock(ShortTraining):
-    """Times windows of steps, waiting for the device at their edges only, and ends the training when it has enough.
+    """Times windows of several steps, waits for the device only at their edges, and ends the training after the last.
 
-    Each of the first steps is a window that does not count. The second one takes the most memory: gradients and
-    optimizer state exist from the first one on. After it ``memory`` counts no more, for that makes steps slower.
+    The warm-up steps are windows of one step that do not count. Memory peaks in the second step, when gradients and
+    optimizer state exist; then ``memory`` is closed, because counting slows steps down.
     """
 
     def __init__(self, memory: LiveMemory) -> None:
         self.memory = memory
         self.step_ms: list[float] = []  # of each window
-        self._began, self._first, self._length = 0.0, 0, 1  # the window: when and after which step, and its steps
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._began = time.perf_counter()
+        self._began, self._first, self._length = 0.0, 0, 1  # of the window: time, steps before it, steps in it
 
     def after_step(self, trainer: Trainer) -> None:
         if self.steps_done == COUNTED_STEPS:
             self.memory.close()
         if self.steps_done < self._first + self._length:
             return
-        synchronize(trainer.strategy.root_device)  # a clock tells nothing before the device has done its work
+        synchronize(trainer.strategy.root_device)
         now = time.perf_counter()
-        step_seconds = (now - self._began) / self._length
+        step_seconds = (now - self._began) / self._length  # meaningless in the first window, where it is not used
         if self.steps_done > WARM_UP_STEPS:
             self.step_ms.append(1000 * step_seconds)
             trainer.should_stop = len(self.step_ms) == WINDOWS
@@ -76,7 +70,7 @@ class Measured:
     step_ms: float
     spread_pct: float = 0.0  # of the windows: (largest − smallest) / median
     peak_allocated_gib: float | None = None  # None where the device does not tell
-    steps_per_epoch: int | None = None  # optimizer steps; None where the data do not tell how many samples they have
+    steps_per_epoch: int | None = None  # optimizer steps; None for data of unknown length
 
     @property
     def samples_per_sec(self) -> float:
@@ -85,10 +79,10 @@ class Measured:
 
 
 class TrainingSteps:
-    """Trains for moments at any batch size, each time with a new module; the data module's ``batch_size`` changes.
+    """Trains a new module for some steps at any batch size, which it sets on the data module.
 
-    Lightning's batch-size finder keeps memory of failed tries and works with one trainer whose state it must restore
-    (Lightning issues 19789, 20231). With ``memory_limit_gib`` the device is taken to have no more than this.
+    Lightning's batch-size finder keeps memory of failed tries and restores the state of one trainer (Lightning issues
+    19789, 20231). ``memory_limit_gib`` simulates a device with less memory.
     """
 
     def __init__(self, config: Configuration, flags: dict[str, Any], memory_limit_gib: float | None = None) -> None:
@@ -96,38 +90,26 @@ class TrainingSteps:
         limits = [] if memory_limit_gib is None else [memory_limit_gib]
         if flags["accelerator"] == "cpu" or not torch.accelerator.is_available():
             limits.append(CPU_SHARE * hardware.memory()["available_gib"])
-        self.memory_limit_bytes = int(min(limits) * GIB) if limits else None
+        self.memory_limit_bytes = int(min(limits) * hardware.GIB) if limits else None
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
         self.training_samples = samples_of(self.datamodule.train_dataloader())  # None if unknown
 
     def measure(self, batch_size: int) -> Measured | None:
-        """Train for a second or two, and tell on stderr; None where such a batch does not fit."""
+        """Train for a second or two and print the result on stderr; None: this size does not fit."""
         self.datamodule.batch_size = batch_size
-        trained = self._train()
+        measured = self._train(batch_size)  # in a frame of its own, whose tensors are free when it has returned
         self.datamodule.trainer = None  # holds what the training has left
         free_memory()
-        if trained is None:
-            print(f"batch size {batch_size:,}: out of memory", file=sys.stderr)
-            return None
-        times, peak_bytes = trained
-        median = statistics.median(times)
-        spread = 100 * (max(times) - min(times)) / median
-        peak_gib = None if peak_bytes is None else peak_bytes / GIB
-        step_samples = batch_size * self.flags["accumulate_grad_batches"]
-        steps = None if self.training_samples is None else max(1, self.training_samples // step_samples)
-        measured = Measured(batch_size, median, spread, peak_gib, steps)
-        told = f"{median:,.1f} ms per step, {measured.samples_per_sec:,.0f} samples/s"
+        told = "out of memory"
+        if measured is not None:
+            told = f"{measured.step_ms:,.1f} ms per step, {measured.samples_per_sec:,.0f} samples/s"
         print(f"batch size {batch_size:,}: {told}", file=sys.stderr)
         return measured
 
-    def _train(self) -> tuple[list[float], int | None] | None:
-        """Milliseconds per step in each window, and the peak in bytes if the device tells; None when out of memory.
-
-        Nothing of it is left behind: tensors live in the frames of an error and in what Lightning puts on a callback.
-        """
+    def _train(self, batch_size: int) -> Measured | None:
         memory = LiveMemory(self.memory_limit_bytes)
-        clock = Clock(memory)
+        clock, peak_gib, steps = Clock(memory), None, None
         try:
             with scratch_trainer(self.flags, clock) as trainer:
                 module, device = self.config.fresh_module(), trainer.strategy.root_device
@@ -135,17 +117,23 @@ class TrainingSteps:
                     with memory:
                         memory.count([*module.parameters(), *module.buffers()])
                         trainer.fit(module, datamodule=self.datamodule)
-                    return clock.step_ms, memory.peak_bytes
-                self._limit_memory(device)
-                trainer.fit(module, datamodule=self.datamodule)
-                return clock.step_ms, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+                    peak_gib = memory.peak_bytes / hardware.GIB
+                else:
+                    self._limit_memory(device)
+                    trainer.fit(module, datamodule=self.datamodule)
+                    peak_gib = torch.cuda.max_memory_allocated(device) / hardware.GIB if device.type == "cuda" else None
         except Exception as error:
             if is_out_of_memory(error):
                 return None
             raise
+        if self.training_samples is not None:
+            steps = max(1, self.training_samples // (batch_size * self.flags["accumulate_grad_batches"]))
+        median = statistics.median(clock.step_ms)
+        spread = 100 * (max(clock.step_ms) - min(clock.step_ms)) / median
+        return Measured(batch_size, median, spread, peak_gib, steps)
 
     def _limit_memory(self, device: torch.device) -> None:
-        """Make the allocator of a GPU keep to the limit, as long as the process lives, and count the peak anew."""
+        """Limit a GPU's allocator until the process ends, and reset its peak."""
         backend = torch.get_device_module(device)  # torch.cuda or torch.mps
         where = (device,) if device.type == "cuda" else ()
         total = torch.cuda.get_device_properties(device).total_memory if where else backend.recommended_max_memory()
@@ -174,16 +162,14 @@ class Search:
 
 @dataclass(frozen=True)
 class Advice:
-    """Which sizes to use; rates in samples per second."""
+    """Which sizes to use."""
 
     best: Measured  # of best throughput
-    enough: Measured  # the smallest within WORTH of the best: past it, a larger batch stops paying
+    enough: Measured  # the smallest within WORTH of the best: a larger batch stops paying
     use: Measured | None  # the same among those that leave LEAST_STEPS; the present size where that gains nothing
 
 
-def tune_batch_size(
-    config: Configuration, flags: dict[str, Any], options: Namespace
-) -> tuple[list[Any], dict[str, Any]]:
+def tune_batch_size(config: Configuration, flags: dict[str, Any], options: Namespace) -> tuple[list[Row], Row]:
     """Find batch sizes, print and draw them. Returns a row per size (what is not known is left out), and all facts."""
     present = getattr(config.datamodule, "batch_size", None)
     if not isinstance(present, int):
@@ -200,10 +186,10 @@ def tune_batch_size(
     measured = [search.fitting[size] for size in sorted(search.fitting)]
     advice = advise(measured, present)
     notes = {"best throughput": advice.best, "larger stops paying": advice.enough, "use": advice.use}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for size in measured:
-        row = {"batch_size": size.batch_size, "samples_per_sec": size.samples_per_sec, **vars(size)}
-        row["note"] = ", ".join(note for note, noted in notes.items() if noted is size)
+        note = ", ".join(note for note, noted in notes.items() if noted is size)
+        row = {"batch_size": size.batch_size, "samples_per_sec": size.samples_per_sec, **vars(size), "note": note}
         rows.append({name: value for name, value in row.items() if value is not None})
     print(format_table(rows))
     tune_lr = shlex.join(["python", "-m", "project.tune", "lr", *options.fit_flags, "--data.batch_size"])
@@ -220,12 +206,8 @@ def tune_batch_size(
     }
 
 
-def find_largest(
-    measure: Callable[[int], Measured | None], ceiling: int, ceiling_name: str, max_step_seconds: float
-) -> Search:
-    """The exact largest batch size up to ``ceiling`` that ``measure`` does not find too large for the memory.
-    No size is doubled whose step takes longer than half of ``max_step_seconds``: larger ones would not end.
-    """
+def find_largest(measure: Callable[[int], Measured | None], ceiling: int, reason: str, max_step_s: float) -> Search:
+    """Double the size while it fits, then bisect to the exact largest; ``reason`` says why ``ceiling`` is a limit."""
     search = Search()
 
     def fits(size: int) -> bool:
@@ -238,9 +220,9 @@ def find_largest(
     size = min(FIRST, ceiling)
     while fits(size):
         if size == ceiling:
-            search.limited_by = ceiling_name
+            search.limited_by = reason
             return search
-        if search.fitting[size].step_ms > 500 * max_step_seconds:
+        if 2 * search.fitting[size].step_ms > 1000 * max_step_s:  # the doubled size's step would take longer
             search.limited_by = "larger steps take longer than --max_step_seconds"
             return search
         size = min(2 * size, ceiling)
@@ -264,7 +246,7 @@ def advise(measured: Sequence[Measured], present: int) -> Advice:
 
 
 def advice_lines(search: Search, advice: Advice, present: int, tune_lr: str) -> list[str]:
-    """What the figures mean, what a larger batch costs, and the flags to paste; ``tune_lr`` lacks the size only."""
+    """What the figures mean, what a larger batch costs, and the flags to paste; ``tune_lr`` lacks only the size."""
     lines = [f"largest batch tried: {search.largest:,}, and it fits ({search.limited_by})"]
     if search.limited_by == "memory":
         lines = [f"largest batch that fits: {search.largest:,} ({search.smallest_failed:,} does not)"]
@@ -279,9 +261,8 @@ def advice_lines(search: Search, advice: Advice, present: int, tune_lr: str) -> 
     limit = f" that leaves {LEAST_STEPS} of them" if cost else ""
     if use is None:
         return [*lines, f"No size{limit} fits."]
-    if use.batch_size == present:
-        return [*lines, f"Keep --data.batch_size {present}: no size{limit} is {100 * WORTH:.0f} % faster."]
-    size = use.batch_size
+    if (size := use.batch_size) == present:
+        return [*lines, f"Keep --data.batch_size {size}: no size{limit} is {100 * WORTH:.0f} % faster."]
     return [*lines, "", f"  --data.batch_size {size}", "", "It wants another learning rate:", f"  {tune_lr} {size}"]
 
 
@@ -294,10 +275,8 @@ def draw(panels: Sequence[Any], measured: Sequence[Measured], search: Search, ad
     errors = [row.samples_per_sec * row.spread_pct / 200 for row in measured]
     speed.errorbar(sizes, rates, yerr=errors, capsize=2, **line)
     speed.axhspan((1 - WORTH) * max(rates), max(rates), color="#228833", alpha=0.12, linewidth=0)
-    for row, colour, diameter, meaning in (
-        (advice.best, "#228833", 13, "best throughput"),
-        (advice.use, "#ee6677", 9, "use"),
-    ):
+    marked = ((advice.best, "best throughput", "#228833", 13), (advice.use, "use", "#ee6677", 9))
+    for row, meaning, colour, diameter in marked:
         if row is not None:
             at, label = (row.batch_size, row.samples_per_sec), f"{row.batch_size:,}: {meaning}"
             speed.plot(*at, "o", fillstyle="none", markersize=diameter, color=colour, label=label)

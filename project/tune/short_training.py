@@ -27,13 +27,13 @@ from project.engine.ranks import launched_world
 from project.engine.summary import network_of
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError
-from project.tables import format_table
+from project.tables import Row, format_table
 
-WIDTH = 1 / 25  # of the whole range: standard deviation of the smoothing
-# Below the rate of the lowest loss, from which on it rises. Best validation accuracy after four epochs on the bundled
-# digits, of rates 0.0006 to 0.03: ConvNet 0.006 (lowest loss at 0.015), MLP 0.006 to 0.012 (lowest at 0.007).
+WIDTH = 1 / 25  # standard deviation of the smoothing, as a fraction of all steps
+# The suggested rate is that of the lowest loss, divided by this. Best validation accuracy after four epochs on the
+# bundled digits, of rates 0.0006 to 0.03: ConvNet 0.006 (lowest loss at 0.015), MLP 0.006 to 0.012 (lowest at 0.007).
 BELOW_LOWEST = 2.0
-LEAST_FALL = 0.05  # of the first loss; less is noise
+LEAST_FALL = 0.05  # of the first loss; a smaller fall is noise
 
 
 def one_device_flags(config: Configuration) -> dict[str, Any]:
@@ -58,17 +58,14 @@ class ShortTraining(Callback):
     steps_done = 0  # optimizer steps
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning's handlers would swallow SIGTERM: a try would end as if it had fitted.
-        leave_signals_alone(trainer)
+        leave_signals_alone(trainer)  # Lightning's handlers swallow SIGTERM: the try would seem to have fitted
         ExactLoading().install(trainer)  # the loaders that fit trains with
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Learning-rate schedules rest: some wait for a validation that never comes, some end before the measurement.
+        # No learning-rate schedules: some wait for a validation that never comes, some end before the measurement.
         trainer.strategy.lr_scheduler_configs = []
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if asked := signals.state.requested:  # an exception raised while a tensor is freed would be lost
             raise signals.Stopped(asked)
         if trainer.global_step != self.steps_done:  # else gradients are being accumulated
@@ -83,23 +80,23 @@ class ShortTraining(Callback):
 @contextlib.contextmanager
 def scratch_trainer(flags: dict[str, Any], callback: ShortTraining) -> Iterator[Trainer]:
     """A Trainer with the device, precision and accumulation of ``flags`` that trains until ``callback`` ends it."""
-    without_end = {"max_epochs": 1_000_000, "max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None}
-    all_batches = {"limit_train_batches": None, "overfit_batches": 0.0, "fast_dev_run": False}
-    no_validation = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 1_000_000}
+    endless: dict[str, Any] = {"max_epochs": 1_000_000, "max_steps": -1, "max_time": None}
+    endless |= {"min_epochs": None, "min_steps": None}
+    endless |= {"limit_train_batches": None, "overfit_batches": 0.0, "fast_dev_run": False, "val_check_interval": 1.0}
+    endless |= {"limit_val_batches": 0, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 1_000_000}
     silent = {"logger": False, "profiler": None, "enable_progress_bar": False, "enable_model_summary": False}
-    scratch = without_end | all_batches | no_validation | silent | {"callbacks": [callback], "val_check_interval": 1.0}
-    logging.disable(logging.WARNING)  # there are dozens of trainings here, each with the same lines
+    logging.disable(logging.WARNING)  # dozens of trainings would each print the same lines
     try:
         with tempfile.TemporaryDirectory(prefix="tune-") as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield build_trainer(flags | scratch | {"default_root_dir": folder})
+            yield build_trainer(flags | endless | silent | {"callbacks": [callback], "default_root_dir": folder})
     finally:
         logging.disable(logging.NOTSET)
 
 
 @contextlib.contextmanager
 def picture(path: Path, config: Configuration, flags: dict[str, Any], panels: int) -> Iterator[list[Axes]]:
-    """A row of axes to draw on in the block, under network, optimizer, precision and device; a PNG at its end."""
+    """Axes side by side, to draw on in the block, under a title that names the training; saved as PNG at the end."""
     figure = Figure(figsize=(4 + 2.6 * panels, 3.8), layout="constrained")
     row = list(figure.subplots(1, panels, squeeze=False)[0])
     yield row
@@ -110,21 +107,17 @@ def picture(path: Path, config: Configuration, flags: dict[str, Any], panels: in
         axes.spines[["top", "right"]].set_visible(False)
     on_cpu = flags["accelerator"] == "cpu" or not (gpus := hardware.accelerators())
     device = "{name}, {cores} cores".format(**hardware.cpu()) if on_cpu else gpus[0]["name"]
-    network = type(network_of(config.module)).__name__
     optimizer = config.module.hparams.get("optimizer")
-    parts = [network, *([optimizer] if isinstance(optimizer, str) else []), flags["precision"] or "32-true"]
-    figure.suptitle(f"{', '.join(parts)} on {device}", fontsize=9)
+    parts = [type(network_of(config.module)).__name__, *([optimizer] if isinstance(optimizer, str) else [])]
+    figure.suptitle(f"{', '.join(parts)}, {flags['precision'] or '32-true'} on {device}", fontsize=9)
     figure.savefig(path, dpi=130)
 
 
-# The learning-rate range test
-
-
 class RateRamp(ShortTraining):
-    """Gives every parameter group the same learning rate, which grows exponentially, and notes each step's loss.
+    """Raises the learning rate of all parameter groups exponentially and records the loss of every optimizer step.
 
-    It ends after ``steps`` optimizer steps, or at a loss that is no number. Lightning's own finder needs an attribute
-    ``lr`` and gives a running mean that lags 50 steps behind.
+    Ends after ``steps`` steps, or at a loss that is not finite. Lightning's finder needs a module with an attribute
+    ``lr``, and its running mean lags 50 steps behind.
     """
 
     def __init__(self, min_lr: float, max_lr: float, steps: int) -> None:
@@ -132,37 +125,35 @@ class RateRamp(ShortTraining):
         self.present = math.nan  # the highest rate that the module itself chose
         self.rates: list[float] = []
         self.losses: list[float] = []  # of each step, the mean over its accumulated batches
-        self._parts: list[float] = []
-        self._rate = min_lr
+        self._groups: list[dict[str, Any]] = []  # of all optimizers
+        self._parts: list[float] = []  # losses of the step's batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        if not all("lr" in group for group in groups):
+        self._groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if not all("lr" in group for group in self._groups):
             raise UserError("tune lr: the optimizer has no learning rate.")
-        self.present = max(float(group.get("initial_lr", group["lr"])) for group in groups)
+        self.present = max(float(group.get("initial_lr", group["lr"])) for group in self._groups)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._rate = self.min_lr * self.growth**self.steps_done
-        for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
-            group["lr"] = group["lr"].fill_(self._rate) if isinstance(group["lr"], torch.Tensor) else self._rate
+        rate = self.min_lr * self.growth**self.steps_done
+        for group in self._groups:
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if outputs:  # Lightning has divided the loss by the number of batches of a step
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs:  # none where training_step skips a batch; Lightning divides the loss by the batches per step
             self._parts.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def after_step(self, trainer: Trainer) -> None:
-        if self._parts:  # a training_step may skip a batch
-            self.rates.append(self._rate)
+        if self._parts:
+            self.rates.append(self.min_lr * self.growth ** (self.steps_done - 1))
             self.losses.append(sum(self._parts) / len(self._parts))
         self._parts = []
         trainer.should_stop = self.steps_done >= self.steps or not all(map(math.isfinite, self.losses[-1:]))
 
 
-def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) -> tuple[list[Any], dict[str, Any]]:
+def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) -> tuple[list[Row], Row]:
     """Find a learning rate, print and draw it. Returns a row per step and all facts."""
     print(f"training {options.steps} steps at rates from {options.min_lr:g} to {options.max_lr:g}", file=sys.stderr)
     ramp = RateRamp(options.min_lr, options.max_lr, options.steps)
@@ -170,8 +161,8 @@ def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) ->
         trainer.fit(config.module, datamodule=config.datamodule)
     smooth, lowest = read_curve(ramp.rates, ramp.losses)
     rates, losses, now = ramp.rates[: len(smooth)], ramp.losses[: len(smooth)], ramp.present
-    columns = zip(rates, losses, smooth, strict=True)
-    rows = [{"lr": rate, "loss": loss, "smooth_loss": mean} for rate, loss, mean in columns]
+    columns = ("lr", "loss", "smooth_loss")
+    rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in zip(rates, losses, smooth, strict=True)]
     print(format_table(rows[:: max(1, len(rows) // 20)]))
     found, suggestion = rates[lowest], rates[lowest] / BELOW_LOWEST
     says = f"lowest loss at a learning rate of {found:.2g}; half of it is a safe peak"
@@ -194,15 +185,14 @@ def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) ->
 
 
 def read_curve(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], int]:
-    """The smoothed losses up to the first that is no number, and the step at which they are lowest.
+    """The losses up to the first that is not finite, smoothed by a Gaussian, and the step at which they are lowest.
 
-    Lightning's ``suggestion()`` divides by the difference of the rates themselves, which at the low end are 1e-7 apart:
-    noise there beats every real slope, and what it suggests for our ConvNet is 0.00002 or 0.00006, by the seed.
+    Lightning's ``suggestion()`` divides by differences of rates, which at the low end are 1e-7: noise beats every real
+    slope. It suggests 0.00002 or 0.00006 for our ConvNet, depending on the seed.
     """
     count = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     if count:
-        # Each loss averaged with those around it by a Gaussian. Diverged losses are cut to the first losses:
-        # a loss of 1e12 would be seen a hundred steps before.
+        # No loss counts more than the first ones do: a diverged loss of 1e12 would show a hundred steps earlier.
         capped = np.minimum(losses[:count], max(losses[: max(1, count // 10)]))
         distance = np.subtract.outer(np.arange(count), np.arange(count)) / (WIDTH * len(rates))
         weights = np.exp(-0.5 * distance**2)
