@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from project.callbacks.throughput import (
     GpuUtilization,
     ThroughputMonitor,
+    Window,
     bottleneck,
     may_use_tf32,
     mfu_per_sample_per_sec,
@@ -335,7 +336,9 @@ def test_the_summary_is_the_median_over_windows(tmp_path):
 
 
 def test_rates_of_several_ranks_are_totals_over_their_mean_time():
-    assert rates([[2.0, 4, 30, 0.5, 40.0, 1], [4.0, 4, 18, 1.0, 60.0, 1]], steps=2) == pytest.approx(
+    first = Window(0.0, batches=4, steps=2, samples=30, waited=0.5, seconds=2.0, gpu_pct=40.0)
+    second = Window(0.0, batches=4, steps=2, samples=18, waited=1.0, seconds=4.0, gpu_pct=60.0)
+    assert rates([first, second]) == pytest.approx(
         {
             "throughput/samples_per_sec": 48 / 3,
             "throughput/device_samples_per_sec": 48 / 6,
@@ -348,7 +351,7 @@ def test_rates_of_several_ranks_are_totals_over_their_mean_time():
 
 
 def test_samples_are_left_out_where_a_batch_does_not_tell():
-    assert "throughput/samples_per_sec" not in rates([[1.0, 4, 0, 0.0, 0.0, 0]], steps=4)
+    assert "throughput/samples_per_sec" not in rates([Window(0.0, batches=4, steps=4, seconds=1.0)])
 
 
 @pytest.mark.parametrize(
