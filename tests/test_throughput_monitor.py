@@ -235,6 +235,17 @@ def test_a_validation_without_a_batch_pauses_nothing(tmp_path):
     assert run.rows.of("throughput") == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
 
 
+def test_a_validation_without_a_batch_at_the_epochs_end_takes_nothing_from_the_next_epoch(tmp_path):
+    class Between(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            run.clock.advance(9.0)
+
+    run = Known(tmp_path, Between(), max_epochs=2, log_every_n_steps=11)  # nothing is left to log at the epoch's end
+    run.module.allow_zero_length_dataloader_with_multiple_devices = True
+    run.trainer.fit(run.module, run.data, DataLoader([]))
+    assert run.rows.of("throughput") == [(10, expected(9, 67)), (21, expected(11, 83))]
+
+
 def test_a_run_that_fails_can_be_measured_again(tmp_path):
     run = Known(tmp_path)
     run.module.on_step = lambda: 1 / 0

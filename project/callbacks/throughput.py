@@ -152,6 +152,7 @@ class ThroughputMonitor(Callback):
 
     def _restart(self) -> None:
         """Begin a window, and forget what the GPU did before it."""
+        self.validation.close()
         self.window = Window(started=self.clock())
         self._utilization.mean()  # takes what was sampled
 
