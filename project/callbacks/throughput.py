@@ -233,8 +233,6 @@ class Window:
 def rates(ranks: Sequence[Window]) -> dict[str, float]:
     """The ``throughput/*`` metrics of a window that has ended, as every rank saw it."""
     seconds = statistics.fmean(window.seconds for window in ranks)
-    if seconds <= 0:
-        return {}
     samples, gpus = sum(w.samples for w in ranks), [w.gpu_pct for w in ranks if w.gpu_pct is not None]
     metrics = {
         "throughput/batches_per_sec": sum(w.batches for w in ranks) / seconds,
