@@ -100,8 +100,7 @@ class Samples:
 
 
 def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
-    """The test set, at most ``MOST_SAMPLES``; else the module's ``example_input_array``; else random images: the first
-    that its ``forward`` takes.
+    """The test set, else the module's ``example_input_array``, else random images: the first that ``forward`` takes.
 
     With ``as_in_training`` a run that trained on the bundled digits is given those; else its data are looked for anew.
     """

@@ -61,9 +61,9 @@ class TensorRows(TensorDataset):
 
 
 class TensorImages(TensorRows):
-    """Images, uint8 or float in 0-1, (count, channels, height, width) or, of one channel, (count, height, width).
+    """Images, uint8 or float in 0-1, (count, channels, height, width) or (count, height, width), and their labels.
 
-    And their labels, (count, ...): whole numbers of any kind become int64, floats stay what they are.
+    Labels are (count, ...): of any integer type they become int64, floats stay what they are.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -127,8 +127,8 @@ class SplitDataModule(LightningDataModule):
     def make_split(self, split: Split) -> Dataset[Any]:
         """Yours to write: the dataset of a split, :class:`TensorRows` or any map-style dataset.
 
-        Called once per split in every process, after ``prepare_data`` (once per machine). Every call must cut
-        validation from the training data in the same way, as :meth:`hold_out` does.
+        Called once per split in every process, after ``prepare_data``. Validation must be cut from the training data in
+        the same way every time, as :meth:`hold_out` does.
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
@@ -216,11 +216,10 @@ class SplitDataModule(LightningDataModule):
 
 
 class BatchedDataModule(SplitDataModule):
-    """Base class for images: write :meth:`make_split`, set the class attributes, and inherit the rest.
+    """Base class for images: write :meth:`make_split`, and set the class attributes.
 
-    Batches are ``(images, targets)``, images uint8 or float in 0-1, (batch, channels, height, width), augmented or not;
-    the module standardizes them by ``mean`` and ``std``. A dataset's image is a tensor, or a Pillow image of any size
-    and mode, which is fitted to ``image_shape``.
+    Batches are ``(images, targets)``, images uint8 or float in 0-1, (batch, channels, height, width); the module
+    standardizes them by ``mean`` and ``std``. Pillow images of any size and mode are fitted to ``image_shape``.
 
     Args:
         rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no augmentation.
@@ -355,10 +354,10 @@ def random_deformation(
 ) -> Tensor:
     """Rotate, scale, shear, shift and bend every image by its own random amount. Pixels from outside the image are 0.
 
-    Images are float (batch, channels, height, width). Rotation and shear are uniform in ± ``degrees`` and ± ``shear``
-    degrees, the factor of each axis in 1 ± ``scale``, the shift of each axis in ± ``shift`` pixels. Bending is the
-    elastic distortion of Simard, Steinkraus and Platt ("Best practices for convolutional neural networks", 2003): each
-    point of a coarse lattice moves by ``elastic`` pixels per axis (standard deviation), those between are interpolated.
+    Images are float (batch, channels, height, width). All amounts are uniform: angles in ± ``degrees`` and ± ``shear``
+    (degrees), the factor of each axis in 1 ± ``scale``, its shift in ± ``shift`` pixels. Bending is the elastic
+    distortion of Simard, Steinkraus and Platt ("Best practices for convolutional neural networks", 2003): each point of
+    a coarse lattice moves by ``elastic`` pixels per axis (standard deviation), those between are interpolated.
     """
     count, _, height, width = images.shape
     draw = torch.rand(count, 6, device=images.device) * 2 - 1

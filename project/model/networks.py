@@ -50,9 +50,9 @@ class MLP(nn.Module):
 class ConvNet(nn.Module):
     """A small convolutional network; every width is a multiple of 8, which suits tensor cores and vector units.
 
-    A stage is convolution, pooling where asked for, batch normalisation, ReLU. Pooling comes before the two
-    element-wise layers, which then do a quarter of the work (ReLU and the maximum commute). The first stage quarters
-    the image by its stride: with pooling instead, it would take a third of a step's time.
+    A stage is convolution, pooling where asked for, batch normalisation, ReLU: pooling first spares the last two three
+    quarters of their work. The first stage quarters the image by its stride; pooling there would take a third of a
+    step's time.
 
     Args:
         image_shape: Channels, height and width of the images.
@@ -123,8 +123,8 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 def recompute_activations(network: nn.Module) -> None:
     """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint.
 
-    Every direct child of ``network.blocks`` (of ``network`` where it has no ``blocks``) that has parameters keeps only
-    its input. Generators are restored for the second pass, so dropout drops the same units.
+    Every direct child of ``network.blocks``, else of ``network``, that has parameters keeps only its input. Generators
+    are restored for the second pass, so dropout drops the same units.
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):

@@ -348,10 +348,7 @@ def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], pre
 
 
 def named_class(option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()) -> Any:
-    """The subclass of ``base`` called ``name`` in ``home``, or with this import path.
-
-    For errors: the flag ``option``, and what it may be beside a class, ``also``.
-    """
+    """The subclass of ``base`` called ``name`` in ``home``, or with this import path. Errors name the ``option``."""
     module_name, _, class_name = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name) if module_name else home, class_name, None)
@@ -379,9 +376,8 @@ def make(option: str, cls: Any, first: list[Any], arguments: dict[str, Any]) -> 
 def make_optimizer(
     name: str, module: nn.Module, lr: float, arguments: dict[str, Any], fused: bool, undecayed: list[bool] | None = None
 ) -> Optimizer:
-    """The optimizer for a module's parameters.
+    """The optimizer for a module's parameters; ``weight_decay`` and ``fused`` are dropped where the class has none.
 
-    ``weight_decay`` and ``fused`` (one kernel instead of several per parameter) are dropped where the class has none.
     ``undecayed``: for each of ``module.parameters()``, whether weight decay spares it; by default, if it has less than
     two dimensions, as every parameter has once FSDP has wrapped the module.
     """
