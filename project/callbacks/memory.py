@@ -134,16 +134,17 @@ class MemoryMonitor(Callback):
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
         if "peak_reserved" in sizes:
             metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
-        host = {name: size / GIB for name, size in self._read_host().items()}
-        rss, peak_rss, *columns = zip(*of_all_ranks([host["rss"], host["peak_rss"], *metrics.values()]), strict=True)
-        metrics = {name: max(ranks) for name, ranks in zip(metrics, columns, strict=True)}
+        host = self._read_host()
+        ranks = of_all_ranks({**metrics, "rss": host["rss"] / GIB, "peak_rss": host["peak_rss"] / GIB})
+        rss, peak_rss = (sum(rank[name] for rank in ranks) for name in ("rss", "peak_rss"))
+        metrics = {name: max(rank[name] for rank in ranks) for name in metrics}
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
-        for name, value in {**peaks, "memory/peak_rss_gib": max(sum(rss), sum(peak_rss))}.items():
+        for name, value in {**peaks, "memory/peak_rss_gib": max(rss, peak_rss)}.items():
             self._run[name] = max(self._run.get(name, 0.0), value)
         if self._logged_at == trainer.global_step:  # a log step ended the epoch: the same row is written again
             metrics |= {name: max(value, self._logged_peaks[name]) for name, value in peaks.items()}
         self._logged_at, self._logged_peaks = trainer.global_step, peaks
-        log_values(trainer, {**metrics, "memory/rss_gib": sum(rss)})
+        log_values(trainer, {**metrics, "memory/rss_gib": rss})
 
 
 def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
