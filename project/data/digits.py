@@ -201,11 +201,9 @@ def box_around(ink: np.ndarray) -> tuple[slice, slice]:
 
 def fit_into_box(ink: np.ndarray) -> np.ndarray:
     """The cut-out digit scaled, with its aspect ratio, so that its longer side is 20 pixels; float32, anti-aliased."""
-    height, width = ink.shape
-    scale = BOX / max(height, width)
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    width, height = (max(1, round(size * BOX / max(ink.shape))) for size in reversed(ink.shape))
     # of Pillow's filters the one that brings enlarged test digits back closest to the originals
-    small = np.asarray(Image.fromarray(ink.astype(np.float32)).resize(size, Image.Resampling.HAMMING))
+    small = np.asarray(Image.fromarray(ink.astype(np.float32)).resize((width, height), Image.Resampling.HAMMING))
     return np.clip(small / max(float(small.max()), 1e-6), 0, 1)
 
 
