@@ -145,10 +145,9 @@ def are_probabilities(answer: Any, classes: int) -> bool:
 
 
 def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """The columns of a batch's answer: name → one value per file.
-
-    Of probabilities of the classes ``names`` the two largest. Else a tensor (batch,) is the column ``prediction``, one
-    (batch, n) ``prediction_0``, ``prediction_1``, ...; a dict's keys take the place of ``prediction``.
+    """The columns of a batch's answer: name → one value per file. Of probabilities of the classes ``names`` the two
+    largest; else ``prediction`` of a tensor (batch,), ``prediction_0``, ``prediction_1``, ... of one (batch, n). A
+    dict's keys take the place of ``prediction``.
     """
     table: dict[str, Any] = {}
     if names:
@@ -198,10 +197,9 @@ def image_endings() -> set[str]:
 
 
 def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]], str]:
-    """What turns a file into an input, of images uint8 or float in 0-1, and a note, often empty; and that in words.
-
-    The data module's ``prepare_file(path)``, else its ``prepare_image(pixels)``, where pixels are float32 (height,
-    width, 3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
+    """What turns a file into an input, of images uint8 or float in 0-1, and a note, often empty; and that in words. The
+    data module's ``prepare_file(path)``, else its ``prepare_image(pixels)``, where pixels are float32 (height, width,
+    3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
     """
     data: Any = loaded.datamodule
     owner, shape = "the data module" if data is None else type(data).__name__, tuple(getattr(data, "image_shape", ()))
@@ -231,11 +229,11 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
 
 
 def read_image(path: Path) -> np.ndarray:
-    """Pixels of an image file, an animation's first frame, as float32 (height, width, 3) in 0-1, upright by EXIF.
+    """Pixels of an image file, an animation's first frame, as float32 (height, width, 3) in 0-1, upright by EXIF. A
+    side longer than ``LONGEST_SIDE`` is reduced. Of Pillow's readers only those in ``FORMATS`` are used: the one of EPS
+    would start Ghostscript on a stranger's file.
 
-    A longer side than ``LONGEST_SIDE`` is reduced. Of Pillow's readers only those in ``FORMATS`` are used: the one of
-    EPS would start Ghostscript on a stranger's file. BadImage where the file is missing, is no image, is damaged, or
-    claims more pixels than Pillow's limit.
+    BadImage where the file is missing, is no image, is damaged, or claims more pixels than Pillow's limit.
     """
     most = Image.MAX_IMAGE_PIXELS or math.inf
     try:
@@ -256,9 +254,8 @@ def read_image(path: Path) -> np.ndarray:
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:
-    """float32 (height, width, 3) in 0-1 of a Pillow image of any mode; 16-bit grey keeps its precision.
-
-    Transparent images stand on white where what they show is dark, and on black where it is bright.
+    """float32 (height, width, 3) in 0-1 of a Pillow image of any mode; 16-bit grey keeps its precision. Transparent
+    images stand on white where what they show is dark, and on black where it is bright.
     """
     factor = -(-max(image.size) // LONGEST_SIDE)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # convert("L") would clip it at 255

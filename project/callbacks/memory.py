@@ -202,9 +202,8 @@ def leak_report(place: str, mib: list[float]) -> str | None:
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
-    """GiB of this rank's ``weights`` (with buffers), ``gradients``, ``optimizer state``, and ``data`` on a GPU.
-
-    Gradients are there right after an optimizer step only.
+    """GiB of this rank's ``weights`` (with buffers), ``gradients`` (right after an optimizer step), ``optimizer
+    state``, and ``data`` on a GPU.
     """
 
     def size_gib(tensors: Iterable[object]) -> float:
@@ -264,9 +263,8 @@ def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
 
 
 class MemorySnapshot(Callback):
-    """Records the last 100,000 allocations and frees with their stacks, and writes them when training ends or fails.
-
-    The file at ``path`` shows what led to an out-of-memory error. A further rank adds its number to the name.
+    """Records the last 100,000 allocations and frees with their stacks, and writes them to ``path`` when training ends
+    or fails, as after an out-of-memory error. A further rank adds its number to the name.
     """
 
     def __init__(self, path: str) -> None:

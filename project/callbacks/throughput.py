@@ -176,9 +176,8 @@ class ThroughputMonitor(Callback):
 
 
 class LoaderTimer(Profiler):
-    """Reports waits for a batch, saving, and validations to a :class:`ThroughputMonitor`; nothing else sees them.
-
-    Passes everything on to the user's profiler, if there is one.
+    """Reports waits for a batch, saving, and validations to a :class:`ThroughputMonitor`; a profiler is the public way
+    to see them. Passes everything on to the user's profiler, if there is one.
     """
 
     def __init__(self, monitor: ThroughputMonitor, inner: Profiler | None = None) -> None:
@@ -270,10 +269,9 @@ def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
 
 
 class GpuUtilization:
-    """Samples the share of time in which the GPU ran a kernel, in a thread, so that training never waits.
-
-    ``read`` returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU.
-    NVML averages over up to a second, so a shorter interval tells nothing new.
+    """Samples the share of time in which the GPU ran a kernel, in a thread, so that training never waits. ``read``
+    returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU. NVML
+    averages over up to a second, so a shorter interval tells nothing new.
     """
 
     def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
@@ -323,10 +321,9 @@ def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any
 
 
 def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
-    """FLOPs of one forward and backward pass per sample (a multiply-add counts 2).
-
-    Counted on the meta device, where nothing is computed, and in evaluation mode, without the second forward pass of
-    activation checkpointing. Raises whatever the module's ``forward`` raises there.
+    """FLOPs of one forward and backward pass per sample (a multiply-add counts 2). Counted on the meta device, where
+    nothing is computed, and in evaluation mode, without the second forward pass of activation checkpointing. Raises
+    whatever the module's ``forward`` raises there.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
@@ -366,7 +363,6 @@ PEAK_TFLOPS = """
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """FLOP/s of a GPU in dense matrix products, None where unknown; ``tf32``: float32 products may be done in TF32.
-
     ``device_name`` is CUDA's, such as ``NVIDIA A100-SXM4-40GB``. A laptop's or a slice's (MIG) chip is another one.
     """
     # without maker, brand, memory size and memory kind: NVIDIA H100 80GB HBM3 → h100

@@ -1,7 +1,6 @@
-"""Data modules to inherit from: :class:`SplitDataModule` for any task, :class:`BatchedDataModule` for images.
-
-Any Trainer takes their loaders. ``project.fit`` puts a sampler of its own into them: order by seed and epoch, exact
-resume, every sample once on any number of devices.
+"""Data modules to inherit from: :class:`SplitDataModule` for any task, :class:`BatchedDataModule` for images. Any
+Trainer takes their loaders. ``project.fit`` puts a sampler of its own into them: order by seed and epoch, exact resume,
+every sample once on any number of devices.
 """
 
 import copy
@@ -253,8 +252,7 @@ class BatchedDataModule(SplitDataModule):
 
     def augment(self, images: Tensor) -> Tensor:
         """Change training images (batch, channels, height, width) on their device, within 0-1 (or uint8). Override it.
-
-        Use torch's global generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
+        A resumed run restores torch's global generator, which ``torch.rand(..., device=images.device)`` uses.
         """
         *others, shift, elastic = self.deformation
         if not any((*others, elastic)) and 0 <= shift <= min(images.shape[-2:]) and float(shift).is_integer():
@@ -310,9 +308,8 @@ class BatchedDataModule(SplitDataModule):
 
 
 def collate(samples: Any, image_shape: tuple[int, int, int] | None = None) -> Any:
-    """A batch of a list of samples; what a dataset of this file has gathered, a tuple, is one already.
-
-    With ``image_shape`` samples are (image, target): Pillow images become uint8 tensors, targets int64 or floating.
+    """A batch of a list of samples; a tuple, gathered by a dataset of this file, is one already. With ``image_shape``
+    samples are (image, target): Pillow images become uint8 tensors, targets int64 or floating.
     """
     if isinstance(samples, tuple):
         return samples

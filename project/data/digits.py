@@ -31,7 +31,6 @@ LEAST_CELLS = 5  # that the largest patch of a photograph measures; the largest 
 
 def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     """The digit of a picture as MNIST shows it, uint8 (28, 28), bright on black; and whether there seem to be several.
-
     The picture is float32 (height, width, 3) in 0-1. An MNIST image comes out unchanged; of several digits the image
     shows all. BadImage where nothing stands out from the background.
     """
@@ -60,7 +59,6 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
 
 def is_unclear(ink: np.ndarray, noise: float) -> bool:
     """Whether more than a digit, or nothing, seems to be left of a picture without its background of a given noise.
-
     Much is noise, or grey (lines, light); a corner is full (a shadow); or there is ink at the edge of a picture that is
     not cut close around a digit.
     """
@@ -77,7 +75,6 @@ def is_unclear(ink: np.ndarray, noise: float) -> bool:
 
 def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
     """How far each pixel is on the line from the background's colour to the digit's: float32 (height, width), 0-1.
-
     Either may be the brighter one, or both have the same grey (red on green). ``away``: the picture without its
     background, (height, width, 3); ``noise``: the background's standard deviation.
     """
@@ -94,7 +91,6 @@ def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
 
 def find_ink_in_photo(pixels: np.ndarray) -> np.ndarray:
     """The ink on paper under uneven light, without the lines of the paper: float32 (height, width), at most PHOTO long.
-
     The background is the median of each place's surroundings, which keeps a shadow's edge and ignores a pen's stroke.
     """
     photo = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
@@ -160,7 +156,6 @@ def plane_through_edge(pixels: np.ndarray) -> tuple[np.ndarray, float]:
 
 def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     """The ink without patches that are too small for a part of the digit, as dust is; one spot would stretch the box.
-
     And the patches that are left: (top, left, bottom, right) of each, in cells of a coarse grid.
     """
     height, width = ink.shape

@@ -45,9 +45,8 @@ MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
 def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
-    """A run's W&B logger, which does nothing on ranks above 0 and with ``WANDB_MODE=disabled``.
-
-    None with ``--logger false`` and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
+    """A run's W&B logger, which does nothing on ranks above 0 and with ``WANDB_MODE=disabled``; None with ``--logger
+    false`` and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
     """
     asked, chosen = os.environ.get("WANDB_MODE", ""), config.trainer["logger"]
     replaced = chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
@@ -233,9 +232,8 @@ def sync_command(folder: Path) -> list[str]:
 
 
 def log_record(run: Any, record: RunRecord, folder: Path) -> None:
-    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run.
-
-    Keys: ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
+    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run. Keys:
+    ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
     """
     import wandb
 

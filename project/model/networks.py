@@ -121,10 +121,9 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def recompute_activations(network: nn.Module) -> None:
-    """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint.
-
-    Every direct child of ``network.blocks``, else of ``network``, that has parameters keeps only its input. Generators
-    are restored for the second pass, so dropout drops the same units.
+    """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint. Every
+    direct child of ``network.blocks``, else of ``network``, that has parameters keeps only its input. Generators are
+    restored for the second pass, so dropout drops the same units.
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):

@@ -140,9 +140,8 @@ class SupervisedModule(LightningModule):
         return batch[1]
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The loss of a batch, yours to override: a scalar, the mean, or a value per sample (batch, ...).
-
-        In training (``self.training``) its mean is minimised; in evaluation its exact sum over samples is logged.
+        """The loss of a batch, yours to override: a scalar, the mean, or a value per sample (batch, ...). In training
+        (``self.training``) its mean is minimised; in evaluation its exact sum over samples is logged.
         """
         return self._loss(self.trained_loss if self.training else self.measured_loss, outputs, self.targets(batch))
 
@@ -377,9 +376,8 @@ def make_optimizer(
     name: str, module: nn.Module, lr: float, arguments: dict[str, Any], fused: bool, undecayed: list[bool] | None = None
 ) -> Optimizer:
     """The optimizer for a module's parameters; ``weight_decay`` and ``fused`` are dropped where the class has none.
-
-    ``undecayed``: for each of ``module.parameters()``, whether weight decay spares it; by default, if it has less than
-    two dimensions, as every parameter has once FSDP has wrapped the module.
+    Weight decay spares the ``undecayed`` of ``module.parameters()``, by default those of less than two dimensions, as
+    every parameter is once FSDP has wrapped the module.
     """
     cls = named_class("--model.optimizer", name, torch.optim, Optimizer)
     if cls is torch.optim.SparseAdam:
@@ -399,9 +397,8 @@ def make_optimizer(
 
 
 def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: int) -> float:
-    """Factor on the peak rate at ``step`` (0 is the first); 1 throughout a run without end.
-
-    In the place of torch's schedules, whose state would fix the run's length and peak, which a resumed run may change.
+    """Factor on the peak rate at ``step`` (0 is the first); 1 throughout a run without end. Torch's schedules keep the
+    run's length and peak in their state, but a resumed run may change both.
     """
     if not 1 <= total_steps < math.inf:
         return 1.0

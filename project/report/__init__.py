@@ -215,10 +215,9 @@ def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> st
 
 
 def curves(name: str, unit: str, lines: dict[str, Series], last_step: int, axis: str, epochs: dict[int, int]) -> str:
-    """Metrics over optimizer steps, up to ``last_step`` in all charts of a run: ``lines`` are label → values.
-
-    ``unit`` labels the vertical axis, and ``axis`` is that of a :class:`Panel`, logarithmic only where values span more
-    than a factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
+    """Metrics over optimizer steps, up to ``last_step`` in all charts of a run: ``lines`` are label → values. ``unit``
+    labels the vertical axis; ``axis`` is that of a :class:`Panel`, logarithmic only where values span more than a
+    factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
     """
 
     def paint(ax: Axes) -> None:
