@@ -202,7 +202,7 @@ def leak_report(place: str, mib: list[float]) -> str | None:
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
-    """GiB of this rank's ``weights`` (with buffers), ``gradients`` (right after an optimizer step), ``optimizer
+    """GiB of this rank's ``weights`` (with buffers), ``gradients`` (there after an optimizer step), ``optimizer
     state``, and ``data`` on a GPU.
     """
 

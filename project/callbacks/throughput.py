@@ -212,6 +212,9 @@ class LoaderTimer(Profiler):
         tell_profiled_module(self, self.inner)
         self.inner.setup(stage, local_rank, log_dir)
 
+    def summary(self) -> str:
+        return self.inner.summary()
+
     def describe(self) -> None:
         self.inner.describe()  # which also tears it down, as every profiler does
 
