@@ -60,7 +60,11 @@ def main(argv: list[str]) -> int:
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
     typed = {name: value for name, value in vars(args).items() if name.startswith(("data.", "allow_")) and value}
     loaded = load(checkpoint, [f"--{name}={value}" for name, value in typed.items()])
-    samples = find_samples(loaded, as_in_training=not typed.keys() - {"allow_imports"})
+    data: Any = loaded.datamodule
+    as_in_training = not typed.keys() - {"allow_imports"}
+    if as_in_training and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
+        data.stay_with("sample")  # `auto` would look for the full set first
+    samples = find_samples(loaded)
     exported, facts = trace(loaded, samples), metadata(loaded, samples)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,18 +103,14 @@ class Samples:
         return tuple(x.float() / 255 if self.names == ["images"] and x.element_size() == 1 else x for x in self.inputs)
 
 
-def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
-    """The test set, at most ``MOST_SAMPLES``; else the module's ``example_input_array``; else random images: the first
-    that its ``forward`` takes.
-
-    With ``as_in_training`` a run that trained on the bundled digits is given those; else its data are looked for anew.
-    """
+def find_samples(loaded: Loaded) -> Samples:
+    """The test set, else the module's ``example_input_array``, else random images: the first that ``forward`` takes."""
     module, data, name = loaded.module, loaded.datamodule, type(loaded.module).__name__
     if type(module).forward is LightningModule.forward:
         raise UserError(f"export traces the module's forward, and {name} has none. Write one.")
     shape, example = tuple(getattr(data, "image_shape", ())), module.example_input_array
     example = (example,) if isinstance(example, Tensor) else example if isinstance(example, tuple) else ()
-    candidates = [test_set(loaded, len(example) or 1, as_in_training)]
+    candidates = [test_set(loaded, len(example) or 1)]
     if example:
         candidates.append((tuple(torch.cat([x, x]) for x in example), None, "example_input_array"))
     if shape:
@@ -136,12 +136,10 @@ def find_samples(loaded: Loaded, as_in_training: bool) -> Samples:
     raise UserError(f"export has nothing to trace {name} with: {'; '.join(reasons)}. {give}")
 
 
-def test_set(loaded: Loaded, count: int, as_in_training: bool) -> tuple[tuple[Tensor, ...], Tensor | None, str]:
+def test_set(loaded: Loaded, count: int) -> tuple[tuple[Tensor, ...], Tensor | None, str]:
     """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
     data: Any = loaded.module if loaded.datamodule is None else loaded.datamodule
     try:
-        if as_in_training and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
-            data.stay_with("sample")  # `auto` would look for the full set first
         data.prepare_data()
         data.setup("test")
         batches: list[Any] = []

@@ -89,11 +89,10 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     prepare, _ = choose_preparation(loaded)
-    good: list[tuple[Path, str]] = []
-    bad: list[tuple[Path, str]] = []
+    good, bad = list[tuple[Path, str]](), list[tuple[Path, str]]()  # with a note, or the reason
     inputs: list[Tensor] = []
     batch: list[Tensor] = []  # of one shape
-    answers: list[tuple[Any, int]] = []
+    answers: list[tuple[Any, int]] = []  # and how many inputs each is for
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
         try:
             made, note = prepare(path)
@@ -146,11 +145,9 @@ def are_probabilities(answer: Any, classes: int) -> bool:
 
 
 def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """The columns of a batch's answer: name → one value per file.
-
-    A tensor (batch,) is the column ``prediction``, one (batch, n) the columns ``prediction_0``, ``prediction_1``, ...;
-    a dict's keys take the place of ``prediction``. With ``names``, of classes whose probabilities the answer is, the
-    columns are the two likeliest.
+    """The columns of a batch's answer: name → one value per file. Of probabilities of the classes ``names`` the two
+    largest; else ``prediction`` of a tensor (batch,), ``prediction_0``, ``prediction_1``, ... of one (batch, n). A
+    dict's keys take the place of ``prediction``.
     """
     table: dict[str, Any] = {}
     if names:
@@ -172,10 +169,9 @@ def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
 def find_files(arguments: Iterable[str], endings: Collection[str] | None = None) -> list[Path]:
     """Files meant by the command line's words: files, folders (and what is below them) and globs, each file once.
 
-    A file that was named is returned whatever its ending, and also where it is missing, so that it can be reported
-    with the others that cannot be read. Of a folder only files with one of ``endings`` (None: all), no hidden ones.
-
-    A folder without such files, or a glob that matches nothing, is a UserError.
+    A file that was named is returned in any case, even a missing one, to be reported with others that cannot be read.
+    Of a folder only files with one of ``endings`` (None: all), no hidden ones; without any, or where a glob matches
+    nothing, a UserError.
     """
     found: list[Path] = []
     for argument in arguments:
@@ -201,11 +197,9 @@ def image_endings() -> set[str]:
 
 
 def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]], str]:
-    """What turns a file into an input, uint8 or float in 0-1 (channels, height, width) of images, and a note that may
-    be empty; and that in words.
-
-    The data module's ``prepare_file(path)``, else its ``prepare_image(pixels)``, where pixels are float32 (height,
-    width, 3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
+    """What turns a file into an input, of images uint8 or float in 0-1, and a note, often empty; and that in words. The
+    data module's ``prepare_file(path)``, else its ``prepare_image(pixels)``, where pixels are float32 (height, width,
+    3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
     """
     data: Any = loaded.datamodule
     owner, shape = "the data module" if data is None else type(data).__name__, tuple(getattr(data, "image_shape", ()))
@@ -235,13 +229,11 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
 
 
 def read_image(path: Path) -> np.ndarray:
-    """Pixels of an image file as float32 (height, width, 3) in 0-1, upright, transparency filled in.
+    """Pixels of an image file, an animation's first frame, as float32 (height, width, 3) in 0-1, upright by EXIF. A
+    side longer than ``LONGEST_SIDE`` is reduced. Of Pillow's readers only those in ``FORMATS`` are used: the one of EPS
+    would start Ghostscript on a stranger's file.
 
-    The first frame of an animation is taken, EXIF rotation is applied, 16-bit grey keeps its precision. Transparent
-    images stand on white where what they show is dark and on black where it is bright, whichever makes it visible.
-    An image of more than ``LONGEST_SIDE`` pixels is reduced. Of Pillow's readers only those in ``FORMATS`` are used:
-    the one of EPS would start Ghostscript on a stranger's file.
-    Raises BadImage where the file is missing, is no image, is damaged, or claims more pixels than Pillow's limit.
+    BadImage where the file is missing, is no image, is damaged, or claims more pixels than Pillow's limit.
     """
     most = Image.MAX_IMAGE_PIXELS or math.inf
     try:
@@ -262,7 +254,9 @@ def read_image(path: Path) -> np.ndarray:
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:
-    """float32 (height, width, 3) in 0-1 of an upright Pillow image of any mode."""
+    """float32 (height, width, 3) in 0-1 of a Pillow image of any mode; 16-bit grey keeps its precision. Transparent
+    images stand on white where what they show is dark, and on black where it is bright.
+    """
     factor = -(-max(image.size) // LONGEST_SIDE)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # convert("L") would clip it at 255
         grey = np.asarray(image).astype(np.float32)[::factor, ::factor]  # (height, width)

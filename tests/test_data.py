@@ -57,9 +57,9 @@ def test_full_mnist_is_split_55000_5000_10000(mnist_root: Path) -> None:
     module = MNISTDataModule(root=str(mnist_root))
     module.prepare_data()
     module.setup("fit")
-    assert (module.num_samples("train"), module.num_samples("val")) == (55_000, 5_000)
+    assert (len(module.splits["train"]), len(module.splits["val"])) == (55_000, 5_000)
     module.setup("test")
-    assert module.num_samples("test") == 10_000
+    assert len(module.splits["test"]) == 10_000
     assert len(module.train_dataloader().dataset) == 55_000  # also after a test, which lets go of the training set
     assert module.data_source == "mnist"
 
@@ -87,7 +87,7 @@ def test_auto_falls_back_to_the_sample_and_says_so(workplace: Path, monkeypatch:
     with pytest.warns(UserWarning, match="was not found"):
         module.setup("fit")
     assert module.data_source == "sample"
-    assert (module.num_samples("train"), module.num_samples("val")) == (9_000, 1_000)
+    assert (len(module.splits["train"]), len(module.splits["val"])) == (9_000, 1_000)
 
 
 def test_the_validation_split_does_not_depend_on_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_the_root_may_be_named_as_the_folder_of_the_files_or_the_one_above(tmp_p
     module = Made(root=str(tmp_path / below))
     module.prepare_data()
     module.setup("fit")
-    assert (module.data_source, module.num_samples("train")) == ("mnist", 22)
+    assert (module.data_source, len(module.splits["train"])) == ("mnist", 22)
 
 
 @pytest.mark.parametrize("source", ["auto", "mnist"])

@@ -130,7 +130,7 @@ class ThreeColours(MNISTDataModule):
 
 def exported_rows(loaded: Loaded, folder: Path) -> tuple[export.Samples, list[dict[str, Any]]]:
     """What is exported to ``folder``, and how it compares with the checkpoint."""
-    samples = export.find_samples(loaded, as_in_training=True)
+    samples = export.find_samples(loaded)
     export.write_files(folder, loaded, export.trace(loaded, samples), samples, export.metadata(loaded, samples))
     return samples, export.compare(folder, loaded, samples)
 
@@ -259,7 +259,7 @@ class Fails(Prices):
 )
 def test_what_a_module_lacks_is_one_line_before_any_work(module: LightningModule, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}") as error:
-        export.find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")), as_in_training=True)
+        export.find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")))
     assert "\n" not in str(error.value)
 
 
@@ -282,7 +282,7 @@ def test_a_network_that_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
             return super().forward(images) if images.sum() > 0 else super().forward(-images)
 
     loaded = Loaded(MNISTClassifier(Undecided()).eval(), MNISTDataModule(source="sample"), {}, {}, Path("best.ckpt"))
-    samples = export.find_samples(loaded, as_in_training=True)
+    samples = export.find_samples(loaded)
     with pytest.raises(UserError, match=r"MNISTClassifier.forward cannot be exported: ") as error:
         export.trace(loaded, samples)
     assert "\n" not in str(error.value)
@@ -310,8 +310,8 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
     seen: list[str] = []
     find_samples = export.find_samples
 
-    def noted(loaded: Loaded, as_in_training: bool) -> Any:
-        seen.append(find_samples(loaded, as_in_training).source)
+    def noted(loaded: Loaded) -> Any:
+        seen.append(find_samples(loaded).source)
         raise UserError("enough")
 
     monkeypatch.setattr("project.export.load", lambda *_: loaded)

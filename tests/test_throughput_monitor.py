@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from project.callbacks.throughput import (
     GpuUtilization,
     ThroughputMonitor,
+    Window,
     bottleneck,
     may_use_tf32,
     mfu_per_sample_per_sec,
@@ -234,6 +235,17 @@ def test_a_validation_without_a_batch_pauses_nothing(tmp_path):
     assert run.rows.of("throughput") == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
 
 
+def test_a_validation_without_a_batch_at_the_epochs_end_takes_nothing_from_the_next_epoch(tmp_path):
+    class Between(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            run.clock.advance(9.0)
+
+    run = Known(tmp_path, Between(), max_epochs=2, log_every_n_steps=11)  # nothing is left to log at the epoch's end
+    run.module.allow_zero_length_dataloader_with_multiple_devices = True
+    run.trainer.fit(run.module, run.data, DataLoader([]))
+    assert run.rows.of("throughput") == [(10, expected(9, 67)), (21, expected(11, 83))]
+
+
 def test_a_run_that_fails_can_be_measured_again(tmp_path):
     run = Known(tmp_path)
     run.module.on_step = lambda: 1 / 0
@@ -335,7 +347,9 @@ def test_the_summary_is_the_median_over_windows(tmp_path):
 
 
 def test_rates_of_several_ranks_are_totals_over_their_mean_time():
-    assert rates([[2.0, 4, 30, 0.5, 40.0, 1], [4.0, 4, 18, 1.0, 60.0, 1]], steps=2) == pytest.approx(
+    first = Window(0.0, batches=4, steps=2, samples=30, waited=0.5, seconds=2.0, gpu_pct=40.0)
+    second = Window(0.0, batches=4, steps=2, samples=18, waited=1.0, seconds=4.0, gpu_pct=60.0)
+    assert rates([first, second]) == pytest.approx(
         {
             "throughput/samples_per_sec": 48 / 3,
             "throughput/device_samples_per_sec": 48 / 6,
@@ -348,7 +362,7 @@ def test_rates_of_several_ranks_are_totals_over_their_mean_time():
 
 
 def test_samples_are_left_out_where_a_batch_does_not_tell():
-    assert "throughput/samples_per_sec" not in rates([[1.0, 4, 0, 0.0, 0.0, 0]], steps=4)
+    assert "throughput/samples_per_sec" not in rates([Window(0.0, batches=4, steps=4, seconds=1.0)])
 
 
 @pytest.mark.parametrize(

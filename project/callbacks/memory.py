@@ -40,12 +40,11 @@ class MemoryMonitor(Callback):
 
     - ``memory/rss_gib``: resident host memory now, of all ranks and their loader workers (shared pages count in each)
     - ``memory/allocated_gib``, ``memory/reserved_gib``: device memory now in tensors, and held by PyTorch. CUDA, MPS
-    - ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib``: the most since the last logged value, validation
-      included. CUDA
+    - ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib``: the most since the last row, with validation. CUDA
     - ``memory/peak_reserved_pct``: the same as a share (0-100) of the device's memory. CUDA
 
-    Device metrics are those of the rank with the highest value. Growth over epochs that looks like a leak is reported
-    in a warning, with numbers. An out-of-memory error is raised again with advice in its message.
+    Device metrics are those of the rank with the highest value. Growth over epochs that looks like a leak is warned of.
+    The message of an out-of-memory error gets advice.
     """
 
     def __init__(self, read: Reader | None = None, host: Reader | None = None) -> None:
@@ -55,8 +54,7 @@ class MemoryMonitor(Callback):
         self._counting = ExitStack()
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
-        self._parts: dict[str, float] = {}
-        self._parts_due = SETTLING_STEPS
+        self._parts, self._parts_due = dict[str, float](), SETTLING_STEPS  # GiB by use; steps after which to look
         self._logged_at, self._logged_peaks = -1, dict[str, float]()
         self._run: dict[str, float] = {}  # highest values
         self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
@@ -64,7 +62,7 @@ class MemoryMonitor(Callback):
 
     def summary(self) -> dict[str, float]:
         """The run's highest values: ``memory/peak_rss_gib``, and with CUDA the other ``memory/peak_*``."""
-        return dict(self._run)
+        return self._run
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -115,12 +113,11 @@ class MemoryMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._counting.close()
-        if not is_out_of_memory(exception) or HEADLINE in str(exception):
-            return
-        now = self._read(self._device)
-        peak_gib = max(self._run.get("memory/peak_allocated_gib", 0.0), now.get("peak_allocated", 0) / GIB)
-        # in the message, so that it is the last thing on the screen whoever prints the error
-        exception.args = (f"{exception}\n\n{explain(trainer, peak_gib, now.get('total'))}",)
+        if is_out_of_memory(exception) and HEADLINE not in str(exception):
+            now = self._read(self._device)
+            peak_gib = max(self._run.get("memory/peak_allocated_gib", 0.0), now.get("peak_allocated", 0) / GIB)
+            # in the message, so that it is the last thing on the screen whoever prints the error
+            exception.args = (f"{exception}\n\n{explain(trainer, peak_gib, now.get('total'))}",)
 
     def _read_peaks(self, of_training: bool = False) -> dict[str, int]:
         """Read the allocator, keep its peaks for the window, and reset them."""
@@ -137,22 +134,22 @@ class MemoryMonitor(Callback):
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
         if "peak_reserved" in sizes:
             metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
-        host = {name: size / GIB for name, size in self._read_host().items()}
-        rss, peak_rss, *columns = zip(*of_all_ranks([host["rss"], host["peak_rss"], *metrics.values()]), strict=True)
-        metrics = {name: max(ranks) for name, ranks in zip(metrics, columns, strict=True)}
+        host = self._read_host()
+        ranks = of_all_ranks({**metrics, "rss": host["rss"] / GIB, "peak_rss": host["peak_rss"] / GIB})
+        rss, peak_rss = (sum(rank[name] for rank in ranks) for name in ("rss", "peak_rss"))
+        metrics = {name: max(rank[name] for rank in ranks) for name in metrics}
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
-        for name, value in {**peaks, "memory/peak_rss_gib": max(sum(rss), sum(peak_rss))}.items():
+        for name, value in {**peaks, "memory/peak_rss_gib": max(rss, peak_rss)}.items():
             self._run[name] = max(self._run.get(name, 0.0), value)
         if self._logged_at == trainer.global_step:  # a log step ended the epoch: the same row is written again
             metrics |= {name: max(value, self._logged_peaks[name]) for name, value in peaks.items()}
         self._logged_at, self._logged_peaks = trainer.global_step, peaks
-        log_values(trainer, {**metrics, "memory/rss_gib": sum(rss)})
+        log_values(trainer, {**metrics, "memory/rss_gib": rss})
 
 
 def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
-    """Bytes, as a device's allocator tells them: ``allocated`` in tensors, ``reserved`` from the device, its ``total``.
-
-    On CUDA also ``peak_allocated`` and ``peak_reserved``, the most since the last reset. Nothing on the CPU.
+    """Bytes ``allocated`` in tensors, ``reserved`` from the device, its ``total``; on CUDA also ``peak_allocated`` and
+    ``peak_reserved``, the most since the last reset. Nothing on the CPU.
     """
     if device.type == "mps":
         now = {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
@@ -190,8 +187,8 @@ def host_memory() -> dict[str, int]:
 
 
 def leak_report(place: str, mib: list[float]) -> str | None:
-    """What to tell where memory at epoch ends (``mib``, in MiB) looks like a leak: each of the last four epochs after
-    the first added ``LEAST_MIB``, and a third of what the one that added most did (a cache adds less and less).
+    """What to tell where memory at epoch ends (``mib``, in MiB) looks like a leak: each of the last four epochs added
+    ``LEAST_MIB`` or more, and a third of the largest addition or more (a cache adds less and less).
     """
     recent = mib[-EPOCHS - 1 :]
     added = [after - before for before, after in pairwise(recent)]
@@ -205,9 +202,8 @@ def leak_report(place: str, mib: list[float]) -> str | None:
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
-    """GiB of this rank's ``weights`` (with buffers), ``gradients`` and ``optimizer state``, from the tensors.
-
-    And ``data``, where they lie on a GPU. Taken right after an optimizer step: the next one clears gradients.
+    """GiB of this rank's ``weights`` (with buffers), ``gradients`` (there after an optimizer step), ``optimizer
+    state``, and ``data`` on a GPU.
     """
 
     def size_gib(tensors: Iterable[object]) -> float:
@@ -228,7 +224,7 @@ def memory_breakdown(trainer: Trainer) -> dict[str, float]:
 def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str, float]:
     """The parts with ``activations and the rest``: the training peak less those, where it is known."""
     if peak_bytes is None or not parts:
-        return dict(parts)
+        return parts
     return {**parts, ACTIVATIONS: max(0.0, peak_bytes / GIB - sum(parts.values()))}
 
 
@@ -242,11 +238,9 @@ def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
     facts += f"; the peak was {peak_gib:.2f} GiB" if peak_gib else ""
     facts += f" of {total_bytes / GIB:.2f} GiB" if peak_gib and total_bytes else ""
     parts = add_activations(memory_breakdown(trainer), int(peak_gib * GIB) or None)
-    used = [  # largest first
-        f"{name} {gib:.2f} GiB" if gib >= 1 else f"{name} {1024 * gib:.1f} MiB"
-        for name, gib in sorted(parts.items(), key=lambda part: -part[1])
-    ]
-    tries = (f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1))
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    used = [f"{use} {gib:.2f} GiB" if gib >= 1 else f"{use} {1024 * gib:.1f} MiB" for use, gib in largest_first]
+    tries = [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
     last = "The last checkpoint is whole: go on from it with --ckpt_path last and one of these."
     return "\n".join([f"{facts}.", f"Memory by use: {', '.join(used)}.", "Try, in this order:", *tries, last])
 
@@ -269,9 +263,8 @@ def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
 
 
 class MemorySnapshot(Callback):
-    """Records the last 100,000 allocations and frees with their stacks, and writes them when training ends or fails.
-
-    So the file at ``path`` shows what led to an out-of-memory error. A further rank adds its number to the name.
+    """Records the last 100,000 allocations and frees with their stacks, and writes them to ``path`` when training ends
+    or fails, as after an out-of-memory error. A further rank adds its number to the name.
     """
 
     def __init__(self, path: str) -> None:
@@ -283,10 +276,11 @@ class MemorySnapshot(Callback):
         if device != "cuda":
             raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
         check_output(path, (path.suffix.lower(),), "--memory_snapshot")
-        if rank == 0:
+        if rank:
+            path = path.with_stem(f"{path.stem}.rank{rank}")
+        else:
             where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
             self._recording.callback(print, f"memory snapshot: {where}", flush=True)
-        path = path if rank == 0 else path.with_stem(f"{path.stem}.rank{rank}")
         self._recording.enter_context(memory_history(path, 100_000))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

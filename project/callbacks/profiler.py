@@ -26,12 +26,11 @@ ENDS = ("train_dataloader_next", "batch_to_device", "training_step", "backward",
 class StepProfiler(Profiler):
     """Profiles training steps ``wait + warmup`` to ``wait + warmup + active``, then stops.
 
-    Lightning's PyTorchProfiler runs one schedule over training and validation, and cannot tell forward from loss. Here
-    every step has the regions ``data`` (waiting for the batch and moving it), ``forward`` (the network), ``loss`` (the
-    rest of ``training_step``), ``backward`` and ``optimizer`` (clipping included).
-
-    Written into the run's folder, under ``profile/``: ``rank0.*.pt.trace.json``, a trace for Chrome, Perfetto and
-    TensorBoard, one per rank; ``top_operations.txt``, the time of every region and the operations that take most.
+    Lightning's PyTorchProfiler has one schedule for training and validation, and cannot tell forward from loss. Here a
+    step has the regions ``data`` (waiting for the batch and moving it), ``forward`` (the network), ``loss`` (the rest
+    of ``training_step``), ``backward`` and ``optimizer`` (clipping included). The run's folder ``profile`` gets a trace
+    per rank for Chrome, Perfetto and TensorBoard, and ``top_operations.txt``: the time of every region and the
+    operations that take most.
 
     Args:
         wait: First steps, not profiled: compilation, choice of algorithms.
@@ -161,9 +160,8 @@ class StepProfiler(Profiler):
 
 
 def region_times(events: Iterable[Any]) -> dict[str, tuple[float, float]]:
-    """Microseconds of every region, from ``profile.events()``: on the CPU, and of the kernels launched during it.
-
-    By any thread: autograd has its own for the backward pass. The device's copies of the regions are not counted.
+    """Microseconds of every region on the CPU, and of the kernels that any thread launched in it, from
+    ``profile.events()``.
     """
     on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
     launches = [(e.time_range.start, sum(kernel.duration for kernel in e.kernels)) for e in on_cpu if e.kernels]

@@ -14,11 +14,10 @@ MOST_CLASSES = 1000  # a confusion matrix of more fills memory, and nobody reads
 
 
 class TestPredictions(Callback):
-    """Counts predictions by class during the test pass, and keeps the most confident mistakes.
+    """Counts predictions by class during the test pass, and keeps the ``most`` confident mistakes of all ranks.
 
-    For classifiers: ``test_step`` returns logits, float (batch, classes), for a batch of (inputs, labels), labels being
-    integers (batch,). For other tasks nothing is counted. Of the ``most`` confident mistakes of all ranks inputs are
-    kept if they are images: (batch, 1 or 3, height, width), uint8 or 0-1. Nothing waits for the device meanwhile.
+    For classifiers alone: ``test_step`` returns logits, float (batch, classes), for (inputs, integer labels (batch,)).
+    Mistakes are kept if inputs are images: (batch, 1 or 3, height, width), uint8 or 0-1. Nothing waits for the device.
     """
 
     __test__ = False  # pytest: this is no test class

@@ -9,26 +9,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from project.engine.lightning_internals import tell_profiled_module
 from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
 from project.engine.ranks import of_all_ranks
 from project.errors import UserError
+from project.model.networks import in_eval_mode
 
 WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
 LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a flag
-# Ends of the names that Lightning gives to what it does
-FETCHING = ".train_dataloader_next"
-READ = BEFORE_VALIDATION, SAVING = ".on_validation_model_zero_grad", "save_checkpoint"
-# First word of a Trainer's precision → data type of the matrix products, where peak rates are known for it
+# Ends of Lightning's action names. It gives the first to start() and stop(), the others to profile().
+FETCHING, BEFORE_VALIDATION, SAVING = ".train_dataloader_next", ".on_validation_model_zero_grad", "save_checkpoint"
+# First word of a Trainer's precision → data type of the matrix products
 MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
@@ -37,8 +38,8 @@ class ThroughputMonitor(Callback):
     """Measures training in windows of ``--log_every_n_steps`` optimizer steps, and the rest at each epoch's end.
 
     Lightning's own waits for the device at every step, logs nothing for 100 steps, and asks the user for the FLOPs.
-    This one waits at the ends of a window only. A window leaves out the first two optimizer steps (a run of only two
-    reports the last one), validation with its loader's start, saving, and what happens between two epochs. The Trainer
+    This one waits only at the ends of a window. Not measured: the first two optimizer steps (but a run of only two
+    reports its last), validation with its loader's start, saving, and what happens between two epochs. The Trainer
     needs ``profiler=monitor.profiler(...)``, which reports waits for data, saving, and a validation to come.
 
     Logged metrics, at every log step and epoch end, the same on any number of devices:
@@ -60,15 +61,15 @@ class ThroughputMonitor(Callback):
         # The pause for a validation. One without a batch has no on_validation_end: the next training batch ends it.
         self.validation = ExitStack()
         self._device = torch.device("cpu")
-        self._measuring, self._pauses, self._warm_up = False, 0, WARM_UP_STEPS
-        self._last_of_warm_up: tuple[list[float], int] | None = None
+        self._measuring, self._warm_up = False, WARM_UP_STEPS
+        self._last_of_warm_up: Window | None = None
         self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
         self._utilization = GpuUtilization(None)
         self._trainer: Trainer | None = None
 
     def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
-        """The Trainer's profiler; the user's own, or the one of Lightning's that is named, stands behind it."""
+        """The Trainer's profiler, which passes all on to ``chosen``: the user's own, or one of Lightning's by name."""
         if not isinstance(chosen, str):
             return LoaderTimer(self, chosen)
         if chosen.lower() not in PROFILERS:
@@ -78,16 +79,15 @@ class ThroughputMonitor(Callback):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave what happens inside out of the window. Validation and ``trainer.save_checkpoint`` already are."""
-        outermost = self._measuring and not self._pauses
-        self._pauses += 1
-        if outermost:
-            self.wait_for_device(self._device)  # work already queued belongs to the window
-            paused_at, self._utilization.paused = self.clock(), True
+        if not self._measuring or self._utilization.paused:
+            yield
+            return
+        self.wait_for_device(self._device)  # work already queued belongs to the window
+        paused_at, self._utilization.paused = self.clock(), True
         try:
             yield
         finally:
-            self._pauses -= 1
-            if outermost and self._measuring:  # not after an error, which may be the device's
+            if self._measuring:  # not after an error, which may be the device's
                 self.wait_for_device(self._device)
                 self.window.started += self.clock() - paused_at
                 self._utilization.paused = False
@@ -104,8 +104,8 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer, self._device, self._measuring = trainer, trainer.strategy.root_device, True
         self._warm_up, self._last_of_warm_up = WARM_UP_STEPS, None
-        on_gpu, device = self._device.type == "cuda", self._device
-        self._utilization = GpuUtilization((lambda: torch.cuda.utilization(device)) if on_gpu else None)
+        on_gpu = self._device.type == "cuda"
+        self._utilization = GpuUtilization(partial(torch.cuda.utilization, self._device) if on_gpu else None)
         self._restart()  # a run resumed in mid-epoch has no start of an epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,7 +126,7 @@ class ThroughputMonitor(Callback):
             self._warm_up -= 1
             self._restart()
         elif is_log_step(trainer, batch_idx):
-            self.windows.append(self._log(trainer, *self._close()))
+            self.windows.append(self._log(trainer, self._close()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # in the midst of accumulated batches, the profiler does not hear of it sooner
@@ -137,32 +137,35 @@ class ThroughputMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.window.steps:
-            self.windows.append(self._log(trainer, *self._close()))
+            self.windows.append(self._log(trainer, self._close()))
         elif not self.windows and self._last_of_warm_up:
-            self._of_short_run = [self._log(trainer, *self._last_of_warm_up)]
+            self._of_short_run = [self._log(trainer, self._last_of_warm_up)]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.windows = self.windows or self._of_short_run
-        self._release()
+        self._measuring = False
+        self.validation.close()
+        self._utilization.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._release()
+        self.on_train_end(trainer, pl_module)
 
     def _restart(self) -> None:
         """Begin a window, and forget what the GPU did before it."""
+        self.validation.close()
         self.window = Window(started=self.clock())
         self._utilization.mean()  # takes what was sampled
 
-    def _close(self) -> tuple[list[float], int]:
-        """End the window once the device has caught up, and begin the next. Returns what :func:`rates` takes."""
+    def _close(self) -> Window:
+        """End the window once the device has caught up, and begin the next."""
         self.validation.close()
         self.wait_for_device(self._device)
-        ended, self.window, percent = self.window, Window(started=self.clock()), self._utilization.mean()
-        gpu = [0.0, 0] if percent is None else [percent, 1]
-        return [self.window.started - ended.started, ended.batches, ended.samples, ended.waited, *gpu], ended.steps
+        ended, self.window = self.window, Window(started=self.clock())
+        ended.seconds, ended.gpu_pct = self.window.started - ended.started, self._utilization.mean()
+        return ended
 
-    def _log(self, trainer: Trainer, totals: list[float], steps: int) -> dict[str, float]:
-        metrics = rates(of_all_ranks(totals), steps)
+    def _log(self, trainer: Trainer, window: Window) -> dict[str, float]:
+        metrics = rates(of_all_ranks(window))
         profiler = trainer.profiler  # type: ignore[attr-defined]
         if not (isinstance(profiler, LoaderTimer) and profiler.monitor is self):  # nobody has reported the waits
             metrics.pop("throughput/data_wait_pct", None)
@@ -171,27 +174,20 @@ class ThroughputMonitor(Callback):
         log_values(trainer, metrics)
         return metrics
 
-    def _release(self) -> None:
-        self._measuring = False
-        self.validation.close()
-        self._utilization.stop()
-
 
 class LoaderTimer(Profiler):
-    """Reports to a :class:`ThroughputMonitor`, and passes everything on to the user's profiler, if there is one.
-
-    A profiler is the public way to see the wait for a batch, saving, and the moment before a validation.
+    """Reports waits for a batch, saving, and validations to a :class:`ThroughputMonitor`; a profiler is the public way
+    to see them. Passes everything on to the user's profiler, if there is one.
     """
 
     def __init__(self, monitor: ThroughputMonitor, inner: Profiler | None = None) -> None:
         super().__init__()
         self.monitor, self.inner = monitor, inner or PassThroughProfiler()
-        self._alone, self._nothing = isinstance(self.inner, PassThroughProfiler), nullcontext("")
+        self._nothing = None if inner else nullcontext("")  # what nobody reads shares it, some sixty times a step
         self._fetching, self._saving = 0.0, ExitStack()
 
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
-        # some sixty times a step: what nobody reads shares one empty section
-        if self._alone and not action_name.endswith(READ):
+        if self._nothing and not action_name.endswith((BEFORE_VALIDATION, SAVING)):
             return self._nothing
         return super().profile(action_name)
 
@@ -225,30 +221,28 @@ class LoaderTimer(Profiler):
 
 @dataclass
 class Window:
-    """Counts of one rank over a stretch of training that is measured as one."""
+    """A stretch of training that is measured as one, on one rank."""
 
     started: float  # the clock's reading (s) at its beginning; moved on by what was excluded
     batches: int = 0
     steps: int = 0  # of the optimizer; fewer than batches with --accumulate_grad_batches
     samples: int = 0  # 0 where a batch does not tell
     waited: float = 0.0  # seconds in which training waited for the next batch
+    seconds: float = 0.0  # known at its end, as is the GPU's utilization
+    gpu_pct: float | None = None
 
 
-def rates(totals: Sequence[Sequence[float]], steps: int) -> dict[str, float]:
-    """The ``throughput/*`` metrics of a window of so many optimizer steps. ``totals`` of every rank: seconds, batches,
-    samples, seconds waited, GPU utilization (%), GPUs that tell it (0, 1).
-    """
-    seconds, batches, samples, waited, gpu_pct, gpus = (sum(column) for column in zip(*totals, strict=True))
-    if seconds <= 0 or not steps:
-        return {}
-    seconds_per_rank = seconds / len(totals)
+def rates(ranks: Sequence[Window]) -> dict[str, float]:
+    """The ``throughput/*`` metrics of a window that has ended, as every rank saw it."""
+    seconds = statistics.fmean(window.seconds for window in ranks)
+    samples, gpus = sum(w.samples for w in ranks), [w.gpu_pct for w in ranks if w.gpu_pct is not None]
     metrics = {
-        "throughput/batches_per_sec": batches / seconds_per_rank,
-        "throughput/step_ms": 1000 * seconds_per_rank / steps,
-        "throughput/data_wait_pct": 100 * waited / seconds,
-        "throughput/samples_per_sec": samples / seconds_per_rank if samples else None,
-        "throughput/device_samples_per_sec": samples / seconds if samples else None,
-        "throughput/gpu_utilization_pct": gpu_pct / gpus if gpus else None,
+        "throughput/batches_per_sec": sum(w.batches for w in ranks) / seconds,
+        "throughput/step_ms": 1000 * seconds / ranks[0].steps,
+        "throughput/data_wait_pct": 100 * statistics.fmean(w.waited for w in ranks) / seconds,
+        "throughput/samples_per_sec": samples / seconds if samples else None,
+        "throughput/device_samples_per_sec": samples / seconds / len(ranks) if samples else None,
+        "throughput/gpu_utilization_pct": statistics.fmean(gpus) if gpus else None,
     }
     return {name: value for name, value in metrics.items() if value is not None}
 
@@ -265,7 +259,7 @@ def samples_in(batch: Any) -> int:
 
 
 def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
-    """Where a run's time went, by the medians of ``throughput/*``. Workers are not advised: quick data get slower."""
+    """Where a run's time went, by the medians of ``throughput/*``. More workers would make quick data slower."""
     waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
     measured = f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"
     measured += "" if waited is None else f", {waited:.0f} % of it waiting for data"
@@ -278,14 +272,13 @@ def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
 
 
 class GpuUtilization:
-    """Samples the share of time in which the GPU ran a kernel, in a thread of its own, so that training never waits.
-
-    ``read`` returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU.
-    NVML averages over up to a second: a shorter interval than half a second gives nothing new.
+    """Samples the share of time in which the GPU ran a kernel, in a thread, so that training never waits. ``read``
+    returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU. NVML
+    averages over up to a second, so a shorter interval tells nothing new.
     """
 
     def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
-        self.paused = False  # whether what the GPU does now is not to be counted
+        self.paused = False  # whether samples are dropped
         self._samples: list[float] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
@@ -293,7 +286,7 @@ class GpuUtilization:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; returns when it has."""
+        """End the thread."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
@@ -331,29 +324,23 @@ def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any
 
 
 def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
-    """FLOPs of one forward and backward pass per sample (a multiply-add counts 2).
-
-    Counted on the meta device, where nothing is computed or changed, and in evaluation mode, which leaves out the
-    second forward pass of activation checkpointing. Any exception: the module's ``forward`` cannot run that way.
+    """FLOPs of one forward and backward pass per sample (a multiply-add counts 2). Counted on the meta device, where
+    nothing is computed, and in evaluation mode, without the second forward pass of activation checkpointing. Raises
+    whatever the module's ``forward`` raises there.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
         raise TypeError(f"the batch must begin with a tensor to count FLOPs, not {type(inputs).__name__}")
-    modes = [(part, part.training) for part in module.modules()]
     state = {
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
-    try:
-        module.eval()
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, torch.enable_grad(), FlopCounterMode(display=False) as counter:
-            outputs = torch.func.functional_call(module, state, (torch.empty_like(inputs, device="meta"),))
-            outputs.float().sum().backward()
-    finally:
-        for part, training in modes:
-            part.training = training
-    return counter.get_total_flops() / len(inputs)
+
+    def forward() -> Tensor:
+        return torch.func.functional_call(module, state, (torch.empty_like(inputs, device="meta"),))
+
+    with in_eval_mode(module), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        return measure_flops(module, forward, lambda outputs: outputs.float().sum()) / len(inputs)
 
 
 def may_use_tf32(module: nn.Module) -> bool:
@@ -363,10 +350,9 @@ def may_use_tf32(module: nn.Module) -> bool:
     return products or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
-# Dense TFLOP/s: float32, TF32, 16 bits with float32 accumulation (as cuBLAS and cuDNN do). From NVIDIA's data sheets,
-# half of the figures that are printed "with sparsity" only, and from the appendices of the white papers on GA102, Ada
-# and RTX Blackwell. 0: the chip has no such mode. Names as the devices call themselves: "h100" is the SXM form. (In
-# Lightning's get_available_flops an H200 is missing, an L40S is an L4, and 16-bit rates of A40 and RTX are too low.)
+# Dense TFLOP/s in float32, TF32, and 16 bits with float32 accumulation; 0: the chip has no such mode. From NVIDIA's
+# data sheets (half of what is printed "with sparsity" only) and the white papers on GA102, Ada and RTX Blackwell.
+# "h100" is the SXM form. Lightning's get_available_flops lacks the H200, and is wrong for L40S, A40 and RTX.
 PEAK_TFLOPS = """
     b200 75 1125 2250, h200 67 494.5 989.5, h200 nvl 60 417.5 835.5, gh200 67 494.5 989.5, h100 66.9 494.7 989.4,
     h100 pcie 51.2 378 756, h100 nvl 60 417.5 835.5, a100 19.5 156 312, a30 10.3 82 165, a40 37.4 74.8 149.7,
@@ -379,8 +365,7 @@ PEAK_TFLOPS = """
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s of a GPU in dense matrix products, where they are known; ``tf32``: float32 products may be done in TF32.
-
+    """FLOP/s of a GPU in dense matrix products, None where unknown; ``tf32``: float32 products may be done in TF32.
     ``device_name`` is CUDA's, such as ``NVIDIA A100-SXM4-40GB``. A laptop's or a slice's (MIG) chip is another one.
     """
     # without maker, brand, memory size and memory kind: NVIDIA H100 80GB HBM3 → h100

@@ -1,7 +1,6 @@
-"""Data modules to inherit from: :class:`SplitDataModule` for any task, :class:`BatchedDataModule` for images.
-
-Their loaders are plain ones, which any Trainer takes. Under ``project.fit`` the engine puts its own sampler into them:
-order by seed and epoch, exact resume, every sample once on any number of devices.
+"""Data modules to inherit from: :class:`SplitDataModule` for any task, :class:`BatchedDataModule` for images. Any
+Trainer takes their loaders. ``project.fit`` puts a sampler of its own into them: order by seed and epoch, exact resume,
+every sample once on any number of devices.
 """
 
 import copy
@@ -61,10 +60,9 @@ class TensorRows(TensorDataset):
 
 
 class TensorImages(TensorRows):
-    """Images and their targets in memory.
+    """Images, uint8 or float in 0-1, (count, channels, height, width) or (count, height, width), and their labels.
 
-    Images are uint8, or float in 0-1, (count, channels, height, width); (count, height, width) is one channel. Labels
-    are (count, ...); whole numbers of any kind become int64, floats stay what they are.
+    Labels are (count, ...): of any integer type they become int64, floats stay what they are.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -76,9 +74,7 @@ class TensorImages(TensorRows):
 
 
 class SplitDataModule(LightningDataModule):
-    """Base class for any task: write :meth:`make_split`, and inherit splits, loaders and transfer.
-
-    A sample, and so a batch, may be a tensor, a tuple or a dictionary.
+    """Base class for any task: write :meth:`make_split`. A sample may be a tensor, a tuple or a dictionary.
 
     Args:
         batch_size: Training samples per batch and device.
@@ -112,16 +108,17 @@ class SplitDataModule(LightningDataModule):
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self.on_device = on_device
         self.bytes_on_device: dict[str, int] = {}  # by split; for whoever explains what the device's memory holds
-        if on_device is True and num_workers:
-            raise UserError(f"--data.num_workers must be 0 with --data.on_device true, got {num_workers}.")
         self.limits: dict[str, int | None] = {"train": train_samples, "val": val_samples, "test": test_samples}
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "prefetch_factor": prefetch_factor}
         limits = {f"{split}_samples": limit for split, limit in self.limits.items()}
+        most = 16 * (os.cpu_count() or 1)
         for name, value in {**sizes, **limits, "num_workers": num_workers}.items():
             least = 0 if name == "num_workers" else 1
             if value is not None and value < least:
                 raise UserError(f"--data.{name} must be at least {least}, got {value}.")
-        if num_workers is not None and num_workers > (most := 16 * (os.cpu_count() or 1)):
+        if num_workers and on_device is True:
+            raise UserError(f"--data.num_workers must be 0 with --data.on_device true, got {num_workers}.")
+        if num_workers and num_workers > most:
             raise UserError(f"--data.num_workers must be at most {most} on this machine, got {num_workers}.")
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no sample of a tiny set
         self.splits: dict[str, Any] = {}  # datasets
@@ -129,8 +126,8 @@ class SplitDataModule(LightningDataModule):
     def make_split(self, split: Split) -> Dataset[Any]:
         """Yours to write: the dataset of a split, :class:`TensorRows` or any map-style dataset.
 
-        Called once per split in every process, after ``prepare_data`` (once per machine). Validation must be cut from
-        the training data in the same way every time: :meth:`hold_out` does.
+        Called once per split in every process, after ``prepare_data``. Validation must be cut from the training data in
+        the same way every time, as :meth:`hold_out` does.
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
@@ -164,17 +161,13 @@ class SplitDataModule(LightningDataModule):
         if "train" not in self.splits:  # a test has let go of it
             self.setup("fit")
         # a set smaller than a batch is one batch and is not dropped
-        return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
+        return self._loader("train", min(self.batch_size, len(self.splits["train"])), shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader("val", self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
         return self._loader("test", self.eval_batch_size)
-
-    def num_samples(self, split: Split) -> int:
-        """Samples in a split that has been set up."""
-        return len(self.splits[split])
 
     def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
         """Whether ``on_device`` keeps a split on this device."""
@@ -222,11 +215,10 @@ class SplitDataModule(LightningDataModule):
 
 
 class BatchedDataModule(SplitDataModule):
-    """Base class for images: write :meth:`make_split`, set the class attributes, and inherit the rest.
+    """Base class for images: write :meth:`make_split`, and set the class attributes.
 
-    Batches are ``(images, targets)``, images uint8 or float in 0-1, (batch, channels, height, width), augmented or not;
-    the module standardizes them by ``mean`` and ``std``. A dataset's image is a tensor, or a Pillow image of any size
-    and mode, which is fitted to ``image_shape``.
+    Batches are ``(images, targets)``, images uint8 or float in 0-1, (batch, channels, height, width); the module
+    standardizes them by ``mean`` and ``std``. Pillow images of any size and mode are fitted to ``image_shape``.
 
     Args:
         rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no augmentation.
@@ -260,8 +252,7 @@ class BatchedDataModule(SplitDataModule):
 
     def augment(self, images: Tensor) -> Tensor:
         """Change training images (batch, channels, height, width) on their device, within 0-1 (or uint8). Override it.
-
-        Use torch's global generator, as ``torch.rand(..., device=images.device)`` does: a resumed run restores it.
+        A resumed run restores torch's global generator, which ``torch.rand(..., device=images.device)`` uses.
         """
         *others, shift, elastic = self.deformation
         if not any((*others, elastic)) and 0 <= shift <= min(images.shape[-2:]) and float(shift).is_integer():
@@ -291,10 +282,7 @@ class BatchedDataModule(SplitDataModule):
         return {"class_names": list(map(str, self.class_names)), "image_shape": list(self.image_shape), **numbers}
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Restore what :meth:`description` returned in training: class names may come from a folder.
-
-        A UserError for a value of another kind, or one that is no size of an image.
-        """
+        """Restore what :meth:`description` returned in training. A UserError for what it cannot have returned."""
         for name, kind in {"class_names": str, "image_shape": int, "mean": float, "std": float}.items():
             value = description.get(name, [])
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
@@ -320,9 +308,8 @@ class BatchedDataModule(SplitDataModule):
 
 
 def collate(samples: Any, image_shape: tuple[int, int, int] | None = None) -> Any:
-    """A batch of a list of samples; what a dataset of this file has gathered is one already.
-
-    With ``image_shape`` samples are (image, target): Pillow images become uint8 tensors, targets int64 or floating.
+    """A batch of a list of samples; a tuple, gathered by a dataset of this file, is one already. With ``image_shape``
+    samples are (image, target): Pillow images become uint8 tensors, targets int64 or floating.
     """
     if isinstance(samples, tuple):
         return samples
@@ -364,10 +351,10 @@ def random_deformation(
 ) -> Tensor:
     """Rotate, scale, shear, shift and bend every image by its own random amount. Pixels from outside the image are 0.
 
-    Images are float (batch, channels, height, width). Rotation and shear are uniform in ± ``degrees`` and ± ``shear``
-    degrees, the factor of each axis in 1 ± ``scale``, the shift of each axis in ± ``shift`` pixels. Bending is the
-    elastic distortion of Simard, Steinkraus and Platt ("Best practices for convolutional neural networks", 2003): each
-    point of a coarse lattice moves by ``elastic`` pixels per axis (standard deviation), those between are interpolated.
+    Images are float (batch, channels, height, width). All amounts are uniform: angles in ± ``degrees`` and ± ``shear``
+    (degrees), the factor of each axis in 1 ± ``scale``, its shift in ± ``shift`` pixels. Bending is the elastic
+    distortion of Simard, Steinkraus and Platt ("Best practices for convolutional neural networks", 2003): each point of
+    a coarse lattice moves by ``elastic`` pixels per axis (standard deviation), those between are interpolated.
     """
     count, _, height, width = images.shape
     draw = torch.rand(count, 6, device=images.device) * 2 - 1

@@ -1,12 +1,8 @@
 """A picture of a digit, prepared the way MNIST was made.
 
-"The original black and white (bilevel) images from NIST were size normalized to fit in a 20x20 pixel box while
-preserving their aspect ratio. The resulting images contain grey levels as a result of the anti-aliasing technique.
-[They] were centered in a 28x28 image by computing the center of mass of the pixels, and translating the image so as to
-position this point at the center of the 28x28 field." (Y. LeCun, http://yann.lecun.com/exdb/mnist)
-
-In MNIST's files the box is drawn around every pixel above zero, and the centre of mass, in pixel indices counted
-from 0, rounds to 14 in both directions.
+NIST's black and white images "were size normalized to fit in a 20x20 pixel box while preserving their aspect ratio",
+with anti-aliasing, and then centred in 28x28 pixels by their centre of mass (http://yann.lecun.com/exdb/mnist). In the
+files the box is drawn around every pixel above 0, and the centre of mass, in indices from 0, rounds to 14.
 """
 
 import itertools
@@ -20,9 +16,8 @@ from project.errors import BadImage
 FIELD, BOX, CENTRE = 28, 20, 14
 LEAST_CONTRAST = 0.04  # between digit and background, of 0-1; below it (about 10 grey levels of 255) an image is empty
 LEAST_INK = 0.15  # of full ink, from which a pixel is the digit's: above the ringing of JPEG and of enlargements
-# Fraction of full ink at the edge of a digit that is larger than MNIST's. Enlarging and lenses blur the edge to both
-# sides: around all of the blur the box would be too large. Pixels of enlarged test digits come back 5.9 to 7.0 of 255
-# away from the originals, not 6.3 to 9.3 (means of 1,000 digits in six kinds of file; 0.3 and 0.5 are no better).
+# Of full ink, at the edge of a digit that is larger than MNIST's, whose blur would widen the box. Enlarged test digits
+# come back 5.9 to 7.0 grey levels of 255 from the originals, instead of 6.3 to 9.3; 0.3 and 0.5 are no better.
 EDGE_INK = 0.4
 CLEAR = 0.56  # mean of a clear picture's ink: at least 0.58 on one colour, mostly less in photographs
 LEAST_FILLED = 0.12  # of a picture that is cut close around a digit; lines on paper fill less
@@ -36,9 +31,8 @@ LEAST_CELLS = 5  # that the largest patch of a photograph measures; the largest 
 
 def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     """The digit of a picture as MNIST shows it, uint8 (28, 28), bright on black; and whether there seem to be several.
-
-    The picture is float32 (height, width, 3) in 0-1, upright and without transparency. An MNIST image comes out
-    unchanged. Of several digits the image shows all. BadImage where nothing stands out from the background.
+    The picture is float32 (height, width, 3) in 0-1. An MNIST image comes out unchanged; of several digits the image
+    shows all. BadImage where nothing stands out from the background.
     """
     grey = pixels[..., 0]
     if grey.shape == (FIELD, FIELD) and grey.any() and np.ptp(pixels, axis=2).max() == 0:
@@ -65,14 +59,13 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
 
 def is_unclear(ink: np.ndarray, noise: float) -> bool:
     """Whether more than a digit, or nothing, seems to be left of a picture without its background of a given noise.
-
-    Much is noise, or grey (lines, light); a corner is full (a shadow); or there is ink at the picture's edge although
-    the picture is not cut close around a digit.
+    Much is noise, or grey (lines, light); a corner is full (a shadow); or there is ink at the edge of a picture that is
+    not cut close around a digit.
     """
-    down, across = ink.shape[0] // 4, ink.shape[1] // 4
-    corners = [ink[rows, columns] for rows in np.s_[:down, -down:] for columns in np.s_[:across, -across:]]
     if noise > MUCH_NOISE or not ink.any() or ink[ink > 0].mean() < CLEAR:
         return True
+    down, across = ink.shape[0] // 4, ink.shape[1] // 4
+    corners = [ink[rows, columns] for rows in np.s_[:down, -down:] for columns in np.s_[:across, -across:]]
     if max((corner > EDGE_INK).mean() for corner in corners) > 0.9:
         return True
     box = ink[box_around(np.where(ink > EDGE_INK, ink, 0))] > EDGE_INK
@@ -81,11 +74,9 @@ def is_unclear(ink: np.ndarray, noise: float) -> bool:
 
 
 def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
-    """How far each pixel is on the way from the background's colour to the digit's: float32 (height, width), 0-1.
-
-    Measured along the line between the two colours, it does not matter which one is brighter, nor that both have the
-    same grey (red on green). ``away``: the picture without its background, (height, width, 3); ``noise``: the
-    background's standard deviation.
+    """How far each pixel is on the line from the background's colour to the digit's: float32 (height, width), 0-1.
+    Either may be the brighter one, or both have the same grey (red on green). ``away``: the picture without its
+    background, (height, width, 3); ``noise``: the background's standard deviation.
     """
     squares = np.einsum("hwc,hwc->hw", away, away)
     if squares.max() < LEAST_CONTRAST**2:
@@ -99,10 +90,8 @@ def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
 
 
 def find_ink_in_photo(pixels: np.ndarray) -> np.ndarray:
-    """The ink on paper under uneven light and noise, ruled or squared: float32 (height, width), at most PHOTO long.
-
-    The background is the median of each place's surroundings, which keeps the edge of a shadow and is blind to a
-    pen's stroke. Lines that cross the whole picture are taken off, and the picture is turned so that they are level.
+    """The ink on paper under uneven light, without the lines of the paper: float32 (height, width), at most PHOTO long.
+    The background is the median of each place's surroundings, which keeps a shadow's edge and ignores a pen's stroke.
     """
     photo = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
     photo.thumbnail((PHOTO, PHOTO), Image.Resampling.BOX)  # a mean of pixels has less noise than each
@@ -143,9 +132,8 @@ def line_profile(ink: np.ndarray) -> np.ndarray:
 
 
 def plane_through_edge(pixels: np.ndarray) -> tuple[np.ndarray, float]:
-    """The background under the whole picture, (height, width, 3), and its noise, the standard deviation around it.
-
-    A plane through the edge's pixels for each colour: light falls off across a photo of a sheet of paper.
+    """The background under the whole picture, (height, width, 3), and its noise, the standard deviation around it: a
+    plane through the edge's pixels for each colour, as light falls off across a sheet of paper.
     """
     height, width = pixels.shape[:2]
     thick = max(1, min(height, width) // 50)
@@ -167,9 +155,8 @@ def plane_through_edge(pixels: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The ink without patches that are too small to be a part of the digit; one spot of dust would stretch the box.
-
-    Also the patches that are left: (top, left, bottom, right) of each, in cells of a coarse grid.
+    """The ink without patches that are too small for a part of the digit, as dust is; one spot would stretch the box.
+    And the patches that are left: (top, left, bottom, right) of each, in cells of a coarse grid.
     """
     height, width = ink.shape
     cell = -(-max(height, width) // GRID)
@@ -209,19 +196,18 @@ def box_around(ink: np.ndarray) -> tuple[slice, slice]:
 
 def fit_into_box(ink: np.ndarray) -> np.ndarray:
     """The cut-out digit scaled, with its aspect ratio, so that its longer side is 20 pixels; float32, anti-aliased."""
-    height, width = ink.shape
-    scale = BOX / max(height, width)
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    width, height = (max(1, round(size * BOX / max(ink.shape))) for size in reversed(ink.shape))
     # of Pillow's filters the one that brings enlarged test digits back closest to the originals
-    small = np.asarray(Image.fromarray(ink.astype(np.float32)).resize(size, Image.Resampling.HAMMING))
+    small = np.asarray(Image.fromarray(ink.astype(np.float32)).resize((width, height), Image.Resampling.HAMMING))
     return np.clip(small / max(float(small.max()), 1e-6), 0, 1)
 
 
 def _corner(digit: np.ndarray) -> tuple[int, int]:
     """Row and column in the field of the digit's upper left corner; inside it wherever the digit's weight lies."""
-    height, width = digit.shape
     mass = max(float(digit.sum()), 1e-6)
-    row = float(digit.sum(axis=1) @ np.arange(height)) / mass
-    column = float(digit.sum(axis=0) @ np.arange(width)) / mass
-    top, left = round(CENTRE - row), round(CENTRE - column)
-    return min(max(top, 0), FIELD - height), min(max(left, 0), FIELD - width)
+
+    def start(weights: np.ndarray) -> int:  # of the rows, or of the columns
+        centre = float(weights @ np.arange(len(weights))) / mass
+        return min(max(round(CENTRE - centre), 0), FIELD - len(weights))
+
+    return start(digit.sum(axis=1)), start(digit.sum(axis=0))

@@ -185,9 +185,8 @@ def find_idx(folder: Path, name: str) -> Path | None:
 
 
 def read_idx(path: Path, sha256: str | None = None) -> Tensor:
-    """Images (count, 1, rows, columns), uint8, or labels (count,), int64, of an IDX file, plain or ``.gz``.
-
-    A UserError where it cannot be read, is damaged, or its decompressed bytes have another digest than ``sha256``.
+    """Images (count, 1, rows, columns), uint8, or labels (count,), int64, of an IDX file, plain or ``.gz``. A UserError
+    where it cannot be read, is damaged, or its decompressed bytes have another digest than ``sha256``.
     """
     fix = f"Delete {path} and run again to fetch it anew, or use --data.source sample."
     try:

@@ -16,10 +16,10 @@ from project.tables import write_atomically
 
 
 class MetricsCSV(Logger):
-    """One row per logged step in ``metrics.csv``; what is logged at the same step shares the row.
+    """One row per logged step in ``metrics.csv``.
 
-    Lightning's CSVLogger deletes the file when a run is resumed and writes a row per call. Here a resumed run
-    keeps exactly the rows its checkpoint knew, so the file of a killed run ends like that of an undisturbed one.
+    Lightning's CSVLogger writes a row per call, and deletes the file of a run that is resumed. Here a resumed run keeps
+    the rows its checkpoint knew, so the file of a killed run ends like that of an undisturbed one.
     """
 
     name, version = "csv", ""
@@ -56,8 +56,8 @@ class MetricsCSV(Logger):
         self.flush_rows()
 
     def flush_rows(self, to_disk: bool = False) -> int:
-        """Write the row being gathered, which may still grow; returns the number of rows. ``to_disk``: wait until the
-        file would survive a power cut, as a checkpoint that counts its rows does.
+        """Write the row being gathered, which may still grow; returns the number of rows. ``to_disk``: they survive a
+        power cut, as a checkpoint that counts them does.
         """
         if self._row_changed:
             self._count += self._row_start is None

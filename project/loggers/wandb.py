@@ -69,11 +69,10 @@ def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLo
 class WandbRunLogger(WandbLogger, Callback):
     """Lightning's W&B logger, whose run starts in a thread while training goes on.
 
-    Lightning's waits at its start until the server answers, at its end until everything is uploaded, and sends a row
-    per call. Here rows wait in a list until the run is up, what is logged at one step is one row, as in metrics.csv,
-    and the end waits a few seconds. It is a callback, too, and begins with training: before, nothing is on disk.
-    ``mode`` is online, offline (files only) or disabled (a stand-in takes everything and does nothing). ``best`` has
-    the metric and mode by which W&B sums the run up; others by their last.
+    Lightning's waits for the server at its start, for all uploads at its end, and sends a row per call. Here rows wait
+    until the run is up, a step is one row, as in metrics.csv, and the end waits a few seconds. It is a callback, too,
+    and begins with training: before, nothing is on disk. ``mode``: online, offline (files only) or disabled (a stand-in
+    does nothing). W&B sums up the metric of ``best`` by its best value, others by their last.
     """
 
     def __init__(self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None) -> None:
@@ -93,8 +92,7 @@ class WandbRunLogger(WandbLogger, Callback):
             self._run.set_result(DummyExperiment())
             return
         os.environ.setdefault("WANDB_SILENT", "true")  # the run's last lines say where its files lie
-        # Reports of W&B's own errors look for a server offline, too, and hold up the exit where it does not answer.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # offline, too, it would wait for a server at the exit
         os.environ.setdefault("HOME", os.path.expanduser("~"))  # without it W&B's process prints its log
         import wandb  # noqa: F401 - here, so that the thread's part is short; never where W&B is disabled
 
@@ -106,8 +104,8 @@ class WandbRunLogger(WandbLogger, Callback):
         return self._run.result() if self._run.done() else _Awaited(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self.config |= {"device": trainer.strategy.root_device.type, "data_source": getattr(data, "data_source", None)}
+        source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
+        self.config |= {"device": trainer.strategy.root_device.type, "data_source": source}
         self.config |= {"precision": trainer.precision, "world_size": trainer.world_size}
         self.config["parameters"] = parameter_count(trainer, pl_module)
         self.begin()
@@ -118,7 +116,7 @@ class WandbRunLogger(WandbLogger, Callback):
             self._begun = True
             if self._staging:
                 os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
-            threading.Thread(target=self._start, name="wandb-start", daemon=True).start()
+            threading.Thread(target=self._start, daemon=True).start()
 
     def wait(self) -> Any:
         """The W&B run, once it is up; a stand-in that does nothing where it could not start."""
@@ -151,7 +149,15 @@ class WandbRunLogger(WandbLogger, Callback):
         if exit_code == 0:  # files need no server, so there is no limit
             patience = None if self.offline else finish_timeout()
         if failure_within(patience, lambda: self._finish(exit_code)):
-            self._give_up()
+            import wandb
+
+            self._given_up = True
+            lost = "W&B did not answer in time and has nothing of this run. metrics.csv has every value."
+            if self._run.done():
+                place = shlex.quote(os.path.relpath(Path(self._run.result().dir).parent))
+                lost = f"W&B did not take everything in time. To complete it: wandb sync {place}"
+            rank_zero_warn(lost)
+            failure_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
         if self._staging:  # it names this run's folder; later runs of this process have others
             os.environ.pop("WANDB_DATA_DIR", None)
 
@@ -164,17 +170,6 @@ class WandbRunLogger(WandbLogger, Callback):
             except Exception as error:
                 rank_zero_warn(f"W&B got no pictures ({type(error).__name__}: {error}). The run is not affected.")
         run.finish(exit_code=exit_code)
-
-    def _give_up(self) -> None:
-        import wandb
-
-        self._given_up = True
-        if self._run.done():
-            place = shlex.quote(os.path.relpath(Path(self._run.result().dir).parent))
-            rank_zero_warn(f"W&B did not take everything in time. To complete it: wandb sync {place}")
-        else:
-            rank_zero_warn("W&B did not answer in time and has nothing of this run. metrics.csv has every value.")
-        failure_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
 
     def _start(self) -> None:
         try:
@@ -237,9 +232,8 @@ def sync_command(folder: Path) -> list[str]:
 
 
 def log_record(run: Any, record: RunRecord, folder: Path) -> None:
-    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run.
-
-    Keys: ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
+    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run. Keys:
+    ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
     """
     import wandb
 
@@ -249,7 +243,7 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
 
     pictures: dict[str, Any] = {}
     if (folder / "report.html").exists():
-        pictures["report"] = wandb.Html(str(folder / "report.html"), inject=False)
+        pictures["report"] = wandb.Html(folder / "report.html", inject=False)
     if record.confusion is not None:
         names, accuracies = record.names, record.class_accuracy
         pictures["test/class_accuracy"] = bars("Accuracy per class", "class", "accuracy", accuracies, "samples")

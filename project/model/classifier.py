@@ -9,7 +9,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from project.errors import UserError
-from project.model.networks import ConvNet
+from project.model.networks import ConvNet, in_eval_mode
 from project.model.supervised import SupervisedModule
 
 
@@ -81,23 +81,19 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
     if weight is None or weight.device.type == "meta":
         return
     image_shape, classes = tuple(datamodule.image_shape), len(datamodule.class_names)
-    modes = [(part, part.training) for part in network.modules()]
-    network.eval()  # leaves no trace in batch statistics, draws no random number
     try:
-        with torch.no_grad():
+        with in_eval_mode(network), torch.no_grad():  # changes no batch statistics, draws no random number
             # .forward: a compiled network would compile itself for this one image
             logits = network.forward(torch.zeros(1, *image_shape, device=weight.device, dtype=weight.dtype))
+        if logits.shape == (1, classes):
+            return
         found = f"shape {tuple(logits.shape)} for one"
     except (RuntimeError, ValueError, IndexError) as error:
         found = " ".join(str(error).split())[:200]
-    finally:
-        for part, training in modes:  # one by one: a part may be frozen
-            part.training = training
-    if found != f"shape {(1, classes)} for one":
-        flags = {"image_shape": f"[{','.join(map(str, image_shape))}]", "num_classes": classes}
-        known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
-        typed = [f"--model.network.{name} {value}" for name, value in flags.items() if name in known]
-        raise UserError(
-            f"--model.network {type(network).__name__} must give {classes} logits for {type(datamodule).__name__}'s "
-            f"images of shape {image_shape}, got {found}." + (f" Try {' '.join(typed)}" if typed else "")
-        )
+    flags = {"image_shape": f"[{','.join(map(str, image_shape))}]", "num_classes": classes}
+    known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
+    typed = [f"--model.network.{name} {value}" for name, value in flags.items() if name in known]
+    raise UserError(
+        f"--model.network {type(network).__name__} must give {classes} logits for {type(datamodule).__name__}'s "
+        f"images of shape {image_shape}, got {found}." + (f" Try {' '.join(typed)}" if typed else "")
+    )

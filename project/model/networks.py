@@ -1,6 +1,8 @@
 """The networks: normalised images in, logits out. Every size is a plain constructor argument."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,9 +33,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("hidden", hidden, len(hidden))
-        channels, height, width = image_shape
         layers: list[nn.Module] = [nn.Flatten()]  # (batch, channels · height · width)
-        size = channels * height * width
+        size = math.prod(image_shape)
         for next_size in hidden:
             # Identity keeps the names of the weights the same, with or without dropout
             layers += [nn.Linear(size, next_size), nn.ReLU(), nn.Dropout(dropout) if dropout else nn.Identity()]
@@ -49,9 +50,9 @@ class MLP(nn.Module):
 class ConvNet(nn.Module):
     """A small convolutional network; every width is a multiple of 8, which suits tensor cores and vector units.
 
-    A stage is convolution, pooling where asked for, batch normalisation, ReLU. Pooling comes before the two
-    element-wise layers, which then do a quarter of the work (ReLU and the maximum commute). The first stage quarters
-    the image by its stride: with pooling instead, it would take a third of a step's time.
+    A stage is convolution, pooling where asked for, batch normalisation, ReLU: pooling first spares the last two three
+    quarters of their work. The first stage quarters the image by its stride; pooling there would take a third of a
+    step's time.
 
     Args:
         image_shape: Channels, height and width of the images.
@@ -107,11 +108,22 @@ def check_sizes(name: str, sizes: list[int], count: int) -> None:
         raise UserError(f"--model.network.{name} must list {count or 'some'} sizes of at least 1, got {sizes}.")
 
 
-def recompute_activations(network: nn.Module) -> None:
-    """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint.
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every part has its own mode again, as a frozen one may."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
-    Every direct child of ``network.blocks`` that has parameters (of ``network`` itself where it has no ``blocks``)
-    keeps only its input. Generators are restored for the second pass, so dropout drops the same units.
+
+def recompute_activations(network: nn.Module) -> None:
+    """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint. Every
+    direct child of ``network.blocks``, else of ``network``, that has parameters keeps only its input. Generators are
+    restored for the second pass, so dropout drops the same units.
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
@@ -20,8 +20,8 @@ from project.errors import UserError, nearest
 from project.model.networks import recompute_activations
 
 SHAPES = ("constant", "cosine", "linear", "onecycle")  # of the learning rate over a run
-# Most training batches, and most output values, that wait on the device before they are counted together. One update
-# of a metric for many batches costs as much as for one: 938 single updates take a tenth of an epoch of the MLP.
+# Training batches, or output values, that wait on the device to be counted in one metric update, which costs as much as
+# the update for one batch: 938 of these take a tenth of an epoch of the MLP.
 MOST_BATCHES, MOST_OUTPUTS = 64, 2**22
 HALF = (torch.float16, torch.bfloat16)
 MOST_CHANNELS = 2**20  # of a mean or standard deviation that a checkpoint may bring
@@ -132,7 +132,7 @@ class SupervisedModule(LightningModule):
     # What a subclass may change
 
     def inputs(self, batch: Any) -> Any:
-        """The input of the network: the first part of a batch, or a batch without targets."""
+        """The network's input: the first part of a batch, or a batch without targets."""
         return batch[0] if isinstance(batch, (tuple, list)) else batch
 
     def targets(self, batch: Any) -> Tensor:
@@ -140,9 +140,8 @@ class SupervisedModule(LightningModule):
         return batch[1]
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The loss of a batch, yours to override: a scalar, the mean, or a value per sample (batch, ...).
-
-        In training (``self.training``) its mean is minimised; in evaluation its exact sum over samples is logged.
+        """The loss of a batch, yours to override: a scalar, the mean, or a value per sample (batch, ...). In training
+        (``self.training``) its mean is minimised; in evaluation its exact sum over samples is logged.
         """
         return self._loss(self.trained_loss if self.training else self.measured_loss, outputs, self.targets(batch))
 
@@ -251,11 +250,16 @@ class SupervisedModule(LightningModule):
         clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
         fused = getattr(plugin, "scaler", None) is None and not clips
         optimizer = make_optimizer(self.optimizer_name, self, self.lr, self.optimizer_args, fused, self.undecayed)
-        steps = self.trainer.estimated_stepping_batches  # infinite in a run without end
-        schedule = make_schedule(optimizer, self.schedule, self.schedule_args, self.mode, self.warmup_fraction, steps)
-        settings = {"scheduler": schedule, "interval": self.schedule_interval}
-        followed = {"monitor": self.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
-        return {"optimizer": optimizer, "lr_scheduler": settings | followed}
+        if self.schedule in SHAPES:
+            steps = self.trainer.estimated_stepping_batches  # infinite in a run without end
+            factor = partial(rate_factor, self.schedule, self.warmup_fraction, steps)
+            schedule: LRScheduler = LambdaLR(optimizer, factor)
+        else:
+            cls = named_class("--model.schedule", self.schedule, lr_scheduler, LRScheduler, SHAPES)
+            mode = {"mode": self.mode} if issubclass(cls, ReduceLROnPlateau) else {}
+            schedule = make("--model.schedule", cls, [optimizer], mode | self.schedule_args)
+        settings = {"scheduler": schedule, "interval": self.schedule_interval, "monitor": self.monitor}
+        return {"optimizer": optimizer, "lr_scheduler": settings}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["network"] = self.network_text
@@ -266,14 +270,14 @@ class SupervisedModule(LightningModule):
             rank_zero_warn("the checkpoint's network is another than this module's: load_from_checkpoint(network=...).")
 
     def metric_state(self) -> dict[str, Tensor]:
-        """What a resumed run goes on from: the sums of ``train/loss``; whoever saves them finds torchmetrics' own."""
-        self.count_window()  # first: it adds to metrics as well
+        """What a resumed run goes on from: the sums of ``train/loss``. Those of torchmetrics are saved elsewhere."""
+        self.count_window()  # adds to torchmetrics' sums, too
         return {} if self.train_sums is None else {"train_sums": self.train_sums.cpu()}
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
         """Go on with the sums that :meth:`metric_state` returned."""
-        self.window, sums = [], state.get("train_sums")
-        self.train_sums = sums if sums is None else sums.to(self.device)
+        self.window = []
+        self.train_sums = state["train_sums"].to(self.device) if "train_sums" in state else None
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Outputs and targets of a batch. Outputs (batch, 1) become (batch,) if the targets are (batch,)."""
@@ -343,9 +347,7 @@ def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], pre
 
 
 def named_class(option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()) -> Any:
-    """The subclass of ``base`` with this name in the module ``home``, or with this import path. ``option`` and ``also``
-    are for the error: the flag, and what it may be beside a class.
-    """
+    """The subclass of ``base`` called ``name`` in ``home``, or with this import path. Errors name the ``option``."""
     module_name, _, class_name = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name) if module_name else home, class_name, None)
@@ -373,11 +375,9 @@ def make(option: str, cls: Any, first: list[Any], arguments: dict[str, Any]) -> 
 def make_optimizer(
     name: str, module: nn.Module, lr: float, arguments: dict[str, Any], fused: bool, undecayed: list[bool] | None = None
 ) -> Optimizer:
-    """The optimizer for a module's parameters; weight decay spares biases and normalisation.
-
-    ``weight_decay`` is dropped where the class has none; ``fused`` takes the class's fused kernel where it has one: one
-    call instead of several per parameter. ``undecayed`` says for each of ``module.parameters()`` whether weight decay
-    spares it; by default those of one dimension, which every parameter has once FSDP has wrapped the module.
+    """The optimizer for a module's parameters; ``weight_decay`` and ``fused`` are dropped where the class has none.
+    Weight decay spares the ``undecayed`` of ``module.parameters()``, by default those of less than two dimensions, as
+    every parameter is once FSDP has wrapped the module.
     """
     cls = named_class("--model.optimizer", name, torch.optim, Optimizer)
     if cls is torch.optim.SparseAdam:
@@ -396,25 +396,10 @@ def make_optimizer(
     return make("--model.optimizer", cls, [groups], arguments)
 
 
-def make_schedule(
-    optimizer: Optimizer, name: str, arguments: dict[str, Any], mode: str, warmup_fraction: float, total_steps: float
-) -> LRScheduler:
-    """One of the four shapes over the run, or a class of ``torch.optim.lr_scheduler``, which alone has ``arguments``.
-
-    A shape is a function of the share of the run that is done, not one of torch's stateful schedules: a resumed run may
-    have another length or peak than the one that was saved, and a step past the end is no error. ``mode`` (``min``,
-    ``max``) is what ReduceLROnPlateau's metric should do.
-    """
-    if name in SHAPES:
-        return LambdaLR(optimizer, partial(rate_factor, name, warmup_fraction, total_steps))
-    cls = named_class("--model.schedule", name, torch.optim.lr_scheduler, LRScheduler, SHAPES)
-    if issubclass(cls, ReduceLROnPlateau):
-        arguments = {"mode": mode, **arguments}
-    return make("--model.schedule", cls, [optimizer], arguments)
-
-
 def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: int) -> float:
-    """Factor on the peak rate at ``step`` (0 is the first); 1 throughout a run without end."""
+    """Factor on the peak rate at ``step`` (0 is the first); 1 throughout a run without end. Torch's schedules keep the
+    run's length and peak in their state, but a resumed run may change both.
+    """
     if not 1 <= total_steps < math.inf:
         return 1.0
     done = min(1.0, step / total_steps)
@@ -424,6 +409,5 @@ def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: in
             return 0.04 + 0.96 * (1 - math.cos(math.pi * climbed)) / 2
         return max(climbed, 1 / max(1, warmup_fraction * total_steps))
     left = (1 - done) / (1 - warmup_fraction)
-    if shape == "constant":
-        return 1.0
-    return left if shape == "linear" else (1 - math.cos(math.pi * left)) / 2
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    return {"constant": 1.0, "linear": left}.get(shape, cosine)

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -36,8 +36,7 @@ SHOWN = {"epoch", "throughput/device_samples_per_sec", "throughput/batches_per_s
 SHOWN |= {metric for panel in PANELS for metric in panel.lines}
 
 WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its width
-MOST_EPOCHS = 8  # that are marked in a chart
-MOST_POINTS = 300  # per line; more cannot be told apart at this width
+MOST_EPOCHS, MOST_POINTS = 8, 300  # marked in a chart; per line, of which more could not be told apart
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_LETTERS = 40, 16, 14
 # Stand-ins for the page's colours, which replace them: see THEME.
 INK, FAINT, LINES = "#010203", "#040506", ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
@@ -60,10 +59,9 @@ STYLE: dict[Any, Any] = {
 def render(record: RunRecord) -> str:
     """The report's HTML. Every text in it is escaped; only our style and matplotlib's SVG are markup."""
     here = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("report.html.j2").render(
+    template = (here / "report.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(
         record=record,
         summary=record.summary,
         status=status(record),
@@ -89,15 +87,13 @@ def status(record: RunRecord) -> str:
 def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     """(figure, what it is, more about it), most important first; what is not known is left out."""
     run, metrics = record.summary, record.summary.metrics
-    monitor, tiles = run.monitor or "", []
+    monitor, wrong = run.monitor or "", ""
+    if record.confusion is not None:
+        samples, right = int(record.confusion.sum()), int(record.confusion.trace())
+        wrong = f"{samples - right:,} wrong of {samples:,}"
     tested = [name for name in metrics if name.startswith("test")]
-    # that of the monitored metric first
-    for name in sorted(tested, key=lambda name: name.partition("/")[2] != monitor.partition("/")[2]):
-        more = ""
-        if name == "test/accuracy" and record.confusion is not None:
-            samples = int(record.confusion.sum())
-            more = f"{samples - int(record.confusion.trace()):,} wrong of {samples:,}"
-        tiles.append((figure(name, metrics[name]), in_words(name), more))
+    tested.sort(key=lambda name: name.partition("/")[2] != monitor.partition("/")[2])  # the monitored metric first
+    tiles = [(figure(name, metrics[name]), in_words(name), wrong * (name == "test/accuracy")) for name in tested]
     if run.best_score is not None:
         epoch = "" if run.best_epoch is None else f"best, epoch {run.best_epoch + 1} of {run.epochs}"
         tiles.append((figure(monitor, run.best_score), in_words(monitor), epoch))
@@ -110,9 +106,9 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     for place, metric, more in (("device", "peak_allocated", "allocated"), ("host", "peak_rss", "all processes")):
         if (peak := metrics.get(f"memory/{metric}_gib")) is not None:
             tiles.append((f"{peak:.2f} GiB", f"peak {place} memory", more))
-    exact = f"{run.parameters:,}"
-    short = f"{run.parameters / 1e6:,.4g} M" if run.parameters >= 1e6 else exact
-    return [*tiles, (short, "parameters", exact if short != exact else "")]
+    count = f"{run.parameters:,}"
+    in_millions = (f"{run.parameters / 1e6:,.4g} M", "parameters", count)
+    return [*tiles, in_millions if run.parameters >= 1e6 else (count, "parameters", "")]
 
 
 def figure(metric: str, value: float) -> str:
@@ -202,10 +198,7 @@ def png(pixels: np.ndarray) -> str:
 
 
 def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """A chart as an SVG element: what ``paint`` draws on one pair of axes, ``height`` inches high.
-
-    ``name`` is what a screen reader calls it; it must be another one for each chart of a page.
-    """
+    """A chart as an SVG element of ``height`` inches that ``paint`` draws; ``name``, for screen readers, is unique."""
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")  # without pyplot: no window, no global state
         paint(figure.subplots())
@@ -221,18 +214,10 @@ def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> st
     return f'<svg {viewbox} role="img" aria-label="{html.escape(name)}">{body}'
 
 
-def curves(
-    name: str,
-    unit: str,
-    lines: dict[str, Series],
-    last_step: int,
-    axis: Literal["from zero", "fitting", "log"] = "from zero",
-    epochs: dict[int, int] | None = None,
-) -> str:
-    """Metrics over optimizer steps: ``lines`` are label → values, ``unit`` labels the vertical axis.
-
-    The horizontal axis ends at ``last_step``, in all charts of a run; the vertical one is logarithmic only where values
-    span more than a factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
+def curves(name: str, unit: str, lines: dict[str, Series], last_step: int, axis: str, epochs: dict[int, int]) -> str:
+    """Metrics over optimizer steps, up to ``last_step`` in all charts of a run: ``lines`` are label → values. ``unit``
+    labels the vertical axis; ``axis`` is that of a :class:`Panel`, logarithmic only where values span more than a
+    factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
     """
 
     def paint(ax: Axes) -> None:
@@ -265,12 +250,12 @@ def curves(
 def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
     """A light vertical line at the end of each epoch, or of every so many; its number above."""
     apart = math.ceil(len(epochs) / MOST_EPOCHS)
-    shown = {epoch: step for epoch, step in epochs.items() if epoch % apart == 0}
+    shown = {str(epoch): step for epoch, step in epochs.items() if epoch % apart == 0}
     ax.grid(axis="x", visible=False)
     for step in shown.values():
         ax.axvline(step, color=FAINT, linewidth=0.6, linestyle="--", zorder=0.5)
     top = ax.secondary_xaxis("top")
-    top.set_xticks(list(shown.values()), [str(epoch) for epoch in shown])
+    top.set_xticks([*shown.values()], [*shown])
     top.tick_params(length=0, pad=1)
     top.spines["top"].set_visible(False)
     top.set_xlabel("end of epoch", fontsize=8)
@@ -278,10 +263,9 @@ def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
 
 def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values, each point the mean of neighbours where there are more than ``MOST_POINTS``."""
-    points = np.array(series, dtype=float)  # (points, 2)
-    if len(points) > MOST_POINTS:
-        points = np.array([part.mean(axis=0) for part in np.array_split(points, MOST_POINTS)])
-    return points[:, 0], points[:, 1]
+    parts = np.array_split(np.array(series, dtype=float), min(len(series), MOST_POINTS))  # of (points, 2)
+    steps, values = np.array([part.mean(axis=0) for part in parts]).T
+    return steps, values
 
 
 def shortened(name: str) -> str:
@@ -298,7 +282,7 @@ def amounts(name: str, unit: str, rows: Sequence[tuple[str, float]], from_zero: 
             ax.barh(places, values, color=LINES[0], height=0.6)
         else:
             ax.plot(values, places, "o", color=LINES[0], markersize=5)
-        for place, value in zip(places, values, strict=True):
+        for place, value in enumerate(values):
             ax.annotate(f"{value:.3g}", (value, place), (6, 0), textcoords="offset points", va="center")
         ax.set_yticks(places, [label for label, _ in rows])
         ax.invert_yaxis()
