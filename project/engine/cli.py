@@ -1,6 +1,6 @@
 """The command line of ``fit`` and ``test``: LightningCLI with flat Trainer flags and errors of one line."""
 
-import importlib
+import argparse
 import inspect
 import logging
 import re
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import zip_longest
+from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name  # feature: mnist
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -28,11 +29,10 @@ from project.model import networks
 from project.tables import flat
 
 FLAT = frozenset(inspect.signature(Trainer).parameters)
-DEFAULTS: dict[str, Any] = {
-    "trainer.max_epochs": 4,
-    # our loaders shard, shuffle and resume; Lightning's replacement would pad evaluation sets
-    "trainer.use_distributed_sampler": False,
-    "trainer.num_sanity_val_steps": 0,  # it would cost two batches at every start
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": 4,
+    "use_distributed_sampler": False,  # our loaders shard, shuffle and resume; Lightning's pads evaluation sets
+    "num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
 DEFAULT_MODEL = "project.model.MNISTClassifier"  # feature: mnist
 DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}  # feature: mnist
@@ -59,35 +59,28 @@ UNFOUNDED = (
     "The `srun` command is available",
     "`isinstance.treespec, LeafSpec.` is deprecated",
 )
-# What other tools call an option, and what it is here
-ELSEWHERE = {
-    **{f"--{word}": "--max_epochs" for word in ("epochs", "epoch", "num_epochs", "n_epochs")},
-    **{f"--{word}": "--model.lr" for word in ("lr", "learning_rate")},
-    **{f"--model.{word}": "--model.lr" for word in ("learning_rate", "rate")},
-    **{f"--{word}": f"--model.{word}" for word in ("optimizer", "weight_decay", "schedule", "network", "compile")},
-    **{f"--{word}": f"--data.{word}" for word in ("batch_size", "num_workers", "root", "source")},
-    **dict.fromkeys(("--bs", "--batch"), "--data.batch_size"),
-    "--workers": "--data.num_workers",
-    **dict.fromkeys(("--data_dir", "--data_root"), "--data.root"),
-    **dict.fromkeys(("--seed", "--random_seed"), "--seed_everything"),
-    **dict.fromkeys(("--gpus", "--gpu", "--num_gpus"), "--accelerator gpu --devices 1"),
-    **dict.fromkeys(("--device", "--cpu"), "--accelerator cpu"),
-    **dict.fromkeys(("--amp", "--fp16"), "--precision 16-mixed"),
-    "--bf16": "--precision bf16-mixed",
-    **dict.fromkeys(("--resume", "--resume_from_checkpoint", "--checkpoint"), "--ckpt_path"),
-    **dict.fromkeys(("--name", "--experiment"), "--run_name"),
-    **{f"--{w}": f"the variable WANDB_{w.upper()}" for w in ("tags", "notes", "entity", "project")},  # feature: wandb
-    "--group": "the variable WANDB_RUN_GROUP",  # feature: wandb
+# Options and variables here, and what other tools call them
+NAMES_ELSEWHERE = {
+    "--max_epochs": "epochs epoch num_epochs n_epochs",
+    "--model.lr": "lr learning_rate model.learning_rate model.rate",
+    **{f"--model.{word}": word for word in ("optimizer", "weight_decay", "schedule", "network", "compile")},
+    "--data.batch_size": "batch_size bs batch",
+    "--data.num_workers": "num_workers workers",
+    "--data.root": "root data_dir data_root",
+    "--data.source": "source",
+    "--seed_everything": "seed random_seed",
+    "--accelerator gpu --devices 1": "gpus gpu num_gpus",
+    "--accelerator cpu": "device cpu",
+    "--precision 16-mixed": "amp fp16",
+    "--precision bf16-mixed": "bf16",
+    "--ckpt_path": "resume resume_from_checkpoint checkpoint",
+    "--run_name": "name experiment",
+    **{f"the variable WANDB_{word.upper()}": word for word in ("tags", "notes", "entity", "project")},  # feature: wandb
+    "the variable WANDB_RUN_GROUP": "group",  # feature: wandb
 }
+ELSEWHERE = {f"--{word}": here for here, words in NAMES_ELSEWHERE.items() for word in words.split()}
 # -h of fit: what people change, on one screen; --help has the rest
 MOST_USED = Path(__file__).with_name("most_used.txt")
-
-
-# Modules get their arguments alone: with LightningCLI's hyperparameters, ``self.hparams`` has text for objects
-AS_THEY_ARE = [
-    (lambda cls, /, *args, **kwargs: cls(*args, **kwargs), x, True) for x in (LightningModule, LightningDataModule)
-]
-
 # Our own flags: name, type, default, help
 OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
@@ -106,29 +99,26 @@ OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 class CommandLine:
-    """The words of a command line and its ``--config`` files, read before all is parsed; a UserError for a bad file."""
+    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file."""
 
     def __init__(self, argv: list[str]) -> None:
-        self.files: list[str] = []
-        self.words: list[str] = []  # the others
-        words = iter(argv)
-        for word in words:
-            name, equals, value = word.partition("=")
-            file = (value if equals else next(words, None)) if name in ("--config", "-c") else None
-            if file is None:
-                self.words.append(word)
-            else:
-                self.files.append(file)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("-c", "--config", action="append", default=[])
+        try:
+            found, self.words = parser.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise UserError(explain(str(error), [])) from None
+        self.files: list[str] = found.config
         self.given: dict[str, Any] = {}  # by full name without init_args; what is typed beats the files
         for file in self.files:
             self._note(_read_config(file))
-        for word, after in zip_longest(self.words, self.words[1:]):
-            name, equals, value = word.partition("=")
+        for word, after in pairwise([*self.words, None]):
+            name, equals, value = str(word).partition("=")
             if name.startswith("--"):
                 self._note({name[2:]: value if equals else after})
         self.asks_for_help = "--help" in self.words or "-h" in self.words
         limits = (self.value(f"trainer.{flag}") for flag in ("max_steps", "max_time"))
-        self.sets_a_length = any(limit not in (None, "-1") for limit in limits)  # as a real limit
+        self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
 
     def _note(self, settings: dict[str, Any]) -> None:
         for key, value in flat(settings).items():
@@ -139,7 +129,7 @@ class CommandLine:
     def in_order(self) -> list[str]:
         """The words with the config files first, so that what is typed wins wherever it stands, and full names."""
         spelled = [word for name in self.files for word in ("--config", name)]
-        for before, word in zip(["", *self.words], self.words, strict=False):
+        for before, word in pairwise(["", *self.words]):
             flag = re.match(r"--(\w+)(?=$|[=.+])", word)
             option, equals, name = word.rpartition("=")
             if flag and flag[1] in FLAT:
@@ -217,14 +207,16 @@ class ProjectCLI(LightningCLI):
             LightningModule,
             None,  # any data module, or none where the module brings its loaders
             save_config_callback=None,  # ours writes one resolved file into the run's folder
+            # a typed limit is the only one
+            trainer_defaults=TRAINER_DEFAULTS | ({"max_epochs": -1} if line.sets_a_length else {}),
             seed_everything_default=42,
             parser_kwargs={"prog": prog, "usage": usage, "description": description, "allow_abbrev": False},
             parser_class=OneLineParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            args=line.words,
             run=False,
             auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,  # it gives ``self.hparams`` text in the place of objects
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -232,9 +224,6 @@ class ProjectCLI(LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
         if parser.prog.endswith(".test"):
             parser.add_argument("--output", type=str | None, help="Also write the metrics to FILE.json or FILE.csv.")
-        parser.set_defaults(DEFAULTS)
-        if self.line.sets_a_length:  # then that is the limit
-            parser.set_defaults({"trainer.max_epochs": -1})
         # feature: mnist
         if self.base is not None:
             return
@@ -286,7 +275,7 @@ class ProjectCLI(LightningCLI):
         What a constructor refuses becomes one line; jsonargparse wraps it in a list of types.
         """
         try:
-            self.config_init = self.parser.instantiate(self.config, instantiators=AS_THEY_ARE)
+            self.config_init = self.parser.instantiate(self.config)
         except (ValueError, TypeError) as error:
             link: BaseException | None = error
             while link is not None and not isinstance(link, UserError):
@@ -297,11 +286,9 @@ class ProjectCLI(LightningCLI):
 
 def _brings_loaders(class_path: str) -> bool:  # feature: mnist
     """Whether a module has a ``train_dataloader`` of its own."""
-    module_name, _, name = class_path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), name, None) if module_name else None
-    except Exception:  # the parser reports the reason
-        return False
+    found = None
+    with suppress(Exception):  # the parser reports the reason
+        found = resolve_name(class_path)
     return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
@@ -330,8 +317,7 @@ class Configuration:
         """A new module of the same class and arguments, its random weights made by the run's seed."""
         seed = self.options.seed_everything
         seed_everything(seed if type(seed) is int else 42, verbose=False)
-        module: LightningModule = self._make().model
-        return module
+        return self._make().model
 
 
 def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) -> Configuration:
@@ -341,8 +327,7 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         warnings.simplefilter("ignore")
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
     plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
-    model = Namespace(model=cli.config.model)
-    make = partial(cli.parser.instantiate, model, instantiate_groups=False, instantiators=AS_THEY_ARE)
+    make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
     return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
 
 
