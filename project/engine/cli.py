@@ -35,7 +35,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
 DEFAULT_MODEL = "project.model.MNISTClassifier"  # feature: mnist
-DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}  # feature: mnist
 DEFAULT_DATA = "project.data.MNISTDataModule"  # feature: mnist
 DEFAULTS_OF = {"--model.help": DEFAULT_MODEL, "--data.help": DEFAULT_DATA}  # feature: mnist
 # Options of one launch, not settings of the run: config.yaml leaves them out
@@ -99,52 +98,50 @@ OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 class CommandLine:
-    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file."""
+    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file.
+
+    ``words`` are the command line with full names, files first, so that what is typed wins wherever it stands.
+    """
 
     def __init__(self, argv: list[str]) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-c", "--config", action="append", default=[])
         try:
-            found, self.words = parser.parse_known_args(argv)
+            found, others = parser.parse_known_args(argv)
         except argparse.ArgumentError as error:
             raise UserError(explain(str(error), [])) from None
-        self.files: list[str] = found.config
-        self.given: dict[str, Any] = {}  # by full name without init_args; what is typed beats the files
-        for file in self.files:
+        typed = [_full_name(before, word) for before, word in pairwise(["", *others])]
+        self.words = [*(f"--config={file}" for file in found.config), *typed]
+        self.given: dict[str, Any] = {}  # by full name without init_args
+        for file in found.config:
             self._note(_read_config(file))
-        for word, after in pairwise([*self.words, None]):
+        for word, after in pairwise([*typed, None]):
             name, equals, value = str(word).partition("=")
             if name.startswith("--"):
                 self._note({name[2:]: value if equals else after})
-        self.asks_for_help = "--help" in self.words or "-h" in self.words
+        self.asks_for_help = "--help" in typed or "-h" in typed
         limits = (self.value(f"trainer.{flag}") for flag in ("max_steps", "max_time"))
         self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
 
     def _note(self, settings: dict[str, Any]) -> None:
-        for key, value in flat(settings).items():
-            name = f"trainer.{key}" if key in FLAT else key
+        for name, value in flat(settings).items():
             self.given[f"{name}.class_path" if name in ("model", "data", "model.network") else name] = value
-
-    @property
-    def in_order(self) -> list[str]:
-        """The words with the config files first, so that what is typed wins wherever it stands, and full names."""
-        spelled = [word for name in self.files for word in ("--config", name)]
-        for before, word in pairwise(["", *self.words]):
-            flag = re.match(r"--(\w+)(?=$|[=.+])", word)
-            option, equals, name = word.rpartition("=")
-            if flag and flag[1] in FLAT:
-                spelled.append(f"--trainer.{word[2:]}")
-            elif {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:
-                # torchvision has an MLP, too, and torchmetrics imports it
-                spelled.append(f"{option}{equals}{networks.__name__}.{name}")
-            else:
-                spelled.append(word)
-        return spelled
 
     def value(self, name: str) -> str | None:
         """An option's value: typed, else of the last config file that has it; None where not given, or null."""
         found = self.given.get(name)
         return None if found is None or str(found) == "null" else str(found)
+
+
+def _full_name(before: str, word: str) -> str:
+    """A word of a command line, with the section of a Trainer flag or the module of a network of ours."""
+    flag = re.match(r"--(\w+)(?=$|[=.+])", word)
+    option, equals, name = word.rpartition("=")
+    if flag and flag[1] in FLAT:
+        return f"--trainer.{word[2:]}"
+    if {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:
+        return f"{option}{equals}{networks.__name__}.{name}"  # torchvision, which torchmetrics imports, has an MLP, too
+    return word
 
 
 def _read_config(name: str) -> dict[str, Any]:
@@ -230,14 +227,14 @@ class ProjectCLI(LightningCLI):
         model, data, network = (self.line.value(f"{part}.class_path") for part in ("model", "data", "model.network"))
         if model is None or model.rpartition(".")[2] == DEFAULT_MODEL.rpartition(".")[2]:
             # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
-            init_args = {} if network else {"init_args": {"network": DEFAULT_NETWORK}}
-            parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, **init_args}})
+            init_args = {} if network else {"network": {"class_path": "project.model.ConvNet"}}
+            parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, "init_args": init_args}})
         if data is None and not (model and _brings_loaders(model)):
             parser.set_defaults({"data": {"class_path": DEFAULT_DATA}})
         # end feature: mnist
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        words = self.line.in_order
+        words = self.line.words
         if "-h" in words and parser.prog.endswith(".fit"):
             shown = re.sub(r"(?m) +#.*$", "", MOST_USED.read_text(encoding="utf-8"))  # marks of features
             print(shown.format(prog=parser.prog), end="")
@@ -263,7 +260,6 @@ class ProjectCLI(LightningCLI):
                 self.config = parser.parse_args(words)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
-        self.config.pop("config", None)
         if (seed := self.config.get("seed_everything")) is True:  # as other LightningCLIs' files have it
             self.config["seed_everything"] = 0
         elif isinstance(seed, int) and not 0 <= seed < 2**32:
@@ -334,5 +330,5 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """A line per setting that differs, such as ``model.lr: 0.01 → 0.003``."""
     old, new = flat(before), flat(after)
-    pairs = {key: (old.get(key), new.get(key)) for key in sorted(old | new)}
-    return [f"{key}: {a} → {b}" for key, (a, b) in pairs.items() if a != b]
+    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)} → {new.get(key)}" for key in changed]

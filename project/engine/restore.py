@@ -48,7 +48,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     config = None
     if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or line.asks_for_help:
         config = configure(argv, prog)  # a new run: a wrong flag is reported before the folder is made
-    run = Run(**decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
+    run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
     if line.value("init_weights") is not None:
@@ -131,7 +131,7 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     module.configure_model()
     given, own = read(path)["state_dict"], module.state_dict()
     shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
-    fitting = {k: value for k, value in given.items() if k in own and getattr(value, "shape", None) == shapes[k]}
+    fitting = {k: x for k, x in given.items() if k in own and getattr(x, "shape", None) == shapes[k]}
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
@@ -238,11 +238,6 @@ class Run:
     def name(self) -> str:
         return self.folder.name
 
-    def to_plain(self) -> dict[str, Any]:
-        """The arguments that make this run again, as plain values for the other ranks."""
-        plain = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return plain | {"folder": str(self.folder), "checkpoint": self.checkpoint and str(self.checkpoint)}
-
     def elsewhere(self, folder: str) -> Run:
         """The same run in another folder. The folder made for its name is removed."""
         with contextlib.suppress(OSError):
@@ -273,14 +268,13 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             is_new = not any(self.folder.iterdir())
             handle = open(self.folder / ".lock", "a+")  # noqa: SIM115 - held until the process ends
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reason = f"run {self.name} is being written by another process."
+            raise UserError(f"{reason} Wait for it or choose another --run_name.") from None
         except OSError as error:
             reason = f"the run's folder {self.folder} cannot be written: {error.strerror}."
             raise UserError(f"{reason} Change --default_root_dir.") from None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            reason = f"run {self.name} is being written by another process."
-            raise UserError(f"{reason} Wait for it or choose another --run_name.") from None
         # a loader's worker that outlives this process must not hold the run
         os.register_at_fork(after_in_child=handle.close)
         self._lock, self._created = handle, is_new
