@@ -303,8 +303,7 @@ class Configuration:
     def monitors(self) -> list[str]:
         """The monitors that ``--monitors`` names."""
         text = self.options.monitors
-        chosen = {"all": list(MONITORS), "none": []}
-        names = chosen[text] if text in chosen else [part.strip() for part in text.split(",")]
+        names = {"all": [*MONITORS], "none": []}.get(text, [part.strip() for part in text.split(",")])
         if unknown := [name for name in names if name not in MONITORS]:
             raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
         return names

@@ -104,8 +104,8 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
 
 
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration for using a checkpoint: nothing compiled or downloaded, no Trainer flags of another machine."""
-    config = copy.deepcopy({key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)})
+    """Change a configuration for using a checkpoint: nothing compiled or downloaded, no flags of another machine."""
+    config = {key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)}
     init_args = _section(config, "model", "init_args")
     if "compile" in init_args:
         init_args["compile"] = False
@@ -221,7 +221,7 @@ class Run:
     finished: bool = False  # nothing is left to do
     notes: list[str] = field(default_factory=list)  # what the user should know, a line each
     run_id: str = ""  # belongs to the folder; tells its checkpoints from another run's
-    new_parents: int = 0  # folders above it that it makes
+    new_parents: int = -1  # folders above it that it makes; -1: those that are missing now
     changes: list[str] = field(default_factory=list)  # settings that differ from the resumed checkpoint's
     _lock: Any = None
     _created: bool = False  # this process made the folder
@@ -229,6 +229,8 @@ class Run:
     def __post_init__(self) -> None:
         self.folder = Path(self.folder).absolute()  # W&B writes later, when the working folder may be another
         self.checkpoint = self.checkpoint and Path(self.checkpoint)
+        if self.new_parents == -1:
+            self.new_parents = sum(not os.path.exists(parent) for parent in self.folder.parents)
         if not self.run_id:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 self.run_id = (self.folder / RUN_ID).read_text().strip()
@@ -334,25 +336,25 @@ def find_checkpoint(
 
 
 def _new(root: Path, run_name: str | None) -> Run:
-    new_parents = sum(not os.path.exists(path) for path in (root, *root.parents))
     if run_name is not None:
         folder = root / run_name
         if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
             fix = "Choose another name, or go on: --ckpt_path auto."
             raise UserError(f"--run_name {run_name}: {folder} already exists. {fix}")
-        return Run(folder, new_parents=new_parents)
+        return Run(folder)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    run = Run(root / stamp)  # notes which folders are missing
     try:
         root.mkdir(parents=True, exist_ok=True)  # else, as a link to nowhere, it would be tried for ever
-        for attempt in itertools.count(1):
-            folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
+        for attempt in itertools.count(2):
             with contextlib.suppress(FileExistsError):  # of two launches in the same second one gets the next number
-                folder.mkdir()
+                run.folder.mkdir()
                 break
+            run = replace(run, folder=root / f"{stamp}_{attempt}", run_id="")
     except OSError as error:
         got = f"got {root}: {error.strerror}."
         raise UserError(f"--default_root_dir must be a folder you may write in, {got}") from None
-    return Run(folder, new_parents=new_parents)
+    return run
 
 
 def _automatic(root: Path, run_name: str | None) -> Run:
