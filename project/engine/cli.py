@@ -112,20 +112,19 @@ class CommandLine:
             raise UserError(explain(str(error), [])) from None
         typed = [_full_name(before, word) for before, word in pairwise(["", *others])]
         self.words = [*(f"--config={file}" for file in found.config), *typed]
-        self.given: dict[str, Any] = {}  # by full name without init_args
-        for file in found.config:
-            self._note(_read_config(file))
+        typed_values = {}
         for word, after in pairwise([*typed, None]):
             name, equals, value = str(word).partition("=")
             if name.startswith("--"):
-                self._note({name[2:]: value if equals else after})
+                typed_values[name[2:]] = value if equals else after
+        self.given: dict[str, Any] = {}  # by full name without init_args
+        for settings in (*map(_read_config, found.config), typed_values):
+            for name, value in flat(settings).items():
+                is_class = name in ("model", "data", "model.network")
+                self.given[f"{name}.class_path" if is_class else name] = value
         self.asks_for_help = "--help" in typed or "-h" in typed
         limits = (self.value(f"trainer.{flag}") for flag in ("max_steps", "max_time"))
         self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
-
-    def _note(self, settings: dict[str, Any]) -> None:
-        for name, value in flat(settings).items():
-            self.given[f"{name}.class_path" if name in ("model", "data", "model.network") else name] = value
 
     def value(self, name: str) -> str | None:
         """An option's value: typed, else of the last config file that has it; None where not given, or null."""

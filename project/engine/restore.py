@@ -58,7 +58,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
     refuse_writing_elsewhere(base, line, run)
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
-        base["trainer"] = {**_section(base, "trainer"), "max_epochs": -1}
+        base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
     config = configure(argv, prog, base)
     load_weights(config.module, run.checkpoint, late=True, again=True)  # here a misfit becomes one line
     data: Any = config.datamodule
@@ -106,21 +106,14 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:
     """Change a configuration for using a checkpoint: nothing compiled or downloaded, no flags of another machine."""
     config = {key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)}
-    init_args = _section(config, "model", "init_args")
-    if "compile" in init_args:
-        init_args["compile"] = False
     # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
-    network_args = _section(init_args, "network", "init_args")
-    if "weights" in network_args:
-        network_args["weights"] = None
+    for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
+        section: Any = config
+        for name in ("model", "init_args", *names):
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
+            section[last] = value
     return config
-
-
-def _section(config: Any, *names: str) -> dict[str, Any]:
-    """The section of this name, in that of the name before; empty where there is none."""
-    for name in names:
-        config = config.get(name) if isinstance(config, dict) else None
-    return config if isinstance(config, dict) else {}
 
 
 def start_from(module: LightningModule, name: str | None) -> list[str]:
@@ -152,7 +145,7 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
             root, end = named.split(".")[0], named.rpartition(".")[2]
             if root in {"test", *sys.stdlib_module_names & sys.modules.keys()} and end in FILES and not holds_path:
                 continue  # test.csv: a file's name; nothing would be run, for the others are imported and test is empty
-            if root not in trusted and not _is_users_own(root) and (holds_path or _can_be_imported(root)):
+            if root not in trusted and _is_foreign(root, holds_path):
                 raise UserError(
                     f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
                     f"Nothing was imported. If you trust the file: --allow_imports {root}"
@@ -197,19 +190,19 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
         yield key, value, owner
 
 
-def _can_be_imported(root: str) -> bool:
-    """Whether there is a module of this name; it is not imported."""
-    try:
-        return importlib.util.find_spec(root) is not None
-    except (ImportError, ValueError):
-        return True
+def _is_foreign(root: str, holds_path: bool) -> bool:
+    """Whether a module of this name can be imported, or shall be (``holds_path``), that is not the user's own.
 
-
-def _is_users_own(root: str) -> bool:
-    """Whether a module of this name lies in the working folder, or beside this package in a clone."""
+    Nothing is imported. The user's own are in the working folder, and in a clone beside this package.
+    """
     clone = Path(__file__).parents[2]
     folders = [Path.cwd()] if "site-packages" in clone.parts else [Path.cwd(), clone]
-    return any((folder / root).is_dir() or (folder / f"{root}.py").is_file() for folder in folders)
+    if any((folder / root).is_dir() or (folder / f"{root}.py").is_file() for folder in folders):
+        return False
+    try:
+        return holds_path or importlib.util.find_spec(root) is not None
+    except (ImportError, ValueError):
+        return True
 
 
 @dataclass
