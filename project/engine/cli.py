@@ -34,9 +34,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,  # our loaders shard, shuffle and resume; Lightning's pads evaluation sets
     "num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
-DEFAULT_MODEL = "project.model.MNISTClassifier"  # feature: mnist
-DEFAULT_DATA = "project.data.MNISTDataModule"  # feature: mnist
-DEFAULTS_OF = {"--model.help": DEFAULT_MODEL, "--data.help": DEFAULT_DATA}  # feature: mnist
+DEFAULT_CLASSES = {"model": "project.model.MNISTClassifier", "data": "project.data.MNISTDataModule"}  # feature: mnist
 # Options of one launch, not settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output", "config")
 MONITORS: tuple[str, ...] = (
@@ -203,8 +201,7 @@ class ProjectCLI(LightningCLI):
             LightningModule,
             None,  # any data module, or none where the module brings its loaders
             save_config_callback=None,  # ours writes one resolved file into the run's folder
-            # a typed limit is the only one
-            trainer_defaults=TRAINER_DEFAULTS | ({"max_epochs": -1} if line.sets_a_length else {}),
+            trainer_defaults=TRAINER_DEFAULTS | ({"max_epochs": -1} if line.sets_a_length else {}),  # one limit only
             seed_everything_default=42,
             parser_kwargs={"prog": prog, "usage": usage, "description": description, "allow_abbrev": False},
             parser_class=OneLineParser,
@@ -224,12 +221,12 @@ class ProjectCLI(LightningCLI):
         if self.base is not None:
             return
         model, data, network = (self.line.value(f"{part}.class_path") for part in ("model", "data", "model.network"))
-        if model is None or model.rpartition(".")[2] == DEFAULT_MODEL.rpartition(".")[2]:
+        if model is None or model.rpartition(".")[2] == DEFAULT_CLASSES["model"].rpartition(".")[2]:
             # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
             init_args = {} if network else {"network": {"class_path": "project.model.ConvNet"}}
-            parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, "init_args": init_args}})
+            parser.set_defaults({"model": {"class_path": DEFAULT_CLASSES["model"], "init_args": init_args}})
         if data is None and not (model and _brings_loaders(model)):
-            parser.set_defaults({"data": {"class_path": DEFAULT_DATA}})
+            parser.set_defaults({"data": {"class_path": DEFAULT_CLASSES["data"]}})
         # end feature: mnist
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -241,10 +238,11 @@ class ProjectCLI(LightningCLI):
         # feature: mnist
         if "--help" in words:
             print(parser.format_help())
-        asked = [*DEFAULTS_OF] if "--help" in words else [word for word in words[-1:] if word in DEFAULTS_OF]
-        for option in asked:  # that of the classes that are used follows the Trainer's
+        asked = [part for part in DEFAULT_CLASSES if "--help" in words or words[-1:] == [f"--{part}.help"]]
+        for part in asked:  # the help of the classes that are used follows the Trainer's
             with suppress(SystemExit):
-                parser.parse_args([f"{option}={self.line.value(f'{option[2:-5]}.class_path') or DEFAULTS_OF[option]}"])
+                used = self.line.value(f"{part}.class_path") or DEFAULT_CLASSES[part]
+                parser.parse_args([f"--{part}.help={used}"])
         if asked:
             raise SystemExit(0)
         # end feature: mnist

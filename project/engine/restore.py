@@ -124,7 +124,7 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     module.configure_model()
     given, own = read(path)["state_dict"], module.state_dict()
     shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
-    fitting = {k: x for k, x in given.items() if k in own and getattr(x, "shape", None) == shapes[k]}
+    fitting = {k: value for k, value in given.items() if k in own and getattr(value, "shape", None) == shapes[k]}
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
