@@ -224,9 +224,8 @@ class Run:
         self.checkpoint = self.checkpoint and Path(self.checkpoint)
         if self.new_parents == -1:
             self.new_parents = sum(not os.path.exists(parent) for parent in self.folder.parents)
-        if not self.run_id:
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                self.run_id = (self.folder / RUN_ID).read_text().strip()
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            self.run_id = self.run_id or (self.folder / RUN_ID).read_text().strip()
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 
     @property
@@ -355,12 +354,12 @@ def _automatic(root: Path, run_name: str | None) -> Run:
         run = _new(root, None)
         return replace(run, notes=[f"--ckpt_path auto without --run_name: a new run starts, {run.name}."])
     folder = root / run_name
-    notes = []
-    for path in (folder / name for name in ("last.ckpt", "best.ckpt") if (folder / name).exists()):
-        if reason := damage(path):
-            notes.append(f"skipped: {reason}")
-            continue
-        return Run(folder, path, finished=_is_finished(path), notes=notes)
+    notes: list[str] = []
+    for path in filter(Path.exists, (folder / "last.ckpt", folder / "best.ckpt")):
+        reason = damage(path)
+        if reason is None:
+            return Run(folder, path, finished=_is_finished(path), notes=notes)
+        notes.append(f"skipped: {reason}")
     if folder.exists():
         notes.append(f"run {run_name} has no whole checkpoint: it starts afresh.")
     return Run(folder, notes=notes)

@@ -57,8 +57,7 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
     flags["plugins"] = [*as_list(flags["plugins"]), AtomicCheckpointIO()]
     flags["callbacks"] = as_list(flags["callbacks"])
     flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the run's first line says the same
-    precision = config.options.matmul_precision
-    if precision is not None:
+    if (precision := config.options.matmul_precision) is not None:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions: not set by the call above
     return flags
