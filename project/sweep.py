@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from project import threads
-from project.engine.command import CommandParser, add_output, prepare_process, run, say_error
+from project.engine.command import CommandParser, add_output, prepare_process, run
 from project.engine.signals import end_with_parent
 from project.errors import UserError, nearest
 from project.tables import format_cell, format_table, write_rows
@@ -38,8 +38,7 @@ prepare_process(__name__)  # signals, before optuna and torch are imported
 try:
     import optuna
 except ModuleNotFoundError:
-    say_error("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'")
-    sys.exit(2)
+    raise UserError("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'") from None
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend

@@ -219,7 +219,7 @@ def test_a_refused_run_leaves_none_of_the_folders_that_it_made_and_all_that_were
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = ["--data.source", "sample", "--accelerator", "tpu", "--default_root_dir"]
-    for name in ([], ["--run_name", "r"]):
+    for name in ([], ["--run_name", "r"], ["--run_name", "r", "--ckpt_path", "auto"]):
         error_of(capsys, *refused, "a/b", *name)
         assert not Path("a").exists()
         Path("mine").mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """The command line of ``fit`` and ``test``: LightningCLI with flat Trainer flags and errors of one line."""
 
-import importlib
+import argparse
 import inspect
 import logging
 import re
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import zip_longest
+from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name  # feature: mnist
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -28,16 +29,12 @@ from project.model import networks
 from project.tables import flat
 
 FLAT = frozenset(inspect.signature(Trainer).parameters)
-DEFAULTS: dict[str, Any] = {
-    "trainer.max_epochs": 4,
-    # our loaders shard, shuffle and resume; Lightning's replacement would pad evaluation sets
-    "trainer.use_distributed_sampler": False,
-    "trainer.num_sanity_val_steps": 0,  # it would cost two batches at every start
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": 4,
+    "use_distributed_sampler": False,  # our loaders shard, shuffle and resume; Lightning's pads evaluation sets
+    "num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
-DEFAULT_MODEL = "project.model.MNISTClassifier"  # feature: mnist
-DEFAULT_NETWORK = {"class_path": "project.model.ConvNet"}  # feature: mnist
-DEFAULT_DATA = "project.data.MNISTDataModule"  # feature: mnist
-DEFAULTS_OF = {"--model.help": DEFAULT_MODEL, "--data.help": DEFAULT_DATA}  # feature: mnist
+DEFAULT_CLASSES = {"model": "project.model.MNISTClassifier", "data": "project.data.MNISTDataModule"}  # feature: mnist
 # Options of one launch, not settings of the run: config.yaml leaves them out
 OF_THE_LAUNCH = ("ckpt_path", "run_name", "init_weights", "memory_snapshot", "allow_imports", "output", "config")
 MONITORS: tuple[str, ...] = (
@@ -59,35 +56,28 @@ UNFOUNDED = (
     "The `srun` command is available",
     "`isinstance.treespec, LeafSpec.` is deprecated",
 )
-# What other tools call an option, and what it is here
-ELSEWHERE = {
-    **{f"--{word}": "--max_epochs" for word in ("epochs", "epoch", "num_epochs", "n_epochs")},
-    **{f"--{word}": "--model.lr" for word in ("lr", "learning_rate")},
-    **{f"--model.{word}": "--model.lr" for word in ("learning_rate", "rate")},
-    **{f"--{word}": f"--model.{word}" for word in ("optimizer", "weight_decay", "schedule", "network", "compile")},
-    **{f"--{word}": f"--data.{word}" for word in ("batch_size", "num_workers", "root", "source")},
-    **dict.fromkeys(("--bs", "--batch"), "--data.batch_size"),
-    "--workers": "--data.num_workers",
-    **dict.fromkeys(("--data_dir", "--data_root"), "--data.root"),
-    **dict.fromkeys(("--seed", "--random_seed"), "--seed_everything"),
-    **dict.fromkeys(("--gpus", "--gpu", "--num_gpus"), "--accelerator gpu --devices 1"),
-    **dict.fromkeys(("--device", "--cpu"), "--accelerator cpu"),
-    **dict.fromkeys(("--amp", "--fp16"), "--precision 16-mixed"),
-    "--bf16": "--precision bf16-mixed",
-    **dict.fromkeys(("--resume", "--resume_from_checkpoint", "--checkpoint"), "--ckpt_path"),
-    **dict.fromkeys(("--name", "--experiment"), "--run_name"),
-    **{f"--{w}": f"the variable WANDB_{w.upper()}" for w in ("tags", "notes", "entity", "project")},  # feature: wandb
-    "--group": "the variable WANDB_RUN_GROUP",  # feature: wandb
+# Options and variables here, and what other tools call them
+NAMES_ELSEWHERE = {
+    "--max_epochs": "epochs epoch num_epochs n_epochs",
+    "--model.lr": "lr learning_rate model.learning_rate model.rate",
+    **{f"--model.{word}": word for word in ("optimizer", "weight_decay", "schedule", "network", "compile")},
+    "--data.batch_size": "batch_size bs batch",
+    "--data.num_workers": "num_workers workers",
+    "--data.root": "root data_dir data_root",
+    "--data.source": "source",
+    "--seed_everything": "seed random_seed",
+    "--accelerator gpu --devices 1": "gpus gpu num_gpus",
+    "--accelerator cpu": "device cpu",
+    "--precision 16-mixed": "amp fp16",
+    "--precision bf16-mixed": "bf16",
+    "--ckpt_path": "resume resume_from_checkpoint checkpoint",
+    "--run_name": "name experiment",
+    **{f"the variable WANDB_{word.upper()}": word for word in ("tags", "notes", "entity", "project")},  # feature: wandb
+    "the variable WANDB_RUN_GROUP": "group",  # feature: wandb
 }
+ELSEWHERE = {f"--{word}": here for here, words in NAMES_ELSEWHERE.items() for word in words.split()}
 # -h of fit: what people change, on one screen; --help has the rest
 MOST_USED = Path(__file__).with_name("most_used.txt")
-
-
-# Modules get their arguments alone: with LightningCLI's hyperparameters, ``self.hparams`` has text for objects
-AS_THEY_ARE = [
-    (lambda cls, /, *args, **kwargs: cls(*args, **kwargs), x, True) for x in (LightningModule, LightningDataModule)
-]
-
 # Our own flags: name, type, default, help
 OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
@@ -106,55 +96,49 @@ OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 class CommandLine:
-    """The words of a command line and its ``--config`` files, read before all is parsed; a UserError for a bad file."""
+    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file.
+
+    ``words`` are the command line with full names, files first, so that what is typed wins wherever it stands.
+    """
 
     def __init__(self, argv: list[str]) -> None:
-        self.files: list[str] = []
-        self.words: list[str] = []  # the others
-        words = iter(argv)
-        for word in words:
-            name, equals, value = word.partition("=")
-            file = (value if equals else next(words, None)) if name in ("--config", "-c") else None
-            if file is None:
-                self.words.append(word)
-            else:
-                self.files.append(file)
-        self.given: dict[str, Any] = {}  # by full name without init_args; what is typed beats the files
-        for file in self.files:
-            self._note(_read_config(file))
-        for word, after in zip_longest(self.words, self.words[1:]):
-            name, equals, value = word.partition("=")
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("-c", "--config", action="append", default=[])
+        try:
+            found, others = parser.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise UserError(explain(str(error), [])) from None
+        typed = [_full_name(before, word) for before, word in pairwise(["", *others])]
+        self.words = [*(f"--config={file}" for file in found.config), *typed]
+        typed_values = {}
+        for word, after in pairwise([*typed, None]):
+            name, equals, value = str(word).partition("=")
             if name.startswith("--"):
-                self._note({name[2:]: value if equals else after})
-        self.asks_for_help = "--help" in self.words or "-h" in self.words
+                typed_values[name[2:]] = value if equals else after
+        self.given: dict[str, Any] = {}  # by full name without init_args
+        for settings in (*map(_read_config, found.config), typed_values):
+            for name, value in flat(settings).items():
+                is_class = name in ("model", "data", "model.network")
+                self.given[f"{name}.class_path" if is_class else name] = value
+        self.asks_for_help = "--help" in typed or "-h" in typed
         limits = (self.value(f"trainer.{flag}") for flag in ("max_steps", "max_time"))
-        self.sets_a_length = any(limit not in (None, "-1") for limit in limits)  # as a real limit
-
-    def _note(self, settings: dict[str, Any]) -> None:
-        for key, value in flat(settings).items():
-            name = f"trainer.{key}" if key in FLAT else key
-            self.given[f"{name}.class_path" if name in ("model", "data", "model.network") else name] = value
-
-    @property
-    def in_order(self) -> list[str]:
-        """The words with the config files first, so that what is typed wins wherever it stands, and full names."""
-        spelled = [word for name in self.files for word in ("--config", name)]
-        for before, word in zip(["", *self.words], self.words, strict=False):
-            flag = re.match(r"--(\w+)(?=$|[=.+])", word)
-            option, equals, name = word.rpartition("=")
-            if flag and flag[1] in FLAT:
-                spelled.append(f"--trainer.{word[2:]}")
-            elif {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:
-                # torchvision has an MLP, too, and torchmetrics imports it
-                spelled.append(f"{option}{equals}{networks.__name__}.{name}")
-            else:
-                spelled.append(word)
-        return spelled
+        self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
 
     def value(self, name: str) -> str | None:
         """An option's value: typed, else of the last config file that has it; None where not given, or null."""
         found = self.given.get(name)
         return None if found is None or str(found) == "null" else str(found)
+
+
+def _full_name(before: str, word: str) -> str:
+    """A word of a command line, with the section of a Trainer flag or the module of a network of ours."""
+    flag = re.match(r"--(\w+)(?=$|[=.+])", word)
+    option, equals, name = word.rpartition("=")
+    if flag and flag[1] in FLAT:
+        return f"--trainer.{word[2:]}"
+    if {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:
+        return f"{option}{equals}{networks.__name__}.{name}"  # torchvision, which torchmetrics imports, has an MLP, too
+    return word
 
 
 def _read_config(name: str) -> dict[str, Any]:
@@ -217,14 +201,15 @@ class ProjectCLI(LightningCLI):
             LightningModule,
             None,  # any data module, or none where the module brings its loaders
             save_config_callback=None,  # ours writes one resolved file into the run's folder
+            trainer_defaults=TRAINER_DEFAULTS | ({"max_epochs": -1} if line.sets_a_length else {}),  # one limit only
             seed_everything_default=42,
             parser_kwargs={"prog": prog, "usage": usage, "description": description, "allow_abbrev": False},
             parser_class=OneLineParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            args=line.words,
             run=False,
             auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,  # it gives ``self.hparams`` text in the place of objects
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -232,23 +217,20 @@ class ProjectCLI(LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
         if parser.prog.endswith(".test"):
             parser.add_argument("--output", type=str | None, help="Also write the metrics to FILE.json or FILE.csv.")
-        parser.set_defaults(DEFAULTS)
-        if self.line.sets_a_length:  # then that is the limit
-            parser.set_defaults({"trainer.max_epochs": -1})
         # feature: mnist
         if self.base is not None:
             return
         model, data, network = (self.line.value(f"{part}.class_path") for part in ("model", "data", "model.network"))
-        if model is None or model.rpartition(".")[2] == DEFAULT_MODEL.rpartition(".")[2]:
+        if model is None or model.rpartition(".")[2] == DEFAULT_CLASSES["model"].rpartition(".")[2]:
             # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
-            init_args = {} if network else {"init_args": {"network": DEFAULT_NETWORK}}
-            parser.set_defaults({"model": {"class_path": DEFAULT_MODEL, **init_args}})
+            init_args = {} if network else {"network": {"class_path": "project.model.ConvNet"}}
+            parser.set_defaults({"model": {"class_path": DEFAULT_CLASSES["model"], "init_args": init_args}})
         if data is None and not (model and _brings_loaders(model)):
-            parser.set_defaults({"data": {"class_path": DEFAULT_DATA}})
+            parser.set_defaults({"data": {"class_path": DEFAULT_CLASSES["data"]}})
         # end feature: mnist
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        words = self.line.in_order
+        words = self.line.words
         if "-h" in words and parser.prog.endswith(".fit"):
             shown = re.sub(r"(?m) +#.*$", "", MOST_USED.read_text(encoding="utf-8"))  # marks of features
             print(shown.format(prog=parser.prog), end="")
@@ -256,10 +238,11 @@ class ProjectCLI(LightningCLI):
         # feature: mnist
         if "--help" in words:
             print(parser.format_help())
-        asked = [*DEFAULTS_OF] if "--help" in words else [word for word in words[-1:] if word in DEFAULTS_OF]
-        for option in asked:  # that of the classes that are used follows the Trainer's
+        asked = [part for part in DEFAULT_CLASSES if "--help" in words or words[-1:] == [f"--{part}.help"]]
+        for part in asked:  # the help of the classes that are used follows the Trainer's
             with suppress(SystemExit):
-                parser.parse_args([f"{option}={self.line.value(f'{option[2:-5]}.class_path') or DEFAULTS_OF[option]}"])
+                used = self.line.value(f"{part}.class_path") or DEFAULT_CLASSES[part]
+                parser.parse_args([f"--{part}.help={used}"])
         if asked:
             raise SystemExit(0)
         # end feature: mnist
@@ -274,7 +257,6 @@ class ProjectCLI(LightningCLI):
                 self.config = parser.parse_args(words)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
-        self.config.pop("config", None)
         if (seed := self.config.get("seed_everything")) is True:  # as other LightningCLIs' files have it
             self.config["seed_everything"] = 0
         elif isinstance(seed, int) and not 0 <= seed < 2**32:
@@ -286,7 +268,7 @@ class ProjectCLI(LightningCLI):
         What a constructor refuses becomes one line; jsonargparse wraps it in a list of types.
         """
         try:
-            self.config_init = self.parser.instantiate(self.config, instantiators=AS_THEY_ARE)
+            self.config_init = self.parser.instantiate(self.config)
         except (ValueError, TypeError) as error:
             link: BaseException | None = error
             while link is not None and not isinstance(link, UserError):
@@ -297,11 +279,9 @@ class ProjectCLI(LightningCLI):
 
 def _brings_loaders(class_path: str) -> bool:  # feature: mnist
     """Whether a module has a ``train_dataloader`` of its own."""
-    module_name, _, name = class_path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), name, None) if module_name else None
-    except Exception:  # the parser reports the reason
-        return False
+    found = None
+    with suppress(Exception):  # the parser reports the reason
+        found = resolve_name(class_path)
     return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
@@ -320,8 +300,7 @@ class Configuration:
     def monitors(self) -> list[str]:
         """The monitors that ``--monitors`` names."""
         text = self.options.monitors
-        chosen = {"all": list(MONITORS), "none": []}
-        names = chosen[text] if text in chosen else [part.strip() for part in text.split(",")]
+        names = {"all": [*MONITORS], "none": []}.get(text, [part.strip() for part in text.split(",")])
         if unknown := [name for name in names if name not in MONITORS]:
             raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
         return names
@@ -330,8 +309,7 @@ class Configuration:
         """A new module of the same class and arguments, its random weights made by the run's seed."""
         seed = self.options.seed_everything
         seed_everything(seed if type(seed) is int else 42, verbose=False)
-        module: LightningModule = self._make().model
-        return module
+        return self._make().model
 
 
 def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) -> Configuration:
@@ -341,13 +319,12 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         warnings.simplefilter("ignore")
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
     plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
-    model = Namespace(model=cli.config.model)
-    make = partial(cli.parser.instantiate, model, instantiate_groups=False, instantiators=AS_THEY_ARE)
+    make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
     return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """A line per setting that differs, such as ``model.lr: 0.01 → 0.003``."""
     old, new = flat(before), flat(after)
-    pairs = {key: (old.get(key), new.get(key)) for key in sorted(old | new)}
-    return [f"{key}: {a} → {b}" for key, (a, b) in pairs.items() if a != b]
+    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)} → {new.get(key)}" for key in changed]

@@ -47,8 +47,11 @@ def prepare_process(name: str) -> None:
         gc.disable()
         signals.install()
         open_streams()
-        sys.excepthook = lambda _, error, __: os._exit(told(error))  # of an import, where memory is short
-        refuse_junk()
+        sys.excepthook = lambda _, error, __: os._exit(report(error))  # such as short memory in an import
+        for variable in NUMBERED:  # Lightning reads some of them as it is imported
+            if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
+                fix = f"must be a whole number, got '{value}'. Unset it."
+                raise UserError(f"the environment variable {variable} {fix}")
         threads.configure()
         threads.waiting.start()
 
@@ -60,14 +63,6 @@ def open_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - as long as the process
         getattr(sys, name).reconfigure(errors="replace")
-
-
-def refuse_junk() -> None:
-    """End the process where a launcher's variable holds no number: Lightning reads some of them as it is imported."""
-    for variable in NUMBERED:
-        if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
-            say_error(f"the environment variable {variable} must be a whole number, got '{value}'. Unset it.")
-            sys.exit(2)
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -90,9 +85,6 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Exit code of ``main(argv)``. Prints every error on stderr."""
     try:
         return main(argv) or 0
-    except UserError as error:
-        say_error(str(error))
-        return 2
     except signals.Stopped as stop:
         return stop.exit_code
     except KeyboardInterrupt:
@@ -105,25 +97,23 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         asked = signals.state.requested
         return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
     except Exception as error:
-        return told(error)
+        return report(error)
 
 
-def told(error: BaseException) -> int:
-    """Exit code of an error that no command expects. Prints it: one line for what the user can repair."""
-    if isinstance(error, OSError) and error.errno in ADVICE:
-        say_error(f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}")
+def report(error: BaseException) -> int:
+    """Print an error on stderr, as one line of a readable length if the user can repair it; returns the exit code."""
+    if isinstance(error, UserError):
+        message = str(error)
+    elif isinstance(error, OSError) and error.errno in ADVICE:
+        message = f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}"
     elif isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
-        say_error(f"not enough memory; a smaller --data.batch_size or network takes less. {error}")
+        message = f"not enough memory; a smaller --data.batch_size or network takes less. {error}"
     else:
         traceback.print_exception(error)
         return 1
-    return 2
-
-
-def say_error(message: str) -> None:
-    """Print ``error: message`` on stderr as one line, of a readable length."""
     message = " ".join(message.split())
     print(f"error: {message[:LONGEST]}{' ...' if message[LONGEST:] else ''}", file=sys.stderr, flush=True)
+    return 2
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
@@ -191,6 +181,13 @@ def quick_imports() -> Iterator[None]:
 
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 KINDS |= {"dict": "key: value pairs"}
+# What jsonargparse says of an option's value, and what the user is told
+TOLD = {
+    # by a nested parser of a class's arguments, with explain()
+    r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)": "{option}.{0} {1}.",
+    r"the following arguments are required: (\w+)": "{option} needs {option}.{0}.",
+    r"File does not exist: '?([^']+)'?": "{option}: there is no file {0}.",
+}
 
 
 def explain(message: str, options: list[str], elsewhere: Mapping[str, str] = {}) -> str:
@@ -198,56 +195,41 @@ def explain(message: str, options: list[str], elsewhere: Mapping[str, str] = {})
 
     A mistyped option is followed by the nearest of ``options``, one of other tools by its name here (``elsewhere``).
     """
-    message = " ".join(str(message).split())
+    message = " ".join(message.split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
-    option = "--" + ".".join(keys) if keys else ""
-    if found := re.search(r"unknown option --([\w.\-]+)\.(?: Did you mean --([\w.\-]+)\?)?", message):
-        # what a nested parser of a class's arguments said, by this same function
-        hint = f" Did you mean {option}.{found[2]}?" if found[2] else ""
-        return f"unknown option {option}.{found[1]}.{hint} See --help."
-    if option and (found := re.search(r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)", message)):
-        return f"{option}.{found[1]} {found[2]}."
-    if option and (found := re.search(r"the following arguments are required: (\w+)", message)):
-        return f"{option} needs {option}.{found[1]}."
+    if found := re.search(r"unknown option --[\w.\-]+\.(?: Did you mean --[\w.\-]+\?)?", message):  # by a nested parser
+        return re.sub("(?<= )--", "".join(["--", *(f"{key}." for key in keys)]), found[0]) + " See --help."
+    if found := re.search(r"(?:^Option|Group '([\w.]+)' does not accept option) '([\w.]+)'", message):
+        name = "--" + ".".join(filter(None, found.groups()))
+        return f"unknown option {name}.{nearest(name, options)} See --help."
     if found := re.search(r"[Uu]nrecognized arguments?:? (.*)", message):
-        name = next((word for word in found[1].split() if word.startswith("-")), None)
-        if name is None:
-            return f"unexpected argument '{found[1].split()[0]}': every value follows its --option. See --help."
-        name = name.split("=")[0]
+        words = found[1].split()
+        name = next((word.split("=")[0] for word in words if word.startswith("-")), "")
+        if not name:
+            return f"unexpected argument '{words[0]}': every value follows its --option. See --help."
         hint = f" Did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, options)
         return f"unknown option {name}.{hint} See --help."
-    return _explain_value(message, option, options)
+    if found := re.search(r"argument (?:\S+/)?(\S+): expected one argument", message):
+        return f"{found[1]} needs a value."
+    return _explain_value(message, "--" + ".".join(keys)) if keys else message[:400]
 
 
-def _explain_value(message: str, option: str, options: list[str]) -> str:
-    if found := re.search(r"^Option '([\w.]+)' is not accepted", message):
-        return f"unknown option --{found[1]}.{nearest('--' + found[1], options)}"
-    if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-        name = f"{found[1]}.{found[2]}"
-        return f"unknown option {name}.{nearest(name, [known[2:] for known in options])} See --help."
-    if found := re.search(r"File does not exist: '?([^']+)'?", message):
-        return f"{option or '--config'}: there is no file {found[1]}."
-    if re.search("Problems parsing config|while parsing|while scanning", message):
-        found = re.search(r"line (\d+), column (\d+)", message)
-        place = f" at line {found[1]}, column {found[2]}" if found else ""
-        return f"--config: a config file is not valid YAML{place}."
-    if found := re.search(r"argument (\S+): expected one argument", message):
-        return f"{found[1].split('/')[-1]} needs a value."
-    if not option:
-        return message[:400]
-    if allowed := _allowed(message):
-        given = re.findall(r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)", message + " Given")
-        value = re.search(r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)", message)
-        got = given[-1].strip("'") if given else value[1] if value else "something else"
-        return f"{option} must be {allowed}, got {got}."
-    reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)  # the innermost is the last
-    return f"{option}: {(reasons[-1] if reasons else message)[:300]}"
-
-
-def _allowed(message: str) -> str:
+def _explain_value(message: str, option: str) -> str:
+    for pattern, told in TOLD.items():
+        if found := re.search(pattern, message):
+            return told.format(*found.groups(), option=option)
     if choices := re.findall(r"Expected a typing\.Literal\[([^\]]*)\]", message):
-        return "one of " + ", ".join(dict.fromkeys(name.strip(" '") for part in choices for name in part.split(",")))
-    if re.search("dot import path|not a subclass|Import of", message):
-        return "a known class or an import path (package.module.Class)"
-    kinds = [KINDS[kind] for kind in re.findall(r"Expected an? <class '(\w+)'>", message) if kind in KINDS]
-    return " or ".join(dict.fromkeys(kinds))
+        names = dict.fromkeys(name.strip(" '") for part in choices for name in part.split(","))
+        allowed = f"one of {', '.join(names)}"
+    elif re.search("dot import path|not a subclass|Import of", message):
+        allowed = "a known class or an import path (package.module.Class)"
+    else:
+        kinds = [KINDS[kind] for kind in re.findall(r"Expected an? <class '(\w+)'>", message) if kind in KINDS]
+        allowed = " or ".join(dict.fromkeys(kinds))
+    if not allowed:
+        reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)  # the innermost is the last
+        return f"{option}: {(reasons[-1] if reasons else message)[:300]}"
+    given = re.findall(r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)", message + " Given")
+    value = re.search(r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)", message)
+    got = given[-1].strip("'") if given else value[1] if value else "something else"
+    return f"{option} must be {allowed}, got {got}."

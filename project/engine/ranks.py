@@ -58,7 +58,7 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
 
 
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
-    """``decide()`` of rank 0, known to every rank, also a UserError that it raises. Its value must be plain (JSON).
+    """``decide()`` of rank 0, known to every rank: JSON, whose paths may become text, or the UserError raised.
 
     Ranks started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
     """
@@ -68,20 +68,20 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
         except ValueError:
             found = os.environ[DECISION_VARIABLE]
             raise UserError(f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'. Unset it.") from None
-    if os.environ.get("NODE_RANK", "0") != "0" and launched_world()[1] == 1:
+    rank, world_size, _ = launched_world()
+    if world_size > 1:
+        return _broadcast(decide, rank, world_size)
+    if os.environ.get("NODE_RANK", "0") != "0":
         raise UserError("NODE_RANK is set without a launcher. Start several machines with torchrun, see the README.")
-    if launched_world()[1] > 1:
-        return _broadcast(decide)
     decision = decide()
-    os.environ[DECISION_VARIABLE] = json.dumps(decision)
+    os.environ[DECISION_VARIABLE] = json.dumps(decision, default=str)
     return decision
 
 
-def _broadcast(decide: Callable[[], Any]) -> Any:
+def _broadcast(decide: Callable[[], Any], rank: int, world_size: int) -> Any:
     import torch
     import torch.distributed as dist
 
-    rank, world_size, _ = launched_world()
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -92,13 +92,13 @@ def _broadcast(decide: Callable[[], Any]) -> Any:
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))
         # NCCL warns of a group that is left behind; Lightning takes down only groups that it has made itself
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-    told: list[Any] = [None, None]
+    told: list[Any] = [None]
     if rank == 0:
         try:
-            told = [decide(), None]
+            told = [decide()]
         except UserError as error:
-            told = [None, str(error)]
+            told = [error]
     dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise UserError(told[1])
+    if isinstance(told[0], UserError):
+        raise told[0]
     return told[0]

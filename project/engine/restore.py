@@ -48,7 +48,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     config = None
     if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or line.asks_for_help:
         config = configure(argv, prog)  # a new run: a wrong flag is reported before the folder is made
-    run = Run(**decided_by_rank_zero(lambda: choose(root, run_name, ckpt_path).to_plain()))
+    run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
     if line.value("init_weights") is not None:
@@ -58,7 +58,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
     refuse_writing_elsewhere(base, line, run)
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
-        base["trainer"] = {**_section(base, "trainer"), "max_epochs": -1}
+        base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
     config = configure(argv, prog, base)
     load_weights(config.module, run.checkpoint, late=True, again=True)  # here a misfit becomes one line
     data: Any = config.datamodule
@@ -104,23 +104,16 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
 
 
 def _for_use(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration for using a checkpoint: nothing compiled or downloaded, no Trainer flags of another machine."""
-    config = copy.deepcopy({key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)})
-    init_args = _section(config, "model", "init_args")
-    if "compile" in init_args:
-        init_args["compile"] = False
+    """Change a configuration for using a checkpoint: nothing compiled or downloaded, no flags of another machine."""
+    config = {key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)}
     # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
-    network_args = _section(init_args, "network", "init_args")
-    if "weights" in network_args:
-        network_args["weights"] = None
+    for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
+        section: Any = config
+        for name in ("model", "init_args", *names):
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
+            section[last] = value
     return config
-
-
-def _section(config: Any, *names: str) -> dict[str, Any]:
-    """The section of this name, in that of the name before; empty where there is none."""
-    for name in names:
-        config = config.get(name) if isinstance(config, dict) else None
-    return config if isinstance(config, dict) else {}
 
 
 def start_from(module: LightningModule, name: str | None) -> list[str]:
@@ -152,7 +145,7 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
             root, end = named.split(".")[0], named.rpartition(".")[2]
             if root in {"test", *sys.stdlib_module_names & sys.modules.keys()} and end in FILES and not holds_path:
                 continue  # test.csv: a file's name; nothing would be run, for the others are imported and test is empty
-            if root not in trusted and not _is_users_own(root) and (holds_path or _can_be_imported(root)):
+            if root not in trusted and _is_foreign(root, holds_path):
                 raise UserError(
                     f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
                     f"Nothing was imported. If you trust the file: --allow_imports {root}"
@@ -197,19 +190,19 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
         yield key, value, owner
 
 
-def _can_be_imported(root: str) -> bool:
-    """Whether there is a module of this name; it is not imported."""
-    try:
-        return importlib.util.find_spec(root) is not None
-    except (ImportError, ValueError):
-        return True
+def _is_foreign(root: str, holds_path: bool) -> bool:
+    """Whether a module of this name can be imported, or shall be (``holds_path``), that is not the user's own.
 
-
-def _is_users_own(root: str) -> bool:
-    """Whether a module of this name lies in the working folder, or beside this package in a clone."""
+    Nothing is imported. The user's own are in the working folder, and in a clone beside this package.
+    """
     clone = Path(__file__).parents[2]
     folders = [Path.cwd()] if "site-packages" in clone.parts else [Path.cwd(), clone]
-    return any((folder / root).is_dir() or (folder / f"{root}.py").is_file() for folder in folders)
+    if any((folder / root).is_dir() or (folder / f"{root}.py").is_file() for folder in folders):
+        return False
+    try:
+        return holds_path or importlib.util.find_spec(root) is not None
+    except (ImportError, ValueError):
+        return True
 
 
 @dataclass
@@ -221,7 +214,7 @@ class Run:
     finished: bool = False  # nothing is left to do
     notes: list[str] = field(default_factory=list)  # what the user should know, a line each
     run_id: str = ""  # belongs to the folder; tells its checkpoints from another run's
-    new_parents: int = 0  # folders above it that it makes
+    new_parents: int = -1  # folders above it that it makes; -1: those that are missing now
     changes: list[str] = field(default_factory=list)  # settings that differ from the resumed checkpoint's
     _lock: Any = None
     _created: bool = False  # this process made the folder
@@ -229,19 +222,15 @@ class Run:
     def __post_init__(self) -> None:
         self.folder = Path(self.folder).absolute()  # W&B writes later, when the working folder may be another
         self.checkpoint = self.checkpoint and Path(self.checkpoint)
-        if not self.run_id:
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                self.run_id = (self.folder / RUN_ID).read_text().strip()
+        if self.new_parents == -1:
+            self.new_parents = sum(not os.path.exists(parent) for parent in self.folder.parents)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            self.run_id = self.run_id or (self.folder / RUN_ID).read_text().strip()
         self.run_id = self.run_id or uuid.uuid4().hex[:8]
 
     @property
     def name(self) -> str:
         return self.folder.name
-
-    def to_plain(self) -> dict[str, Any]:
-        """The arguments that make this run again, as plain values for the other ranks."""
-        plain = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return plain | {"folder": str(self.folder), "checkpoint": self.checkpoint and str(self.checkpoint)}
 
     def elsewhere(self, folder: str) -> Run:
         """The same run in another folder. The folder made for its name is removed."""
@@ -273,14 +262,13 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             is_new = not any(self.folder.iterdir())
             handle = open(self.folder / ".lock", "a+")  # noqa: SIM115 - held until the process ends
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reason = f"run {self.name} is being written by another process."
+            raise UserError(f"{reason} Wait for it or choose another --run_name.") from None
         except OSError as error:
             reason = f"the run's folder {self.folder} cannot be written: {error.strerror}."
             raise UserError(f"{reason} Change --default_root_dir.") from None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            reason = f"run {self.name} is being written by another process."
-            raise UserError(f"{reason} Wait for it or choose another --run_name.") from None
         # a loader's worker that outlives this process must not hold the run
         os.register_at_fork(after_in_child=handle.close)
         self._lock, self._created = handle, is_new
@@ -340,25 +328,25 @@ def find_checkpoint(
 
 
 def _new(root: Path, run_name: str | None) -> Run:
-    new_parents = sum(not os.path.exists(path) for path in (root, *root.parents))
     if run_name is not None:
         folder = root / run_name
         if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
             fix = "Choose another name, or go on: --ckpt_path auto."
             raise UserError(f"--run_name {run_name}: {folder} already exists. {fix}")
-        return Run(folder, new_parents=new_parents)
+        return Run(folder)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    run = Run(root / stamp)  # notes which folders are missing
     try:
         root.mkdir(parents=True, exist_ok=True)  # else, as a link to nowhere, it would be tried for ever
-        for attempt in itertools.count(1):
-            folder = root / (stamp if attempt == 1 else f"{stamp}_{attempt}")
+        for attempt in itertools.count(2):
             with contextlib.suppress(FileExistsError):  # of two launches in the same second one gets the next number
-                folder.mkdir()
+                run.folder.mkdir()
                 break
+            run = replace(run, folder=root / f"{stamp}_{attempt}", run_id="")
     except OSError as error:
         got = f"got {root}: {error.strerror}."
         raise UserError(f"--default_root_dir must be a folder you may write in, {got}") from None
-    return Run(folder, new_parents=new_parents)
+    return run
 
 
 def _automatic(root: Path, run_name: str | None) -> Run:
@@ -366,12 +354,12 @@ def _automatic(root: Path, run_name: str | None) -> Run:
         run = _new(root, None)
         return replace(run, notes=[f"--ckpt_path auto without --run_name: a new run starts, {run.name}."])
     folder = root / run_name
-    notes = []
-    for path in (folder / name for name in ("last.ckpt", "best.ckpt") if (folder / name).exists()):
-        if reason := damage(path):
-            notes.append(f"skipped: {reason}")
-            continue
-        return Run(folder, path, finished=_is_finished(path), notes=notes)
+    notes: list[str] = []
+    for path in filter(Path.exists, (folder / "last.ckpt", folder / "best.ckpt")):
+        reason = damage(path)
+        if reason is None:
+            return Run(folder, path, finished=_is_finished(path), notes=notes)
+        notes.append(f"skipped: {reason}")
     if folder.exists():
         notes.append(f"run {run_name} has no whole checkpoint: it starts afresh.")
     return Run(folder, notes=notes)

@@ -1,8 +1,7 @@
-"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary.
+"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary (see ``stop.py``).
 
-Here a handler only notes the signal; :mod:`project.engine.stop` says what follows. Before training has begun there is
-nothing to save, and the process ends right away. Rank 0 decides for the ranks that it started: it ends them first,
-since they would fail without it; a signal to one of them is passed on to rank 0.
+Before training has begun there is nothing to save, and the process ends right away. Rank 0 ends the ranks that it
+started first, since they would fail without it; a signal to one of them is passed on to rank 0.
 """
 
 import ctypes
@@ -46,8 +45,8 @@ state = State()
 
 
 def install() -> None:
-    """Take over the signals in the main thread. While modules are imported a signal ends the process: there is
-    nothing to save yet, and an exception inside an import would show up as an ImportError.
+    """Take over the signals in the main thread. Until :func:`project.engine.command.run` they end the process: an
+    exception inside an import would show up as an ImportError.
     """
     if threading.current_thread() is threading.main_thread():
         state.importing = True
@@ -84,20 +83,20 @@ def defer() -> None:
 
 
 def _note(number: int, _: FrameType | None) -> None:
-    first = not state.requested
+    is_first = not state.requested
     signum = signal.SIGTERM if number == signal.SIGHUP else number  # and a number of its own for a save: stop.SAVE_DUE
     state.requested = signum
     if not state.begun and is_child() and _tell_rank_zero(signum):
         return  # rank 0 ends it, and would be killed if it ended first
     if state.importing:
         os._exit(Stopped(signum).exit_code)
+    if not state.begun:
+        if not is_first:  # it is ending
+            return
+        _end_ranks()
     if not state.deferring:
-        if not state.begun:
-            if not first:  # it is ending
-                return
-            _end_ranks()
         raise Stopped(signum)
-    if first and os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         told = f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n"
         with suppress(OSError, AttributeError):  # it may be closed
             os.write(sys.stderr.fileno(), told.encode())  # a signal may interrupt print(), which cannot call itself

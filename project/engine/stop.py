@@ -1,12 +1,9 @@
 """Ends a run when it is asked to, on all ranks at the same step.
 
-What happens, in order:
-
-1. A signal reaches any rank at any moment. Its handler (:mod:`project.engine.signals`) only notes it.
-2. At the end of the step, :class:`Agreement` tells every rank the largest request of any rank.
-3. Before the next step, at a step boundary, :class:`project.engine.checkpointing.RunCheckpoint` saves ``last.ckpt``.
-4. Every rank raises :class:`project.engine.signals.Stopped`; ``fit`` writes the report of what was reached and
-   :mod:`project.engine.command` ends the process with exit code 143 or 130.
+A signal reaches any rank at any moment; its handler (:mod:`project.engine.signals`) only notes it. At the end of the
+step :class:`Agreement` tells every rank the largest request of any rank. Before the next step
+:class:`project.engine.checkpointing.RunCheckpoint` saves ``last.ckpt``, and every rank raises
+:class:`project.engine.signals.Stopped`. ``fit`` then writes the report of what was reached.
 """
 
 import os
@@ -32,8 +29,8 @@ SAVE_DUE = 1  # a request that is lower than every signal's number
 class Agreement:
     """The largest request of any rank, known to all ranks at the same step.
 
-    Each call starts an all-reduce over CPU memory (gloo) and returns the outcome of the one that the call before it
-    started, so that nothing waits. Lightning broadcasts rank 0's flag alone, on the device, and waits at every step.
+    Each call starts an all-reduce in CPU memory (gloo) and returns the result of the call before: nothing waits.
+    Lightning broadcasts rank 0's flag alone, on the device, and waits at every step.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -54,19 +51,19 @@ class Agreement:
         return max(self.latest(request), self._outcome())
 
     def _outcome(self) -> int:
-        work, value = self._pending or (None, 0)
-        self._pending = None
-        if work is not None:
-            work.wait()
+        if self._pending is None:
+            return 0
+        (work, value), self._pending = self._pending, None
+        work.wait()
         return int(value)
 
 
 class GracefulStop(Callback):
-    """SIGTERM, Ctrl-C and SLURM's signal, received by any rank at any moment, end all ranks at the same batch.
+    """Ends all ranks at the same batch after a signal to any of them, also SLURM's ``requeue_signal``.
 
     Lightning's handler broadcasts inside the signal handler and can hang, knows rank 0's signal only, saves nothing and
     exits with 0 (issues 20806, 21406, 20542). This callback also installs exact loaders, and adds up over ranks what a
-    module logs in an evaluation. ``requeue_signal`` is SLURM's before the time limit: the job is queued again.
+    module logs in an evaluation.
     """
 
     def __init__(self, requeue_signal: int | None = None) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy  # feature: fsdp
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from project import threads
 from project.engine.checkpoint_files import AtomicCheckpointIO
@@ -38,7 +39,7 @@ COUNTS |= dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), 
 def trainer_flags(config: Configuration) -> dict[str, Any]:
     """The Trainer's arguments as typed, made to agree with torchrun or SLURM and this machine, or refused."""
     check()
-    flags: dict[str, Any] = dict(config.trainer)
+    flags = dict(config.trainer)
     _, world_size, local_size = launched_world()
     if world_size > 1:
         # Without this, `torchrun fit` would run as many independent trainings (Lightning's devices default to one CPU).
@@ -56,8 +57,7 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
     flags["plugins"] = [*as_list(flags["plugins"]), AtomicCheckpointIO()]
     flags["callbacks"] = as_list(flags["callbacks"])
     flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the run's first line says the same
-    precision = config.options.matmul_precision
-    if precision is not None:
+    if (precision := config.options.matmul_precision) is not None:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions: not set by the call above
     return flags
@@ -67,8 +67,8 @@ def requeue_signal(config: Configuration) -> int | None:
     """The signal at which SLURM wants the job to be saved and queued again; None outside SLURM, or where refused."""
     if not SLURMEnvironment.detect():
         return None
-    given = [plugin for plugin in as_list(config.trainer["plugins"]) if isinstance(plugin, SLURMEnvironment)]
-    environment = given[0] if given else SLURMEnvironment()
+    plugins = [*as_list(config.trainer["plugins"]), SLURMEnvironment()]
+    environment = next(plugin for plugin in plugins if isinstance(plugin, SLURMEnvironment))
     return int(environment.requeue_signal or signal.SIGUSR1) if environment.auto_requeue else None
 
 
@@ -152,19 +152,18 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
         text = " ".join(str(error).split())
         if RESTORING in modules and "loading state_dict" in text:
             raise UserError(f"--ckpt_path: {text[:300]}") from None
-        # of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint
+        # what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint say
         unknown = "which is not available" in text or "could not find the monitored key" in text
         refused = not timer.begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))
+        if raised_in.startswith("lightning.") and (unknown or refused):
+            text += " Raise --max_epochs." if "restored a checkpoint with current_epoch" in text else ""
+            raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
         starting = not timer.begun and raised_in.startswith(("lightning", ENGINE))
         restoring = RESTORING in modules and raised_in.startswith(MACHINERY)
-        told = raised_in.startswith("lightning.") and (unknown or refused)
-        if resumed and not told and (starting or restoring or raised_in.startswith("torch.optim")):
+        if resumed and (starting or restoring or raised_in.startswith("torch.optim")):
             why = f"it holds something else than such a run saves ({type(error).__name__}: {text})"
             raise UserError(f"--ckpt_path {resumed} cannot be resumed: {why}. Give another checkpoint.") from None
-        if not told:
-            raise
-        text += " Raise --max_epochs." if "restored a checkpoint with current_epoch" in text else ""
-        raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
+        raise
 
 
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
@@ -172,10 +171,10 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
     if best_path is not None and not best_path.exists():
         done = "that checkpoint has trained as long as it should, nothing is left to do"
         raise UserError(f"--ckpt_path: {done}. Raise --max_epochs.")
-    if lacks_for_test(config.module, config.datamodule):
-        return {}
-    # In float32, so that the result is the same on any device, also on a CPU.
     module, data = config.module, config.datamodule
+    if lacks_for_test(module, data):
+        return {}
+    # in float32, so that the result is the same on any device
     if isinstance(trainer.strategy, FSDPStrategy):  # feature: fsdp
         from project.engine.sharding import for_float32_test
 
@@ -197,10 +196,9 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
 
 def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
     """What a test lacks: a ``test_step``, or data for it. None if nothing is missing."""
-    if type(module).test_step is LightningModule.test_step:
+    if not is_overridden("test_step", module):
         return f"{type(module).__name__} has no test_step"
-    brought = type(module).test_dataloader is not LightningModule.test_dataloader
-    if brought or (data is not None and type(data).test_dataloader is not LightningDataModule.test_dataloader):
+    if is_overridden("test_dataloader", module) or is_overridden("test_dataloader", data):
         return None
     return f"neither {type(module).__name__} nor its data module has a test_dataloader"
 
