@@ -239,13 +239,12 @@ class ExactLoader(DataLoader[Any]):
         """The exact form of a plain loader over a map-style dataset."""
         dataset: Any = loader.dataset
         inner: Any = loader.batch_sampler
-        size, drop_last, source = None, False, inner
-        if inner is None:  # batch_size=None: the dataset returns whole batches
-            source = loader.sampler
-        elif type(inner) is data.BatchSampler:
-            size, drop_last, source = inner.batch_size, inner.drop_last, inner.sampler
-        elif not training and world_size > 1:  # ranks need equally many batches, so the samples are distributed again
-            parts = [list(part) for part in inner]
+        source = source_of(loader)
+        size, drop_last = None, False  # batch_size=None: the dataset returns whole batches
+        if type(inner) is data.BatchSampler:
+            size, drop_last = inner.batch_size, inner.drop_last
+        elif source is inner and not training and world_size > 1:  # for equally many batches, cut the samples again
+            parts = [list(part) for part in source]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
         device = getattr(dataset, "device", None) if gathers(dataset) else None
         batches = ExactBatches(source, size, drop_last, training, gathers(dataset), seed, rank, world_size, device)
@@ -403,8 +402,7 @@ class ExactLoading:
         # loaders side by side differ in order and draws
         seed = hash((self.seed, len(self.training))) % 2**32 if training and self.training else self.seed
         if is_plain(loader) and not isinstance(loader.dataset, data.IterableDataset):
-            inner: Any = loader.batch_sampler
-            source = loader.sampler if inner is None or type(inner) is data.BatchSampler else inner
+            source = source_of(loader)
             sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
             if sized_len(source) is not None:
                 known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
@@ -465,6 +463,14 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
 def is_plain(loader: Any) -> bool:
     """Whether a loader gives its batches as PyTorch's own does; a subclass may have other arguments."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and not has_state(loader)
+
+
+def source_of(loader: DataLoader[Any]) -> Any:
+    """The sampler of a plain loader's samples, or a batch sampler of the user's own."""
+    inner = loader.batch_sampler
+    if type(inner) is data.BatchSampler:
+        return inner.sampler  # not the loader's, where the user gave a BatchSampler
+    return loader.sampler if inner is None else inner
 
 
 def gathers(dataset: Any) -> bool:
