@@ -334,7 +334,7 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     assert states == [[(0, {"next": 10})]]  # Lightning itself had fetched one batch more
     trainer.training = True
     rest = loading.exact(DataLoader(ResumableStream(), batch_size=2), trainer)
-    rest.start_at(Start(batches=5, loaders=states[0]))
+    rest.start_at(Start(batches=5), *states[0][0])
     assert [int(x) for batch in rest for x in batch] == Looks.seen[10:]
 
 
