@@ -204,25 +204,24 @@ class RunCheckpoint(GracefulStop):
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
         # files are changed last: what cannot be restored is refused before
-        if note := self._set_aside_unusable_best(trainer):
-            say(note)
-            self.best.score, self.best.epoch, self.best.metrics = None, None, {}
+        self._set_aside_unusable_best(trainer)
         self.rows.keep_rows(state["metric_rows"])
 
-    def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
-        """Rename a ``best.ckpt`` that is damaged or belongs to another run; returns what to tell the user."""
+    def _set_aside_unusable_best(self, trainer: Trainer) -> None:
+        """Rename a ``best.ckpt`` that is damaged or belongs to another run, and look for the best anew."""
         reason, path = None, self.best_path
         if self.best.score is not None and trainer.is_global_zero:
             reason = damage(path)
-            if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.record.get("run_id"):
+            if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.record["run_id"]:
                 reason = f"{path} belongs to another run"
             if reason and path.exists():
                 os.replace(path, path.with_suffix(".ckpt.set-aside"))
                 reason += " It was set aside;"
             elif reason:
                 reason = f"{path} is missing;"
-        reason = trainer.strategy.broadcast(reason)
-        return f"{reason} the best is looked for anew." if reason else None
+        if reason := trainer.strategy.broadcast(reason):
+            say(f"{reason} the best is looked for anew.")
+            self.best.score, self.best.epoch, self.best.metrics = None, None, {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._request or self._best_due:
@@ -231,7 +230,7 @@ class RunCheckpoint(GracefulStop):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > 0 and self._resume is None:
             self._follow_training(trainer)
-            self._boundary(trainer, "epoch", save_last=True)
+            self._boundary(trainer, "epoch")
         self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -248,7 +247,7 @@ class RunCheckpoint(GracefulStop):
             self._best_due = True  # no metric was followed: the last is the best
             if self.best.monitor is None and trainer.callback_metrics:
                 say("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
-        self._boundary(trainer, "epoch", save_last=True)
+        self._boundary(trainer, "epoch")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resume is not None:  # nothing is left to train; only the test is repeated
@@ -287,7 +286,7 @@ class RunCheckpoint(GracefulStop):
                 callback.on_validation_epoch_end(trainer, pl_module)
         for tensor, value in self._trained:
             tensor.data = value
-        self._boundary(trainer, "validation", save_last=True)
+        self._boundary(trainer, "validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -295,8 +294,7 @@ class RunCheckpoint(GracefulStop):
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
-        if self.best.take(trainer.callback_metrics, trainer.current_epoch):
-            self._best_due = True
+        self._best_due |= self.best.take(trainer.callback_metrics, trainer.current_epoch)
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
         self._mine.note(trainer)
 
@@ -309,24 +307,22 @@ class RunCheckpoint(GracefulStop):
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged)) or "nothing"
             raise UserError(f"--monitor must be a metric that is logged, got {best.monitor}. Logged: {names}.")
-        if best.take(logged, trainer.current_epoch - 1):
-            self._best_due = True
+        self._best_due |= best.take(logged, trainer.current_epoch - 1)
 
-    def _boundary(self, trainer: Trainer, place: exact_resume.Place, save_last: bool = False) -> None:
+    def _boundary(self, trainer: Trainer, place: exact_resume.Place) -> None:
+        """Save, and stop if asked to."""
         stop = self._request if self._request > SAVE_DUE else 0
         with self.exclude():
             if place == "epoch":  # nothing has drawn a random number since the epoch ended
                 self._mine.note(trainer, place)
             # loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best
-            may_save = place == "epoch" or self.loading.anywhere or self._best_due
-            if self.saves and may_save and (save_last or self._request or self._best_due):
+            if self.saves and (place == "epoch" or self.loading.anywhere or self._best_due):
                 self._save(trainer, place)
-            self._best_due &= self.saves
             if stop and stop == self.requeue_signal:
                 if trainer.is_global_zero:
                     requeue_job()
                 stop = signal.SIGTERM
-        self._request = 0
+        self._request, self._best_due = 0, False
         if stop:
             lightning_internals.release_child_processes()
             raise signals.Stopped(stop)
@@ -349,7 +345,6 @@ class RunCheckpoint(GracefulStop):
             self._place = None
         if failure := next((reason for reason in of_all_ranks(failure, self.agreement.group) if reason), None):
             raise UserError(f"{failure.rstrip('.')}. The run has stopped; go on with --ckpt_path auto.")
-        self._best_due = False
         self._last_save = time.monotonic()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
