@@ -1,8 +1,8 @@
 """Replaces a run's loaders by ones with order by (seed, epoch), start at any batch, and exact sharding.
 
 PyTorch and Lightning shuffle from a global generator, so a resumed run sees other batches, and pad or drop samples to
-make ranks equal, so metrics depend on the number of devices. Here a user's plain ``DataLoader`` keeps all but its
-sampler and seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
+make ranks equal, so metrics depend on the number of devices. Here a plain ``DataLoader`` keeps all but its sampler and
+seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
 """
 
 from __future__ import annotations
@@ -164,16 +164,13 @@ class ExactBatches(data.Sampler[Request]):
 
 
 class Fetch(data.Dataset[Any]):
-    """A map-style dataset, fetched and collated a batch at a time, its random numbers tied to what is fetched.
-
-    To others it is the dataset: its samples, and its attributes to read and to set.
+    """Fetches and collates batches of a map-style dataset. Its samples and attributes are the dataset's own.
 
     All generators are seeded first: in training from (seed, rank, epoch, batch), so that any number of workers, and a
-    resumed run, get the same batch; in evaluation from (seed, sample), however the set is cut into batches.
+    resumed run, get the same batch; in evaluation (``rank`` None) from (seed, sample), however the set is cut.
 
-    ``__getitem__`` of the dataset, or where it exists ``__getitems__(list)``, is used. One that has
-    ``gather(indices: int64 tensor)`` is in memory and is asked for whole batches. ``rank`` is None in evaluation;
-    without ``batched`` a request holds one key instead of a batch's.
+    The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is used, the first that
+    it has. Without ``batched`` a request holds one key instead of a batch's.
     """
 
     _dataset: Any
@@ -268,10 +265,9 @@ class ExactLoader(DataLoader[Any]):
 
 
 class WatchedLoader:
-    """A training loader that has no exact form; its state, where its ``owner`` (loader or dataset) has one, is kept.
-
-    Its random numbers in this process come from (seed, epoch, batch), the same on every rank. Lightning may have
-    fetched one batch more than training has used: a checkpoint takes the state with its batch's number.
+    """A training loader that has no exact form. Where its ``owner`` (loader or dataset) has a state, that is kept by
+    batch, as Lightning may have fetched one more than training has used. Random numbers in this process come from
+    (seed, epoch, batch), the same on every rank.
     """
 
     def __init__(self, loader: Any, owner: Any, seed: int) -> None:
@@ -324,7 +320,6 @@ class WatchedLoader:
                 part.set_epoch(epoch)
 
     def start_at(self, start: Start, passed: int = 0, state: Any = None) -> None:
-        """Start where the checkpoint was taken."""
         self.set_epoch(start.epoch)
         if state is not None:
             self.owner.load_state_dict(state)
@@ -332,7 +327,6 @@ class WatchedLoader:
         self._over = start.epoch if start.over else -1
 
     def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
-        """The state after so many batches of this epoch, where there is one."""
         if epoch_ends and self.finished:
             return 0, self._state()
         state = self._states.get(batches)

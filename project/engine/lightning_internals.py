@@ -12,7 +12,7 @@ import threading
 import weakref  # feature: tune, memory
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,7 @@ def check() -> None:
     """Look up every private name that this file uses; a UserError where one is missing."""
     try:
         for module, names in NAMES.items():
-            found = importlib.import_module(module)
-            for name in names:
-                reduce(getattr, name.split("."), found)
+            attrgetter(*names)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         version = importlib.metadata.version("lightning")
         raise UserError(

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import importlib.metadata
 import io
-import json
 import math
 import os
 import platform
@@ -74,10 +73,6 @@ class Summary:
         if self.monitor is not None:
             facts[self.monitor] = self.best_score
         return {name: value for name, value in (facts | self.metrics).items() if value is not None}
-
-    def write(self, path: Path) -> None:
-        """Write ``summary.json``."""
-        write_atomically((json.dumps(self.to_plain(), indent=2) + "\n").encode(), path)
 
 
 @dataclass(frozen=True)  # feature: report, wandb, test_predictions
@@ -176,7 +171,6 @@ class RunTimer(Callback):
 
     @property
     def fit_seconds(self) -> float:
-        """Seconds of training so far."""
         return self._before + (0.0 if self._started_at is None else time.perf_counter() - self._started_at)
 
     def state_dict(self) -> dict[str, float]:
@@ -187,7 +181,7 @@ class RunTimer(Callback):
 
 
 class EpochLines(Callback):
-    """Prints a line per epoch on rank 0, and why training ended early; on a terminal with a bar of the run below.
+    """Prints a line per epoch, and why training ended early; on a terminal with a bar of the run below.
 
     Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged.
     """
@@ -220,9 +214,7 @@ class EpochLines(Callback):
         if self._bar is not None:
             self._bar.close()  # so that what is printed next begins a line
         self._print_epoch(trainer)
-        if not (trainer.is_global_zero and trainer.should_stop):
-            return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks if trainer.should_stop else ():  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
                 reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
                 say(f"stopped early: {' '.join(reason.split())}")
