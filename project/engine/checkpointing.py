@@ -126,7 +126,7 @@ class RunCheckpoint(GracefulStop):
         if before != now:
             self.loading.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
-        if state:
+        if state is not None:
             self.loading.start = exact_resume.start_of(checkpoint, state, trainer.global_rank)
             groups = state.get("groups") if before == now else None
             self._resume = state | {"groups": groups, "logged": saved.get("metrics", {})}
