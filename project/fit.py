@@ -31,6 +31,7 @@ from project.engine.trainer import build_trainer, final_test, further_loggers, r
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
 from project.publish import Session, close, next_commands, publish, publish_stopped, summarize
+from project.tables import write_rows
 
 
 def main(argv: list[str]) -> int:
@@ -113,7 +114,7 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
         signals.state.deferring = False  # every step is saved
         publish(config, job, session, summary)
         if trainer.is_global_zero:  # last: a run with a summary is complete
-            summary.write(job.folder / "summary.json")
+            write_rows(job.folder / "summary.json", summary.to_plain())
         status = 0
         return summary
     except signals.Stopped as stop:

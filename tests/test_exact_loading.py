@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -289,6 +292,19 @@ def test_what_cannot_be_made_exact_is_said_in_one_line(loader: Any, anywhere: bo
     assert said is None or said in loading.notes[0]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_a_distributed_sampler_has_shared_is_not_shared_again(wrapped: bool) -> None:
+    seen = []
+    for rank in range(2):
+        sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=rank)
+        options: Any = {"batch_sampler": BatchSampler(sampler, 2, False)} if wrapped else {"sampler": sampler}
+        trainer: Any = SimpleNamespace(
+            training=True, current_epoch=0, reload_dataloaders_every_n_epochs=0, global_rank=rank, world_size=2
+        )
+        seen += indices(ExactLoading(seed=0).exact(DataLoader(Numbers(8), **options), trainer))
+    assert sorted(flat(seen)) == list(range(8))
+
+
 @pytest.mark.filterwarnings("ignore:.*returned .None")
 def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     class Looks(LightningModule):
@@ -318,7 +334,7 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     assert states == [[(0, {"next": 10})]]  # Lightning itself had fetched one batch more
     trainer.training = True
     rest = loading.exact(DataLoader(ResumableStream(), batch_size=2), trainer)
-    rest.start_at(Start(batches=5, loaders=states[0]))
+    rest.start_at(Start(batches=5), *states[0][0])
     assert [int(x) for batch in rest for x in batch] == Looks.seen[10:]
 
 

@@ -120,13 +120,10 @@ LIGHTNING: dict[str, Any] = {
 }
 SECTION = (dict, type(None))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
-OF_RANK: dict[str, Any] = dict.fromkeys(("random", "metrics", "logged", "module", "gradients"), dict)
-OF_RANK |= {"loaders": list, "passed": list, "device": str}
 RECORD: dict[str, Any] = {
     "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
-    "state": {"place": str, "ranks": [OF_RANK], "samples_per_batch": int, "metric_rows": int, "outline": str},
     **dict.fromkeys(("run_name", "run_id"), str),
-    **dict.fromkeys(("data", "metrics", "versions"), dict),
+    **dict.fromkeys(("data", "metrics", "versions", "state"), dict),  # the state is a resume's: see outline()
 }
 
 
@@ -169,12 +166,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _check(found: Any, shape: Any, path: Path, name: str) -> None:
-    if not isinstance(found, type(shape) if isinstance(shape, (dict, list)) else shape):
+    if not isinstance(found, dict if isinstance(shape, dict) else shape):
         raise _changed(path, name)
-    parts = [(key, found[key], shape[key]) for key in shape if key in found] if isinstance(shape, dict) else []
-    parts += [(place, part, shape[0]) for place, part in enumerate(found)] if isinstance(shape, list) else []
-    for key, part, wanted in parts:
-        _check(part, wanted, path, f"{name}.{key}")
+    for key in shape.keys() & found.keys() if isinstance(shape, dict) else ():
+        _check(found[key], shape[key], path, f"{name}.{key}")
 
 
 def _changed(path: Path, key: str) -> UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
@@ -100,39 +101,35 @@ class RunCheckpoint(GracefulStop):
         self.best_path, self.last_path = self.folder / "best.ckpt", self.folder / "last.ckpt"
         self.record = dict[str, Any](run_name=run.name, run_id=run.run_id, config=config.resolved, versions=versions())
         self.every_seconds, self.every_steps = parse_interval(config.options.checkpoint_every)
-        # throughput does not count what happens in this context: saving
-        self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext  # around saving: throughput leaves it out
         self.saves = config.trainer["enable_checkpointing"] is not False
-        self.notes: list[str] = []
         self._mine = exact_resume.RankState(self.loading)
         self._place: exact_resume.Place | None = None
         self._best_due = False
         self._validated = False  # whether a validation has followed the last batch, which ended a step
         self._followed: bool | None = None  # whether validations log the metric; None before the first
         self._resume: dict[str, Any] | None = None
-        self._metrics: dict[str, float] = {}  # of the checkpoint: all that was logged last
         self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and buffers as a validation began
         self._fresh_groups: list[list[dict[str, Any]]] = []
         self._steps = 0  # done when the interval was last looked at
         self._last_save = time.monotonic()
 
-    # Start and resume
-
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
             return
-        saved = checkpoint.get(RUN_KEY) or {}
-        self._resume, self._metrics = saved.get("state"), saved.get("metrics", {})
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, callbacks.SpikeDetection):
                 checkpoint["callbacks"].pop(callback.state_key, None)
-        if self._resume:
-            self.loading.start = exact_resume.start_of(checkpoint, self._resume, trainer.global_rank)
+        saved = checkpoint.get(RUN_KEY) or {}
+        state = saved.get("state")
         before, now = (flat(each).get("model.optimizer") for each in (saved.get("config", {}), self.record["config"]))
         if before != now:
-            self.notes.append(f"optimizer {before} → {now}: its state starts anew.")
+            self.loading.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
-            self._resume = self._resume and self._resume | {"groups": None}
+        if state is not None:
+            self.loading.start = exact_resume.start_of(checkpoint, state, trainer.global_rank)
+            groups = state.get("groups") if before == now else None
+            self._resume = state | {"groups": groups, "logged": saved.get("metrics", {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict["score"], float | None) or state_dict["mode"] not in ("min", "max"):
@@ -163,19 +160,25 @@ class RunCheckpoint(GracefulStop):
                 for loader in self.loading.training:
                     loader.sampler.set_epoch(trainer.current_epoch)  # type: ignore[attr-defined]
                 lightning_internals.begin_epoch_again(trainer)
-            self.loading.begin_late()
+            if not self.loading.read_early:  # a module's own hooks may have read whole epochs
+                self.loading.begin()
             if self._resume is not None:
                 self._restore(trainer, pl_module, self._resume)
-            say(*self.loading.notes, *self.notes)
+            say(*self.loading.notes)
 
         plugin.convert_input = note_and_convert  # type: ignore
         strategy.on_train_start = start_and_restore  # type: ignore # the last hook of this name
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
-        self._last_save, self._steps = time.monotonic(), trainer.global_step
+        self._last_save, self._steps, notes = time.monotonic(), trainer.global_step, self.loading.notes
         if self._resume is not None:
-            self._go_on(trainer, pl_module, self._resume)
+            self._followed = self._resume.get("followed")
+            for name, value in self._resume["logged"].items():  # a plateau scheduler may follow an earlier validation
+                if isinstance(value, float):
+                    trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
+            before = self._resume["groups"]
+            exact_resume.apply_typed_hyperparameters(trainer, self._fresh_groups, before, self.changed)
         if trainer.is_global_zero:
             # not earlier: a run that cannot start must not become `latest`, nor change an older run's files
             point_latest_at(self.folder)
@@ -186,50 +189,39 @@ class RunCheckpoint(GracefulStop):
                     (self.folder / name).unlink(missing_ok=True)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             name = type(callback).__name__
-            # acts at an epoch's start, which is not repeated
             if isinstance(callback, callbacks.StochasticWeightAveraging):
-                self.loading.anywhere = False
-                self.notes.append(f"with {name} a run resumes from its last epoch's end.")
+                self.loading.anywhere = False  # it acts at an epoch's start, which is not repeated
+                notes.append(f"with {name} a run resumes from its last epoch's end.")
             reasons = [reason for kind, reason in NOT_EXACT.items() if isinstance(callback, kind)]
-            self.notes += [f"a resume is not exact with {name}: {reason}." for reason in reasons]
+            notes += [f"a resume is not exact with {name}: {reason}." for reason in reasons]
         if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
-            self.notes.append("a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew.")
-
-    def _go_on(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-        self._followed = state.get("followed")
-        for name, value in self._metrics.items():  # a plateau scheduler may follow an earlier epoch's validation
-            if isinstance(value, float):
-                trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-        exact_resume.apply_typed_hyperparameters(trainer, self._fresh_groups, state.get("groups"), self.changed)
+            notes.append("a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew.")
 
     def _restore(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
         """What the module's own hooks must not change: generators, unfinished sums."""
         if note := exact_resume.settle_place(trainer, self.loading, state):
-            self.notes.append(note)
+            self.loading.notes.append(note)
         if len(state["ranks"]) == trainer.world_size:
             self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
         # files are changed last: what cannot be restored is refused before
-        if note := self._set_aside_unusable_best(trainer):
-            say(note)
-            self.best.score, self.best.epoch, self.best.metrics = None, None, {}
+        self._set_aside_unusable_best(trainer)
         self.rows.keep_rows(state["metric_rows"])
 
-    def _set_aside_unusable_best(self, trainer: Trainer) -> str | None:
-        """Rename a ``best.ckpt`` that is damaged or belongs to another run; returns what to tell the user."""
+    def _set_aside_unusable_best(self, trainer: Trainer) -> None:
+        """Rename a ``best.ckpt`` that is damaged or belongs to another run, and look for the best anew."""
         reason, path = None, self.best_path
         if self.best.score is not None and trainer.is_global_zero:
             reason = damage(path)
-            if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.record.get("run_id"):
+            if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.record["run_id"]:
                 reason = f"{path} belongs to another run"
             if reason and path.exists():
                 os.replace(path, path.with_suffix(".ckpt.set-aside"))
                 reason += " It was set aside;"
             elif reason:
                 reason = f"{path} is missing;"
-        reason = trainer.strategy.broadcast(reason)
-        return f"{reason} the best is looked for anew." if reason else None
-
-    # Step boundaries
+        if reason := trainer.strategy.broadcast(reason):
+            say(f"{reason} the best is looked for anew.")
+            self.best.score, self.best.epoch, self.best.metrics = None, None, {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._request or self._best_due:
@@ -238,12 +230,11 @@ class RunCheckpoint(GracefulStop):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > 0 and self._resume is None:
             self._follow_training(trainer)
-            self._boundary(trainer, "epoch", save_last=True)
+            self._boundary(trainer, "epoch")
         self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._resume = None  # also where it went on in the validation
-        # which no later batch of this epoch has logged again
         lightning_internals.log_training_sums(trainer, self._mine.sums)
         self._mine.sums = {}
         lightning_internals.share_sums(trainer)
@@ -256,7 +247,7 @@ class RunCheckpoint(GracefulStop):
             self._best_due = True  # no metric was followed: the last is the best
             if self.best.monitor is None and trainer.callback_metrics:
                 say("nothing was logged that could be followed: best.ckpt is the last. Name a metric with --monitor.")
-        self._boundary(trainer, "epoch", save_last=True)
+        self._boundary(trainer, "epoch")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resume is not None:  # nothing is left to train; only the test is repeated
@@ -265,9 +256,7 @@ class RunCheckpoint(GracefulStop):
             if trainer.is_global_zero and self.best_path.exists() and damage(self.last_path):
                 write_atomically(self.best_path.read_bytes(), self.last_path)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._resume, self._validated = None, False
         if self._mine.sums:
             lightning_internals.add_training_sums(trainer, self._mine.sums)
@@ -285,10 +274,10 @@ class RunCheckpoint(GracefulStop):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         exact_resume.share_running_statistics(trainer, pl_module, self.agreement.group)
         self._mine.note(trainer)
-        self._mine.hold_metrics(pl_module)
+        self._mine.held = copy.deepcopy(exact_resume.sums_of(pl_module))
         parts, names = (*trainer.callbacks, pl_module), ("on_validation_start", "on_validation_epoch_start")  # type: ignore[attr-defined]
+        # the user's own may validate other weights than are trained
         if not all(getattr(part, name).__module__.startswith(KEEP_WEIGHTS) for part in parts for name in names):
-            # the user's own may validate other weights than are trained
             self._trained = [(x, x.detach().clone()) for x in (*pl_module.parameters(), *pl_module.buffers())]
 
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -297,7 +286,7 @@ class RunCheckpoint(GracefulStop):
                 callback.on_validation_epoch_end(trainer, pl_module)
         for tensor, value in self._trained:
             tensor.data = value
-        self._boundary(trainer, "validation", save_last=True)
+        self._boundary(trainer, "validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -305,8 +294,7 @@ class RunCheckpoint(GracefulStop):
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
-        if self.best.take(trainer.callback_metrics, trainer.current_epoch):
-            self._best_due = True
+        self._best_due |= self.best.take(trainer.callback_metrics, trainer.current_epoch)
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
         self._mine.note(trainer)
 
@@ -319,49 +307,44 @@ class RunCheckpoint(GracefulStop):
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged)) or "nothing"
             raise UserError(f"--monitor must be a metric that is logged, got {best.monitor}. Logged: {names}.")
-        if best.take(logged, trainer.current_epoch - 1):
-            self._best_due = True
+        self._best_due |= best.take(logged, trainer.current_epoch - 1)
 
-    def _boundary(self, trainer: Trainer, place: exact_resume.Place, save_last: bool = False) -> None:
+    def _boundary(self, trainer: Trainer, place: exact_resume.Place) -> None:
+        """Save, and stop if asked to."""
         stop = self._request if self._request > SAVE_DUE else 0
         with self.exclude():
             if place == "epoch":  # nothing has drawn a random number since the epoch ended
                 self._mine.note(trainer, place)
             # loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best
-            may_save = place == "epoch" or self.loading.anywhere or self._best_due
-            if self.saves and may_save and (save_last or self._request or self._best_due):
+            if self.saves and (place == "epoch" or self.loading.anywhere or self._best_due):
                 self._save(trainer, place)
-            self._best_due &= self.saves
             if stop and stop == self.requeue_signal:
                 if trainer.is_global_zero:
                     requeue_job()
                 stop = signal.SIGTERM
-        self._request = 0
+        self._request, self._best_due = 0, False
         if stop:
             lightning_internals.release_child_processes()
             raise signals.Stopped(stop)
 
     def _save(self, trainer: Trainer, place: exact_resume.Place) -> None:
+        path, failure, saved = self.best_path if self._best_due else self.last_path, None, False
         self._place = place
-        path, failure = self.best_path if self._best_due else self.last_path, None
         try:
             trainer.save_checkpoint(path)
-        except (UserError, TypeError) as error:  # on rank 0 alone, which the others wait for
+            saved = True
+            if self._best_due and trainer.is_global_zero and (place == "epoch" or self.loading.anywhere):
+                # best first: if the run is killed in between, it repeats the steps to the best. A copy: damage to one
+                # file must not damage the other
+                write_atomically(self.best_path.read_bytes(), self.last_path)
+        except (UserError, TypeError) as error:  # on rank 0 alone
             failure = str(error)
-            trainer.strategy.barrier()
+            if not saved:
+                trainer.strategy.barrier()  # where the others wait, in save_checkpoint
         finally:
             self._place = None
-        goes_on_here = place == "epoch" or self.loading.anywhere
-        if self._best_due and trainer.is_global_zero and failure is None and goes_on_here:
-            # best first: if the run is killed in between, it repeats the steps to the best. A copy: damage to one file
-            # must not damage the other
-            try:
-                write_atomically(self.best_path.read_bytes(), self.last_path)
-            except UserError as error:
-                failure = str(error)
         if failure := next((reason for reason in of_all_ranks(failure, self.agreement.group) if reason), None):
             raise UserError(f"{failure.rstrip('.')}. The run has stopped; go on with --ckpt_path auto.")
-        self._best_due = False
         self._last_save = time.monotonic()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

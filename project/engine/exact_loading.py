@@ -1,8 +1,8 @@
 """Replaces a run's loaders by ones with order by (seed, epoch), start at any batch, and exact sharding.
 
 PyTorch and Lightning shuffle from a global generator, so a resumed run sees other batches, and pad or drop samples to
-make ranks equal, so metrics depend on the number of devices. Here a user's plain ``DataLoader`` keeps all but its
-sampler and seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
+make ranks equal, so metrics depend on the number of devices. Here a plain ``DataLoader`` keeps all but its sampler and
+seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +38,7 @@ SEED_STRIDE = 1_000_003  # between two seeds' epochs
 END = object()  # of a loader
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Where in an epoch training goes on."""
 
     epoch: int = 0
@@ -47,11 +46,7 @@ class Start:
     samples_per_batch: int = 0  # of all ranks together, at that time
     # of each of this rank's loaders: the number of the batch at which its pass began, and its (or its sampler's) state
     loaders: Sequence[tuple[int, Any]] = ()
-    over: bool = False  # whether nothing of the epoch's training is left: only its validation, and the states after it
-
-    def of_loader(self, index: int) -> tuple[int, Any]:
-        """The entry of ``loaders`` of one loader."""
-        return self.loaders[index] if index < len(self.loaders) else (0, None)
+    over: bool = False  # whether the epoch's training is done, and only its validation is left
 
 
 class Request(NamedTuple):
@@ -67,11 +62,11 @@ class ExactBatches(data.Sampler[Request]):
     """What one rank's loader asks its dataset for.
 
     Training: global batch ``k`` is ``order[k·B·W : (k+1)·B·W]`` and rank ``r`` takes its ``r``-th part, so W ranks with
-    batch B train on what one rank with batch B·W trains on. What does not fill a global batch is shared out evenly as a
-    last, smaller one, or left out with ``drop_last`` (and where it has fewer samples than ranks).
+    batch B train on what one rank with batch B·W trains on. The rest is shared evenly as a last, smaller batch, or left
+    out with ``drop_last`` and where it has fewer samples than ranks.
 
     Evaluation: every sample comes once. One rank has the batches of the loader that was given. On several ranks global
-    batches differ by at most one sample, so that all ranks have equally many and none waits for one that has finished.
+    batches differ by at most one sample: all ranks have equally many, so that none waits for one that has finished.
     """
 
     source: Any  # the sampler whose order is cut into batches, or a batch sampler
@@ -114,12 +109,11 @@ class ExactBatches(data.Sampler[Request]):
             self.over, self.passes = False, {}
         self.epoch = epoch
 
-    def start_at(self, start: Start, index: int = 0) -> None:
+    def start_at(self, start: Start, passed: int = 0, state: Any = None) -> None:
         """Start inside an epoch, whose rest has the samples not seen, even if batch size or number of ranks differ."""
-        self.epoch, self.over = start.epoch, start.over
-        self.passed, state = start.of_loader(index)
+        self.epoch, self.over, self.passed = start.epoch, start.over, passed
         per_batch = start.samples_per_batch or self.global_batch_size
-        self.start_sample = min((start.batches - self.passed) * per_batch, self.num_samples)
+        self.start_sample = min((start.batches - passed) * per_batch, self.num_samples)
         self.start_batch = len(self._cuts()) - len(self._cuts(self.start_sample))
         if state is not None:
             self.source.load_state_dict(state)
@@ -162,32 +156,27 @@ class ExactBatches(data.Sampler[Request]):
         samples, ranks = self.num_samples, self.world_size
         if self.training or ranks == 1 or self.batch_size is None:
             cuts = list(range(first, samples + 1, self.global_batch_size))
-            has_more = samples - cuts[-1] >= ranks and not self.drop_last
-            return [*cuts, samples] if has_more and self.batch_size is not None else cuts
+            has_more = samples - cuts[-1] >= ranks and not self.drop_last  # never without a batch size
+            return [*cuts, samples] if has_more else cuts
         batches = math.ceil(math.ceil(samples / ranks) / self.batch_size)
         batches = max(1, batches if self.in_memory else min(batches, samples // ranks))
         return [samples * number // batches for number in range(batches + 1)]
 
 
 class Fetch(data.Dataset[Any]):
-    """A map-style dataset, fetched and collated a batch at a time, its random numbers tied to what is fetched.
-
-    To others it is the dataset: its samples, and its attributes to read and to set.
+    """Fetches and collates batches of a map-style dataset. Its samples and attributes are the dataset's own.
 
     All generators are seeded first: in training from (seed, rank, epoch, batch), so that any number of workers, and a
-    resumed run, get the same batch; in evaluation from (seed, sample), however the set is cut into batches.
+    resumed run, get the same batch; in evaluation (``rank`` None) from (seed, sample), however the set is cut.
 
-    ``__getitem__`` of the dataset, or where it exists ``__getitems__(list)``, is used. One that has
-    ``gather(indices: int64 tensor)`` is in memory and is asked for whole batches. ``rank`` is None in evaluation;
-    without ``batched`` a request holds one key instead of a batch's.
+    The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is used, the first that
+    it has. Without ``batched`` a request holds one key instead of a batch's.
     """
 
     _dataset: Any
     _how: Any
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], seed: int, rank: int | None, batched: bool = True
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, rank: int | None, batched: bool) -> None:
         vars(self).update(_dataset=dataset, _how=(collate, seed, rank, batched))
 
     def __getattr__(self, name: str) -> Any:
@@ -217,35 +206,32 @@ class Fetch(data.Dataset[Any]):
             elif hasattr(dataset, "__getitems__"):
                 samples = dataset.__getitems__(keys)
             else:
-                samples = [self._sample(key, seed if rank is None else None) for key in keys]
+                samples = []
+                for key in keys:
+                    if rank is None:  # hash() of a text differs from process to process
+                        number = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
+                        seed_generators(hash((seed, number)))
+                    samples.append(dataset[key])
             return collate(samples)
-
-    def _sample(self, key: Any, seed: int | None) -> Any:
-        if seed is not None:
-            # hash() of a text differs from process to process
-            number = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
-            seed_generators(hash((seed, number)))
-        return self._dataset[key]
 
 
 class ExactLoader(DataLoader[Any]):
     """A ``DataLoader`` of the user's with :class:`ExactBatches` for its sampler."""
 
     batches: ExactBatches
-    start_at: Callable[[Start, int], None]
+    start_at: Callable[..., None]
 
     @classmethod
     def of(cls, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> ExactLoader:
         """The exact form of a plain loader over a map-style dataset."""
         dataset: Any = loader.dataset
         inner: Any = loader.batch_sampler
-        size, drop_last, source = None, False, inner
-        if inner is None:  # batch_size=None: the dataset returns whole batches
-            source = loader.sampler
-        elif type(inner) is data.BatchSampler:
-            size, drop_last, source = inner.batch_size, inner.drop_last, inner.sampler
-        elif not training and world_size > 1:  # ranks need equally many batches, so the samples are distributed again
-            parts = [list(part) for part in inner]
+        source = source_of(loader)
+        size, drop_last = None, False  # batch_size=None: the dataset returns whole batches
+        if type(inner) is data.BatchSampler:
+            size, drop_last = inner.batch_size, inner.drop_last
+        elif source is inner and not training and world_size > 1:  # for equally many batches, cut the samples again
+            parts = [list(part) for part in source]
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
         device = getattr(dataset, "device", None) if gathers(dataset) else None
         batches = ExactBatches(source, size, drop_last, training, gathers(dataset), seed, rank, world_size, device)
@@ -279,10 +265,9 @@ class ExactLoader(DataLoader[Any]):
 
 
 class WatchedLoader:
-    """A training loader that has no exact form; its state, where its ``owner`` (loader or dataset) has one, is kept.
-
-    Its random numbers in this process come from (seed, epoch, batch), the same on every rank. Lightning may have
-    fetched one batch more than training has used: a checkpoint takes the state with its batch's number.
+    """A training loader that has no exact form. Where its ``owner`` (loader or dataset) has a state, that is kept by
+    batch, as Lightning may have fetched one more than training has used. Random numbers in this process come from
+    (seed, epoch, batch), the same on every rank.
     """
 
     def __init__(self, loader: Any, owner: Any, seed: int) -> None:
@@ -329,22 +314,19 @@ class WatchedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch, self.first = epoch, self.first if epoch == self.epoch else 0
-        samplers = [getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
+        samplers = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))
         for part in (self.dataset, self.loader, *samplers):
-            if (tell := getattr(part, "set_epoch", None)) is not None:
-                tell(epoch)
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
-    def start_at(self, start: Start, index: int = 0) -> None:
-        """Start where the checkpoint was taken."""
+    def start_at(self, start: Start, passed: int = 0, state: Any = None) -> None:
         self.set_epoch(start.epoch)
-        state = start.of_loader(index)[1]
         if state is not None:
             self.owner.load_state_dict(state)
             self.first = 0 if start.over else start.batches
         self._over = start.epoch if start.over else -1
 
     def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
-        """The state after so many batches of this epoch, where there is one."""
         if epoch_ends and self.finished:
             return 0, self._state()
         state = self._states.get(batches)
@@ -362,7 +344,7 @@ class ExactLoading:
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact, a line each
         self.training: list[ExactLoader | WatchedLoader] = []
-        self._early = False  # whether Lightning reads before the module's hooks: a loader has no length
+        self.read_early = False  # whether Lightning reads before the module's hooks: a loader has no length
         self._loaded_at: int | None = None  # the epoch for which ``training`` was made
 
     def install(self, trainer: Trainer) -> None:
@@ -391,8 +373,8 @@ class ExactLoading:
                 self._note(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
         if trainer.training:
             self.training.append(found)
-            self._early = self._early or sized_len(found) is None
-            if self._early:  # Lightning reads a batch of each loader at once
+            self.read_early = self.read_early or sized_len(found) is None
+            if self.read_early:
                 self.begin()
             for each in self.training:
                 if isinstance(each, ExactLoader):
@@ -403,8 +385,7 @@ class ExactLoading:
         # loaders side by side differ in order and draws
         seed = hash((self.seed, len(self.training))) % 2**32 if training and self.training else self.seed
         if is_plain(loader) and not isinstance(loader.dataset, data.IterableDataset):
-            inner: Any = loader.batch_sampler
-            source = loader.sampler if inner is None or type(inner) is data.BatchSampler else inner
+            source = source_of(loader)
             sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
             if sized_len(source) is not None:
                 known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
@@ -422,18 +403,12 @@ class ExactLoading:
 
     def begin(self) -> None:
         """Put the loaders where training starts."""
-        for index, loader in enumerate(self.training):
-            loader.start_at(self.start, index)
-
-    def begin_late(self) -> None:
-        """The same after the module's own hooks, which read whole epochs; nothing where Lightning has begun to read."""
-        if not self._early:
-            self.begin()
+        for loader, place in zip(self.training, chain(self.start.loaders, repeat((0, None))), strict=False):
+            loader.start_at(self.start, *place)
 
     def states(self, batches: int, epoch_ends: bool = False) -> list[tuple[int, Any]]:
         """Where this rank's training loaders are after so many batches of the epoch, or before the next epoch."""
-        states = [loader.state_after(batches, epoch_ends) for loader in self.training]
-        return states if any(began or state is not None for began, state in states) else []
+        return [loader.state_after(batches, epoch_ends) for loader in self.training]
 
     @property
     def samples_per_batch(self) -> int:
@@ -465,6 +440,14 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
 def is_plain(loader: Any) -> bool:
     """Whether a loader gives its batches as PyTorch's own does; a subclass may have other arguments."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and not has_state(loader)
+
+
+def source_of(loader: DataLoader[Any]) -> Any:
+    """The sampler of a plain loader's samples, or a batch sampler of the user's own."""
+    inner = loader.batch_sampler
+    if type(inner) is data.BatchSampler:
+        return inner.sampler  # not the loader's, where the user gave a BatchSampler
+    return loader.sampler if inner is None else inner
 
 
 def gathers(dataset: Any) -> bool:

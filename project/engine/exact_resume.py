@@ -1,6 +1,5 @@
 """What an exact resume needs and Lightning's checkpoint lacks: generators, unfinished sums, loop counters."""
 
-import copy
 import random
 from itertools import repeat
 from typing import Any, Literal
@@ -52,7 +51,8 @@ class RankState:
         self._random: dict[str, Any] | None = None
         self._loaders: list[tuple[int, Any]] = []
         self.sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
-        self._held: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the metrics' sums before the last validation
+        # sums_of() before the last validation, which a resumed run begins again
+        self.held: tuple[dict[str, Any], dict[str, Any]] = {}, {}
 
     def note(self, trainer: Trainer, place: Place = "batch") -> None:
         """Remember generators and loaders as they are now: before the next batch is fetched."""
@@ -65,13 +65,9 @@ class RankState:
         """Remember the generators alone: also what the module's last hooks drew."""
         self._random = random_state(trainer.strategy.root_device)
 
-    def hold_metrics(self, module: LightningModule) -> None:
-        """Remember the metrics' sums: a resumed run begins the validation that comes now again."""
-        self._held = copy.deepcopy(_sums_of(module))
-
     def gather(self, trainer: Trainer, module: LightningModule, place: Place) -> dict[str, Any]:
         """The noted state and the current sums: plain values and tensors on the CPU."""
-        sums, metrics = self._held if place == "validation" else _sums_of(module)
+        sums, metrics = self.held if place == "validation" else sums_of(module)
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         inside_step = done % trainer.accumulate_grad_batches and done < trainer.num_training_batches
         inside_step = inside_step or not module.automatic_optimization  # whose steps nobody knows
@@ -109,7 +105,8 @@ class RankState:
             restore_random_state(state["random"], trainer.strategy.root_device)
 
 
-def _sums_of(module: LightningModule) -> tuple[dict[str, Any], dict[str, Any]]:
+def sums_of(module: LightningModule) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own unfinished sums (its ``metric_state()``) and those of its torchmetrics."""
     own = getattr(module, "metric_state", None)
     sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
     return sums, lightning_internals.metric_states(module)
@@ -140,10 +137,9 @@ def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any])
 
 
 def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
-    """Rewrite the fit loop's counters, in place, so that Lightning resumes exactly here.
+    """Rewrite the fit loop's counters, in place, so that all is done or not begun. ``validated``: the last step was.
 
-    Inside a hook only some of Lightning's counters are advanced, and its restart repeats or skips a validation, an
-    epoch or a logging step. Here all that was begun is done or not begun. ``validated``: the last step was validated.
+    Inside a hook some counters are advanced, and Lightning's restart repeats or skips a validation, epoch or log step.
     """
     fit = loops["fit_loop"]
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
@@ -171,10 +167,8 @@ def _set_all(counters: dict[str, int], value: int) -> None:
 
 
 def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
-    """Give all ranks rank 0's buffers before a validation, as a resumed run has them.
-
-    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged weights. What lies on
-    the CPU, as a count of averages does, goes through ``cpu_group``: NCCL takes nothing from there.
+    """Give all ranks rank 0's buffers before a validation, as a resumed run has them. DDP does so before a forward, but
+    not while gradients accumulate, and not for averaged weights. NCCL takes nothing from the CPU: ``cpu_group`` does.
     """
     if trainer.world_size > 1:
         for part in (module, *lightning_internals.averaged_models(trainer)):
@@ -188,27 +182,27 @@ def apply_typed_hyperparameters(
     """Let typed hyperparameters win over those in the checkpoint's optimizer state.
 
     ``fresh`` are the optimizers' parameter groups as configured now, ``before`` as the checkpoint's run had configured
-    them: what differs was typed; the rest goes on, also where training has changed it. Where the configuration is not
-    ``changed``, only the kernels are chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision.
+    them: what differs was typed; the rest goes on. Where the configuration is not ``changed``, only the kernels are
+    chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision.
     """
     schedulers = {id(config.scheduler.optimizer): config.scheduler for config in trainer.lr_scheduler_configs}
     for optimizer, groups, earlier in zip(trainer.optimizers, fresh, before or repeat(None), strict=False):
         saved = optimizer.param_groups if earlier is None else earlier
         if not len(groups) == len(optimizer.param_groups) == len(saved):
             continue
-        scheduler = schedulers.get(id(optimizer))
+        scheduler: Any = schedulers.get(id(optimizer))
         for group, wanted, was in zip(optimizer.param_groups, groups, saved, strict=True):
             rate = _first_rate(wanted) / (_first_rate(was) or 1.0)
             differ = [key for key in wanted if changed and key != "lr" and wanted[key] != was.get(key)]
             group.update({key: wanted[key] for key in wanted if key in differ or key in KERNELS})
             if changed and rate != 1.0:
                 group["lr"] *= rate
+            on_device = group.get("fused") or group.get("capturable")
             for parameter in group["params"]:
-                step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
-                if isinstance(step, torch.Tensor):  # fused kernels need it on the device, others on the CPU
-                    on_device = group.get("fused") or group.get("capturable")
-                    optimizer.state[parameter]["step"] = step.to(parameter.device if on_device else "cpu")
-        if changed and scheduler is not None and hasattr(scheduler, "base_lrs"):
+                state = optimizer.state.get(parameter, {})
+                if isinstance(step := state.get("step"), torch.Tensor):  # fused kernels need it on the device
+                    state["step"] = step.to(parameter.device if on_device else "cpu")
+        if changed and hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [_first_rate(group) for group in optimizer.param_groups]
             if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
                 for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):

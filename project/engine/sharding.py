@@ -1,7 +1,7 @@
 """FSDP as the runs of this project need it: Lightning's strategy, mended where its result would be wrong or unsafe."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ class ShardedStrategy(FSDPStrategy):
     """
 
     whole_parameters = 0  # of the module before it was cut
+    lightning_restore_optimizer = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=LARGE), **kwargs})
@@ -38,8 +39,7 @@ class ShardedStrategy(FSDPStrategy):
         StrategyRegistry.register("fsdp_cpu_offload", cls, override=True, cpu_offload=True)
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        self.whole_parameters = sum(parameter.numel() for parameter in self.lightning_module.parameters())
+        self.whole_parameters = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
         super().setup(trainer)
 
     @property
@@ -47,53 +47,44 @@ class ShardedStrategy(FSDPStrategy):
         config = super().mixed_precision_config
         if config is None or self.mixed_precision is not None:
             return config
-        is_mixed = "mixed" in self.precision_plugin.precision
-        buffers = torch.float32 if is_mixed else config.buffer_dtype
+        buffers = torch.float32 if "mixed" in self.precision_plugin.precision else config.buffer_dtype
         return replace(config, reduce_dtype=torch.float32, buffer_dtype=buffers)
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.model is not None
-        with whole_state(self.model):
-            self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
+        with whole_state(self) as model:
+            model.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.model is not None
-        with whole_state(self.model, rank_zero_only=True):
-            state = FSDP.optim_state_dict(self.model, optimizer)
+        with whole_state(self, rank_zero_only=True) as model:
+            state = FSDP.optim_state_dict(model, optimizer)
         if not self.is_global_zero:
             return state
-        return FSDP.rekey_optim_state_dict(state, fsdp.OptimStateKeyType.PARAM_ID, self.model, optim=optimizer)
+        return FSDP.rekey_optim_state_dict(state, fsdp.OptimStateKeyType.PARAM_ID, model, optim=optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.model is not None
         by_name = fsdp.OptimStateKeyType.PARAM_NAME
-        with whole_state(self.model):
+        with whole_state(self) as model:
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-                names = FSDP.rekey_optim_state_dict(saved, by_name, self.model, optim=optimizer)
-                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self.model, optimizer, names))
+                names = FSDP.rekey_optim_state_dict(saved, by_name, model, optim=optimizer)
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, names))
 
 
-def whole_state(model: torch.nn.Module, rank_zero_only: bool = False) -> AbstractContextManager[Any]:
-    """A block in which state dicts of a sharded model are those of the whole one, on the CPU. Every rank enters it."""
-    return FSDP.state_dict_type(
-        model,
-        fsdp.StateDictType.FULL_STATE_DICT,
-        fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only),
-        fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only),
-    )
+@contextmanager
+def whole_state(strategy: FSDPStrategy, rank_zero_only: bool = False) -> Iterator[Any]:
+    """The sharded model; in the block its state dicts are those of the whole one, on the CPU. Every rank enters it."""
+    model: Any = strategy.model
+    weights = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only)
+    optimizer = fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only)
+    with FSDP.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, weights, optimizer):
+        yield model
 
 
 def for_float32_test(strategy: FSDPStrategy, fresh: LightningModule) -> LightningModule:
     """``fresh`` with the trained weights, for a test in float32. The trained module cannot be cut a second time."""
-    assert strategy.model is not None
-    with whole_state(strategy.model):
-        fresh.load_state_dict(strategy.model.state_dict())
+    with whole_state(strategy) as model:
+        fresh.load_state_dict(model.state_dict())
     strategy.precision_plugin = FSDPPrecision("32-true")
     return fresh

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import importlib.metadata
 import io
-import json
 import math
 import os
 import platform
@@ -75,10 +74,6 @@ class Summary:
             facts[self.monitor] = self.best_score
         return {name: value for name, value in (facts | self.metrics).items() if value is not None}
 
-    def write(self, path: Path) -> None:
-        """Write ``summary.json``."""
-        write_atomically((json.dumps(self.to_plain(), indent=2) + "\n").encode(), path)
-
 
 @dataclass(frozen=True)  # feature: report, wandb, test_predictions
 class Mistake:
@@ -109,7 +104,7 @@ class RunRecord:
     def names(self) -> list[str]:
         """One name per class of the confusion matrix; numbers where the data module names another number of classes."""
         classes = 0 if self.confusion is None else len(self.confusion)
-        return self.class_names if len(self.class_names) == classes else [str(index) for index in range(classes)]
+        return self.class_names if len(self.class_names) == classes else [*map(str, range(classes))]
 
     @property
     def class_accuracy(self) -> list[tuple[str, float, int]]:
@@ -157,12 +152,12 @@ class RunTimer(Callback):
     """
 
     start_seconds: float | None = None
-    begun = False
-    _begun: float | None = None
+    begun = False  # whether the first step has
+    _started_at: float | None = None  # this part; None outside of training
     _before = 0.0  # seconds of the parts that have ended
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begun = time.perf_counter()
+        self._started_at = time.perf_counter()
         say(start_line(trainer, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -172,12 +167,11 @@ class RunTimer(Callback):
                 self.start_seconds = time.time() - psutil.Process().create_time()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._before, self._begun = self.fit_seconds, None
+        self._before, self._started_at = self.fit_seconds, None
 
     @property
     def fit_seconds(self) -> float:
-        """Seconds of training so far."""
-        return self._before + (0.0 if self._begun is None else time.perf_counter() - self._begun)
+        return self._before + (0.0 if self._started_at is None else time.perf_counter() - self._started_at)
 
     def state_dict(self) -> dict[str, float]:
         return {"seconds": self.fit_seconds}
@@ -187,7 +181,7 @@ class RunTimer(Callback):
 
 
 class EpochLines(Callback):
-    """Prints a line per epoch on rank 0, and why training ended early; on a terminal with a bar of the run below.
+    """Prints a line per epoch, and why training ended early; on a terminal with a bar of the run below.
 
     Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged.
     """
@@ -220,9 +214,7 @@ class EpochLines(Callback):
         if self._bar is not None:
             self._bar.close()  # so that what is printed next begins a line
         self._print_epoch(trainer)
-        if not (trainer.is_global_zero and trainer.should_stop):
-            return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks if trainer.should_stop else ():  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
                 reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
                 say(f"stopped early: {' '.join(reason.split())}")
@@ -245,12 +237,12 @@ class EpochLines(Callback):
         parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
-        if not self.wants_bar:
+        if self.wants_bar:
+            whole = "  ".join(part.replace(" ", "\u00a0") for part in parts)  # a name and its value stay together
+            lines = textwrap.fill(whole, shutil.get_terminal_size().columns, subsequent_indent="    ")
+            tqdm.write(lines.replace("\u00a0", " "))
+        else:
             say("  ".join(parts))
-            return
-        whole = "  ".join(part.replace(" ", "\u00a0") for part in parts)  # a name and its value stay together
-        lines = textwrap.fill(whole, shutil.get_terminal_size().columns, subsequent_indent="    ")
-        tqdm.write(lines.replace("\u00a0", " "))
 
 
 def progress_callback(flags: dict[str, Any]) -> Callback | None:
