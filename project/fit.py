@@ -106,7 +106,7 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
     """Train, test the best once, publish, write the summary. :class:`signals.Stopped`: last.ckpt holds the step."""
     trainer, checkpoint, status, trained = session.trainer, session.checkpoint, 1, False
     try:
-        with refusals_as_errors(session.timer, job.checkpoint):
+        with refusals_as_errors(job.checkpoint, session.timer):
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=job.checkpoint, weights_only=True)
         summary = summarize(config, job, session)  # before the test's precision is set
         summary.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)

@@ -16,7 +16,7 @@ from project.engine.cli import CommandLine, configure
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
 from project.engine.restore import ROOT, find_checkpoint, load
 from project.engine.stop import GracefulStop
-from project.engine.summary import RunTimer, device_name, samples_of
+from project.engine.summary import device_name, samples_of
 from project.engine.trainer import build_trainer, float32_products, lacks_for_test, refusals_as_errors, trainer_flags
 from project.errors import UserError
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     say(*([f"testing {path} with {', '.join(loaded.changes)}"] if loaded.changes else []))
     flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
     trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
-    with refusals_as_errors(RunTimer()), float32_products():  # like fit's own test; --precision still chooses autocast
+    with refusals_as_errors(path), float32_products():  # like fit's own test; --precision still chooses autocast
         found = trainer.test(loaded.module, loaded.datamodule, ckpt_path=path, weights_only=True, verbose=False)
     facts = {
         "checkpoint": str(path),

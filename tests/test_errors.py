@@ -16,7 +16,6 @@ from project import test as test_command
 from project.engine import command as entry
 from project.engine.cli import configure
 from project.engine.restore import load
-from project.engine.summary import RunTimer
 from project.engine.trainer import refusals_as_errors
 from tests.commands import SMALL, checkpoint, finished_run, summary
 
@@ -152,8 +151,17 @@ def test_weights_that_the_network_lacks_are_told_in_one_line(
     assert "network.gone" in error_of(capsys, "--ckpt_path", "more.ckpt", main=main)
 
 
+@pytest.mark.parametrize("loops", [{}, {"test_loop": 3}])
+def test_loops_that_a_test_cannot_restore_are_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, loops: dict[str, Any]
+) -> None:
+    torch.save(checkpoint(finished / "best.ckpt") | {"loops": loops}, "changed.ckpt")
+    told = error_of(capsys, "--ckpt_path", "changed.ckpt", main=test_command.main)
+    assert "--ckpt_path changed.ckpt cannot be tested: it holds something else" in told
+
+
 def test_a_misfit_in_a_modules_own_code_keeps_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match="loading state_dict"), refusals_as_errors(RunTimer()):
+    with pytest.raises(RuntimeError, match="loading state_dict"), refusals_as_errors(Path("best.ckpt")):
         torch.nn.Linear(1, 1).load_state_dict({})
 
 

@@ -1,7 +1,7 @@
 """The only file that uses private names of other packages, such as Lightning: one function each, with its reason.
 
-:func:`check` looks up every name when a run starts, so that another version of a package is one line of error then,
-instead of an ignored signal or a lost sum later.
+:func:`check` looks up every name once when a run starts. If a version lacks one, the run ends with one line, instead
+of ignoring a signal or losing a sum later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ NAMES = {
     "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
-        *("_ResultCollection.valid_items", "_ResultCollection.log", "_Metadata.is_mean_reduction")
+        *("_ResultCollection.valid_items", "_ResultCollection.log", "_ResultMetric.update"),
+        "_Metadata.is_mean_reduction",
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
@@ -68,8 +69,8 @@ def check() -> None:
 def leave_signals_alone(trainer: Trainer) -> None:
     """Keep Lightning from handling SIGTERM and SLURM's signal, and from a broadcast between ranks at every step.
 
-    Its broadcast inside a signal handler hung 1 time in 8; the one at every step waits for the device. The Trainer has
-    no switch for its handlers (Lightning issues 20806, 21406, 21487).
+    Buys: a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time in 8), no wait for
+    the device. Public way missing: the Trainer has no switch for its handlers (Lightning issues 20806, 21406, 21487).
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -77,7 +78,7 @@ def leave_signals_alone(trainer: Trainer) -> None:
 
 @contextmanager
 def values_are_no_files() -> Iterator[None]:
-    """Inside, a parser reads no value from a file, so that a checkpoint brings in no other file."""
+    """Inside, a parser reads no value from a file. Buys: a checkpoint brings in no other file. Public way missing."""
     options: Any = importlib.import_module("jsonargparse._optionals")
     mode, options._config_read_mode = options._config_read_mode, "rR"  # readable and not readable
     try:
@@ -87,9 +88,10 @@ def values_are_no_files() -> Iterator[None]:
 
 
 def begin_epoch_again(trainer: Trainer) -> None:
-    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on: they may set
-    layers to eval mode, say. Weights and buffers stay as they are. Lightning leaves the hook out there, and only its
-    own call tells ``self.log`` where it is.
+    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on.
+
+    Buys what they set for an epoch, such as frozen layers in eval mode. Weights and buffers stay as they are. Public
+    way missing: Lightning leaves the hook out there, and only its own call tells ``self.log`` where it is.
     """
     module, not_again = trainer.lightning_module, ("lightning.", __name__.rpartition(".")[0])
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
@@ -104,13 +106,17 @@ def begin_epoch_again(trainer: Trainer) -> None:
 
 
 def end_restart(trainer: Trainer) -> None:
-    """Let a resumed epoch end like any other: a ReduceLROnPlateau steps at its end, too."""
-    trainer.fit_loop._restarting = False  # the public setter sets it again where ``max_steps`` ends the run
+    """Let a resumed epoch end like any other: a ReduceLROnPlateau steps at its end, too. Public way missing: the setter
+    of ``restarting`` sets it again where ``max_steps`` ends the run.
+    """
+    trainer.fit_loop._restarting = False
 
 
 def release_child_processes() -> list[Any]:
-    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code: exit code 143
-    would become 137. Its thread cannot be stopped. Returns the ranks' :class:`subprocess.Popen`.
+    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code.
+
+    Returns the ranks' :class:`subprocess.Popen`. Buys: exit code 143 instead of 137 for a DDP run. Public way missing:
+    the observer's thread cannot be stopped.
     """
     released: list[Any] = []
     for thread in threading.enumerate():
@@ -121,7 +127,9 @@ def release_child_processes() -> list[Any]:
 
 
 def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
-    """The models that ``WeightAveraging`` callbacks hold and do not show."""
+    """The averaged weights that ``WeightAveraging`` callbacks hold. Buys: the same running statistics on every rank.
+    Public way missing: the callback has no attribute for its model.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             yield callback._average_model
@@ -130,7 +138,8 @@ def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
 def average_on_the_device(trainer: Trainer) -> None:
     """Put averaged weights where the trained ones are, unless the callback was told where, and their count on the host.
 
-    Else every step copies all weights to the CPU, and waits for the device, which torch asks for the count.
+    Buys: no copy of all weights to the CPU, and no wait for the device, which torch asks for the count, at every step.
+    Public way missing: the callback has no attribute for its model, and torch no switch.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and (average := callback._average_model) is not None:
@@ -141,8 +150,8 @@ def average_on_the_device(trainer: Trainer) -> None:
 
 
 def in_eval_mode(trainer: Trainer, within_validation: bool) -> list[str]:
-    """Names of the parts of the module that are trained in eval mode. Within a validation all parts are in eval mode,
-    and only its loop knows which ones return.
+    """Names of the parts of the module that are trained in eval mode. Buys that they stay so after a resume.
+    Public way missing: within a validation all parts are in eval mode, and only its loop knows which ones return.
     """
     kept = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if within_validation else None
     modes = kept or {name: part.training for name, part in trainer.lightning_module.named_modules()}
@@ -159,8 +168,8 @@ def metric_states(module: LightningModule) -> dict[str, Any]:
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Restore the sums that :func:`metric_states` returned. Without its count of updates, which has no public setter, a
-    metric's ``compute`` warns.
+    """Restore the sums that :func:`metric_states` returned. Public way missing: a metric's count of updates can be read
+    and not set, and without it ``compute`` warns.
     """
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and name in states:
@@ -171,7 +180,8 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
 
 def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far, and how it was logged.
-    Lightning's checkpoint does not hold it (issue 17543).
+
+    Buys the logged mean of an interrupted epoch. Public way missing: a checkpoint does not hold it (issue 17543).
     """
     sums: dict[str, dict[str, Any]] = {}
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
@@ -188,8 +198,8 @@ def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
-    """Add sums of :func:`training_sums` to what has been logged since, and take them out of ``sums``. Called after each
-    batch: an entry is made when its value is logged for the first time.
+    """Add sums of :func:`training_sums` to what has been logged since; what has been added is taken out of ``sums``.
+    Lightning makes an entry when its value is logged for the first time, so this is called after the next batches.
     """
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         if key in sums and not logged.has_reset:
@@ -216,7 +226,8 @@ def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None
 def share_sums(trainer: Trainer) -> None:
     """Add up over all ranks, weighted by samples, what ``self.log`` has summed in steps of an epoch, or of this loader.
 
-    Lightning's ``sync_dist=True``, which the module's author alone can set, counts ranks of 17 and 16 samples alike.
+    Buys: metrics that do not depend on the number of devices. Public way missing: only the module's author could set
+    ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each.
     """
     if trainer.world_size == 1:
         return
@@ -239,7 +250,8 @@ def share_sums(trainer: Trainer) -> None:
 
 def of_rank_zero_alone(trainer: Trainer) -> list[str]:
     """What an evaluation logged outside of its step, with another value on each rank: nobody can tell how to join them.
-    The public ``trainer.callback_metrics`` holds the training's values, too.
+
+    Buys a line about a wrong value. Public way missing: ``trainer.callback_metrics`` holds the training's values, too.
     """
     items = trainer._results.valid_items() if trainer._results is not None else ()
     alone = [x for _, x in items if x.is_tensor and x.meta.fx.endswith("_end") and not x.meta.sync.should]
@@ -250,7 +262,7 @@ def of_rank_zero_alone(trainer: Trainer) -> list[str]:
 
 def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[Any], bool]:
     """The loaders of the evaluation that runs, and whether this is the last batch of one of them, or of all that are
-    read side by side, which only the loop knows.
+    read side by side. Public way missing: how they are read is the loop's secret.
     """
     loop: Any = trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop.val_loop
     last = batch_idx + 1 == loop.max_batches[loader_idx] if loop._is_sequential else loop.batch_progress.is_last_batch
@@ -258,15 +270,18 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
 
 
 def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
-    """The module that is trained, which a Profiler does not show."""
+    """The module that is trained. Buys regions around the network in the step profiler. Public way missing: a Profiler
+    has none to its Trainer or module.
+    """
     return profiler._lightning_module  # type: ignore[attr-defined]
 
 
 def surround_compiled_call(  # feature: profiler
     network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
 ) -> Callable[[], None] | None:
-    """Call ``before`` and ``after`` around a compiled network, whose hooks would be compiled as well. Returns what
-    undoes it, None if the network is not compiled.
+    """Call ``before`` and ``after`` around a compiled network; returns what undoes it, None if it is not compiled.
+
+    Buys the time of its forward pass: hooks would be compiled. ``nn.Module.compile`` tells nobody what it made.
     """
     compiled = network._compiled_call_impl
     if compiled is None:
@@ -290,7 +305,8 @@ def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:  # featur
 @contextmanager  # feature: memory
 def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     """Record CUDA allocations and frees inside, and write the newest, with their stacks, for PyTorch's memory viewer.
-    PyTorch documents these underscored names, and has no others.
+
+    Buys ``--memory_snapshot``. PyTorch documents these underscored names, and has no others.
     """
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
     yield
@@ -302,7 +318,8 @@ class LiveMemory(ExitStack):  # feature: tune, memory
     """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs microseconds each.
 
     Not within one operation. A compiled network runs eagerly. Above ``limit_bytes``: ``torch.OutOfMemoryError``.
-    The CPU's allocator counts nothing, and the public ``TorchFunctionMode`` does not see the backward pass.
+    Buys what the CPU's allocator does not count. Public way missing: PyTorch has ``TorchDispatchMode`` in this module
+    alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:

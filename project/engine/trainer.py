@@ -134,10 +134,10 @@ def further_loggers(flags: dict[str, Any], options: Any, folder: Path) -> list[L
 
 
 @contextmanager
-def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator[None]:
+def refusals_as_errors(checkpoint: Path | None, timer: RunTimer | None = None) -> Iterator[None]:
     """Turn what Lightning refuses into a :class:`UserError`: before the first step a flag, later an unknown metric.
 
-    So is what cannot be restored of the checkpoint that a run was resumed from, unless the user's own code raised it.
+    So is what cannot be restored of a checkpoint, unless the user's own code raised it. ``timer``: of a training.
     """
     try:
         yield
@@ -147,6 +147,7 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
         lacks, owner = str(getattr(error, "name", "")), str(type(getattr(error, "obj", None)))  # feature: wandb
         if lacks.startswith("add_") and "'wandb." in owner:  # feature: wandb
             raise UserError(f"self.logger.experiment is W&B's, without {lacks}. Add --tensorboard true.") from None
+        begun = timer is not None and timer.begun
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = modules[-1]
         text = " ".join(str(error).split())
@@ -154,15 +155,16 @@ def refusals_as_errors(timer: RunTimer, resumed: Path | None = None) -> Iterator
             raise UserError(f"--ckpt_path: {text[:300]}") from None
         # what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint say
         unknown = "which is not available" in text or "could not find the monitored key" in text
-        refused = not timer.begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))
+        refused = not begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))
         if raised_in.startswith("lightning.") and (unknown or refused):
             text += " Raise --max_epochs." if "restored a checkpoint with current_epoch" in text else ""
             raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
-        starting = not timer.begun and raised_in.startswith(("lightning", ENGINE))
+        starting = timer is not None and not begun and raised_in.startswith(("lightning", ENGINE))
         restoring = RESTORING in modules and raised_in.startswith(MACHINERY)
-        if resumed and (starting or restoring or raised_in.startswith("torch.optim")):
+        if checkpoint and (starting or restoring or raised_in.startswith("torch.optim")):
             why = f"it holds something else than such a run saves ({type(error).__name__}: {text})"
-            raise UserError(f"--ckpt_path {resumed} cannot be resumed: {why}. Give another checkpoint.") from None
+            used = "tested" if timer is None else "resumed"
+            raise UserError(f"--ckpt_path {checkpoint} cannot be {used}: {why}. Give another checkpoint.") from None
         raise
 
 
