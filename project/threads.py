@@ -107,7 +107,7 @@ class Waiting:
         """Watch from a thread of its own, unless the environment says how threads wait, or that there is only one."""
         chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
         if sys.platform.startswith("linux") and not chosen and os.environ.get("OMP_NUM_THREADS") != "1":
-            os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, self.cores))  # loaders' workers
+            os.register_at_fork(after_in_child=self.leave_core)
             threading.Thread(target=self._watch, name="waiting", daemon=True).start()
 
     def _watch(self) -> None:
@@ -171,6 +171,11 @@ class Waiting:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread), self.cores if core is None else {core})
+
+    def leave_core(self) -> None:
+        """Let a forked process, such as a loader's worker, use all cores."""
+        if self.core is not None:
+            os.sched_setaffinity(0, self.cores)
 
     def _idle_team(self) -> None:
         more_than_cores = ctypes.c_uint(self.openmp.omp_get_num_procs() + 1)

@@ -127,7 +127,7 @@ def told(pipe):
 torch.set_num_threads(2)
 torch.ones(1 << 17).add_(1)
 waiting = Waiting()
-waiting.find_openmp(), os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, waiting.cores))
+waiting.find_openmp(), os.register_at_fork(after_in_child=waiting.leave_core)
 cores = lambda: {len(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
 waiting.sleep()
 asleep, (mine, its) = cores(), multiprocessing.get_context("fork").Pipe()
