@@ -35,9 +35,9 @@ def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), o
     raise UserError(f"{option} must be a file you may write, got {path}. Choose another folder.")
 
 
-def write_rows(path: Path | str, rows: Sequence[Row] | Row) -> None:
+def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
     """Write rows, or one mapping alone, in full precision as JSON or CSV, by the file's ending."""
-    path, text = check_output(path), io.StringIO()
+    text = io.StringIO()
     # through JSON and back: NaN and infinity, which JSON does not have, become None
     plain = json.loads(json.dumps(rows, default=str), parse_constant=lambda _: None)
     if path.suffix.lower() == ".json":

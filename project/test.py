@@ -24,8 +24,7 @@ from project.errors import UserError
 def main(argv: list[str]) -> int:
     """Test as ``argv`` says; returns the exit code."""
     line = CommandLine(argv)
-    if output := line.value("output"):
-        tables.check_output(output)
+    output = tables.check_output(asked) if (asked := line.value("output")) else None
     if line.asks_for_help:
         configure(argv, "project.test")
     wanted = line.value("ckpt_path"), Path(line.value("trainer.default_root_dir") or ROOT), line.value("run_name")

@@ -5,8 +5,6 @@ where every tiny operation waits for a thread that is not running. So they sleep
 :class:`Waiting`. ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the environment win.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math
@@ -23,8 +21,8 @@ from typing import Any
 OURS = "PROJECT_OMP_NUM_THREADS"  # a thread count chosen here, not by the user
 LOOK_SECONDS = 0.25  # how long other processes may slow a spinning thread down before it is seen
 FIRST_SLEEP = 0.25  # seconds; short, for at its start a run's own W&B looks like another process
-BEAT_SECONDS = 3e-4
-FREE_SHARE = 0.3  # of a core: what other processes may use of one that counts as free
+BEAT_SECONDS = 3e-4  # between two choices of the kernel who runs on a core that threads share
+FREE_SHARE = 0.3  # what other processes may use of a core that counts as free
 BUSY_SHARE = 0.4  # measured on two cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -197,9 +195,7 @@ class Reading:
         self.without_core, self.own = time_without_core(), time.process_time()
         self.used = time_used()
 
-    def shares_since(
-        self, before: Reading, seconds: float, cores: set[int], core: int | None
-    ) -> tuple[float, float, float]:
+    def shares_since(self, before: "Reading", seconds: float, cores: set[int], core: int | None) -> tuple[float, ...]:
         """What :meth:`Waiting.look` takes, of these ``cores``; all of this process' own time was on ``core``."""
         both = self.without_core.keys() & before.without_core
         used = {number: self.used[number] - before.used[number] for number in cores & self.used.keys()}

@@ -65,3 +65,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         write_rows(tmp_path / "out.csv", ROWS[:1])
     assert (tmp_path / "out.csv").read_bytes() == before
     assert os.listdir(tmp_path) == ["out.csv"]
+
+
+def test_what_no_option_named_is_not_blamed_on_an_option(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"summary\.json could not be saved: No such file or directory\."):
+        write_rows(tmp_path / "gone" / "summary.json", ROWS)

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import threads
 from project.engine.summary import Summary, closing_lines
+from project.engine.trainer import build_trainer
 from tests.commands import CPU2, SMALL, checkpoint, command, run, start, summary
 
 
@@ -127,7 +128,9 @@ def told(pipe):
 torch.set_num_threads(2)
 torch.ones(1 << 17).add_(1)
 waiting = Waiting()
-waiting.find_openmp(), os.register_at_fork(after_in_child=waiting.leave_core)
+waiting.find_openmp()
+waiting._watch = lambda: None
+waiting.start()
 cores = lambda: {len(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
 waiting.sleep()
 asleep, (mine, its) = cores(), multiprocessing.get_context("fork").Pipe()
@@ -264,6 +267,16 @@ def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:
     assert counted.returncode == 0, counted.stderr
     told = [json.loads(Path(f"threads-{rank}.json").read_text()) for rank in (0, 1)]
     assert told == 2 * [max(1, cores // 2)]
+
+
+def test_ranks_are_started_on_all_cores_although_this_process_shares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, moved = threads.Waiting(), []
+    waiting.core, waiting._move_to = 0, moved.append  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(threads, "waiting", waiting)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: moved.append("one thread"))  # then it shares none again
+    threads.configure()
+    build_trainer({"accelerator": "cpu", "devices": 2, "logger": False, "callbacks": []})
+    assert moved == ["one thread", None]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity is Linux's")

@@ -81,7 +81,7 @@ class RankState:
             "module": sums,
             "gradients": gradients,  # between the batches of one step
             "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-            "eval": lightning_internals.in_eval_mode(trainer, within_validation=place == "validation"),
+            "eval": lightning_internals.parts_in_eval_mode(trainer, within_validation=place == "validation"),
             "untracked": [n for n, part in module.named_modules() if not getattr(part, "track_running_stats", True)],
             "device": trainer.strategy.root_device.type,
         }

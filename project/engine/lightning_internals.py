@@ -149,7 +149,7 @@ def average_on_the_device(trainer: Trainer) -> None:
             average.n_averaged = count
 
 
-def in_eval_mode(trainer: Trainer, within_validation: bool) -> list[str]:
+def parts_in_eval_mode(trainer: Trainer, within_validation: bool) -> list[str]:
     """Names of the parts of the module that are trained in eval mode. Buys that they stay so after a resume.
     Public way missing: within a validation all parts are in eval mode, and only its loop knows which ones return.
     """

@@ -1,9 +1,11 @@
 """Ends a run when it is asked to, on all ranks at the same step.
 
-A signal reaches any rank at any moment; its handler (:mod:`project.engine.signals`) only notes it. At the end of the
-step :class:`Agreement` tells every rank the largest request of any rank. Before the next step
-:class:`project.engine.checkpointing.RunCheckpoint` saves ``last.ckpt``, and every rank raises
-:class:`project.engine.signals.Stopped`. ``fit`` then writes the report of what was reached.
+What happens, in order:
+
+1. A signal reaches any rank at any moment. Its handler (:mod:`project.engine.signals`) only notes it.
+2. At the end of the step, :class:`Agreement` tells every rank the largest request of any rank.
+3. Before the next step, at a step boundary, :class:`project.engine.checkpointing.RunCheckpoint` saves ``last.ckpt``.
+4. Every rank raises :class:`project.engine.signals.Stopped`; ``fit`` writes the report of what was reached.
 """
 
 import os

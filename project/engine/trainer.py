@@ -111,10 +111,10 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
         # Lightning sets 1, and torch's optimizers then open the driver's library at every step: 0.2 ms without a GPU
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     if launched_world()[1] == 1 and trainer.num_devices > 1:  # it is about to start the other ranks
-        threads.waiting.spin()  # on all cores: the ranks will have those that this process has
         os.environ |= (part := threads.share(trainer.num_devices))
         if part:
             torch.set_num_threads(int(part["OMP_NUM_THREADS"]))
+        threads.waiting.spin()  # on all cores: the ranks will have those that this process has
     return trainer
 
 
