@@ -31,7 +31,7 @@ CLONE = Path(__file__).parents[1]
 
 # Patterns of git. A clone has the feature if it has files of the first one. Tests that import a feature need no entry.
 FEATURES: dict[str, tuple[str, ...]] = {
-    "report": ("project/report", "project/runs.html.j2", ".github/report.png"),
+    "report": ("project/report", ".github/report.png"),
     "predict": ("project/predict.py",),
     "export": ("project/export.py",),
     "tune": ("project/tune",),
@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "benchmark": ("project/benchmark", ".ci/gpu", "tests/test_gpu_script.py"),
     "devices": ("project/devices.py",),
     "dashboard": ("project/dashboard.py",),
-    "runs": ("project/runs.py", "project/runs.html.j2"),
+    "runs": ("project/runs.py", "project/report/runs.html.j2"),
     "wandb": ("project/loggers/wandb.py", "tests/wandb_server.py", "tests/test_wandb_account.py"),  # and dashboard
     "throughput": ("project/callbacks/throughput.py",),
     "memory": ("project/callbacks/memory.py",),

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +179,8 @@ def seed_rows(runs: list[Run]) -> list[Row]:
 
 def render(runs: list[Run]) -> str:  # feature: report
     """The page that compares runs: tables, and a chart per metric with a line per run, coloured by configuration."""
-    from jinja2 import Environment
-    from markupsafe import Markup
-
     from project.engine.summary import Series, read_series
-    from project.report import draw
+    from project.report import draw, fill_page
 
     names = differing(runs)
     lines: list[tuple[str, str, str, dict[str, Series]]] = []  # a run's name, colour, dashes, curves
@@ -196,7 +192,7 @@ def render(runs: list[Run]) -> str:  # feature: report
                 curves = read_series(run.folder / "metrics.csv", int(run.summary.get("epochs", 0)))
             lines.append((run.name, colour, dashes, curves))
 
-    def paint(metric: str, ax: Any) -> None:
+    def paint(ax: Any, metric: str) -> None:
         for _, colour, dashes, curves in lines:
             if series := curves.get(metric):
                 marker = "o" if len(series) < 2 else None  # a single value would not be seen as a line
@@ -204,16 +200,15 @@ def render(runs: list[Run]) -> str:  # feature: report
         ax.set_xlabel("optimizer step")
 
     logged = {metric for *_, curves in lines for metric in curves if not metric.startswith(NOT_DRAWN)}
-    charts = [(name, Markup(draw(f"chart {n}", partial(paint, name)))) for n, name in enumerate(sorted(logged))]
+    charts = [(name, draw(f"chart {n}", paint, name)) for n, name in enumerate(sorted(logged))]
     tests = [{"name": run.name, **{k: v for k, v in run.results.items() if k[:5] == "test/"}} for run in runs]
     settings = [{"": name, **{run.name: run.settings.get(name) for run in runs}} for name in names]
     tables = {"Runs": [run.row(names) for run in runs], "Mean and standard deviation over seeds": seed_rows(runs)}
     tables |= {"Settings that differ": settings, "Test results": tests}
     legend = [(name, colour) for name, colour, *_ in lines]
     facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
-    page = Path(__file__).with_name("runs.html.j2").read_text(encoding="utf-8")
     # every text of a run is escaped; the charts, which are not, hold only numbers
-    return Environment(autoescape=True).from_string(page).render(facts, columns=columns_of, cell=format_cell)
+    return fill_page("runs.html.j2", **facts, columns=columns_of, cell=format_cell)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from PIL import Image
 
-from project.engine.summary import RunRecord, Series, Summary
+from project.engine.summary import RunRecord, Series
 from project.loggers import PANELS
 
+HERE = Path(__file__).parent
 MOST_PIXELS = 96  # of a mistake's longer side: 24 such colour images are about half a megabyte
 MOST_OTHERS = 24  # charts of metrics that no panel names
 MOST_CLASSES = 25  # that are listed with their accuracy, the worst ones
@@ -38,77 +39,35 @@ SHOWN |= {metric for panel in PANELS for metric in panel.lines}
 WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its width
 MOST_EPOCHS, MOST_POINTS = 8, 300  # marked in a chart; per line, of which more could not be told apart
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_LETTERS = 40, 16, 14
-# Stand-ins for the page's colours, which replace them: see THEME.
-INK, FAINT, LINES = "#010203", "#040506", ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
-THEME = {INK: "var(--ink)", FAINT: "var(--grid)", **{line: f"var(--line{i})" for i, line in enumerate(LINES, 1)}}
+# A colour in report.mplstyle → the page's, which replaces it
+THEME = {"#010203": "ink", "#040506": "grid"}
+THEME |= {"#070809": "line1", "#0a0b0c": "line2", "#0d0e0f": "line3", "#101112": "line4"}
 CELL = "#3b82f6"  # of the confusion matrix, from transparent to full; legible on white and on black
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: the page's font, selectable, small
-    "text.parse_math": False,  # a metric's name may hold dollar signs
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
-    **dict.fromkeys(("font.size", "axes.labelsize"), 8.5),
-    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
-    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.6,
-}
 
 
 def render(record: RunRecord) -> str:
     """The report's HTML. Every text in it is escaped; only our style and matplotlib's SVG are markup."""
-    here = Path(__file__).parent
-    template = (here / "report.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(
+    monitored = (record.summary.monitor or "").partition("/")[2]
+    tested = [name for name in record.summary.metrics if name.startswith("test")]
+    return fill_page(
+        "report.html.j2",
         record=record,
         summary=record.summary,
-        status=status(record),
-        tiles=headline(record),
+        tested=sorted(tested, key=lambda name: name.partition("/")[2] != monitored),  # the monitored metric first
         sections=chart_sections(record),
         left_out=len(other_metrics(record)) - MOST_OTHERS,
-        confusions=record.confusions[:8],
         mistakes=[(png(m.image), record.names[m.label], record.names[m.prediction], m) for m in record.mistakes],
-        origin=origin(record.summary),
-        style=Markup((here / "report.css").read_text(encoding="utf-8")),
+        figure=figure,
+        in_words=in_words,
+        timedelta=timedelta,
     )
 
 
-def status(record: RunRecord) -> str:
-    """How the run ended."""
-    epochs = record.summary.epochs
-    if not record.stopped_by:
-        return f"finished after {epochs} epoch{'s' if epochs != 1 else ''}"
-    of = f" of {record.max_epochs}" if record.max_epochs and record.max_epochs > 0 else ""
-    return f"stopped by {record.stopped_by} at step {record.summary.steps:,}, {epochs}{of} epochs done"
-
-
-def headline(record: RunRecord) -> list[tuple[str, str, str]]:
-    """(figure, what it is, more about it), most important first; what is not known is left out."""
-    run, metrics = record.summary, record.summary.metrics
-    monitor, wrong = run.monitor or "", ""
-    if record.confusion is not None:
-        samples, right = int(record.confusion.sum()), int(record.confusion.trace())
-        wrong = f"{samples - right:,} wrong of {samples:,}"
-    tested = [name for name in metrics if name.startswith("test")]
-    tested.sort(key=lambda name: name.partition("/")[2] != monitor.partition("/")[2])  # the monitored metric first
-    tiles = [(figure(name, metrics[name]), in_words(name), wrong * (name == "test/accuracy")) for name in tested]
-    if run.best_score is not None:
-        epoch = "" if run.best_epoch is None else f"best, epoch {run.best_epoch + 1} of {run.epochs}"
-        tiles.append((figure(monitor, run.best_score), in_words(monitor), epoch))
-    if seconds := run.fit_seconds:
-        took = f"{seconds:.1f} s" if seconds < 60 else f"{timedelta(seconds=round(seconds))} h"
-        tiles.append((took, "of training", f"{run.steps:,} steps"))
-    if (speed := metrics.get("throughput/samples_per_sec")) is not None:
-        wait = metrics.get("throughput/data_wait_pct")
-        tiles.append((f"{speed:,.0f}", "samples per second", "" if wait is None else f"{wait:.0f} % waiting for data"))
-    for place, metric, more in (("device", "peak_allocated", "allocated"), ("host", "peak_rss", "all processes")):
-        if (peak := metrics.get(f"memory/{metric}_gib")) is not None:
-            tiles.append((f"{peak:.2f} GiB", f"peak {place} memory", more))
-    count = f"{run.parameters:,}"
-    in_millions = (f"{run.parameters / 1e6:,.4g} M", "parameters", count)
-    return [*tiles, in_millions if run.parameters >= 1e6 else (count, "parameters", "")]
+def fill_page(template: str, **facts: Any) -> str:
+    """One of the templates beside this file, filled in; every text is escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.loader = FileSystemLoader(HERE)
+    return environment.get_template(template).render(facts)
 
 
 def figure(metric: str, value: float) -> str:
@@ -126,8 +85,8 @@ def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
     """Section → (title, SVG) of its charts; metrics of the user's own get theirs under "Other metrics"."""
     sections: dict[str, list[tuple[str, Markup]]] = {}
 
-    def add(section: str, title: str, svg: str) -> None:
-        sections.setdefault(section, []).append((title, Markup(svg)))
+    def add(section: str, title: str, paint: Callable[..., None], *facts: Any) -> None:
+        sections.setdefault(section, []).append((title, draw(title, paint, *facts)))
 
     last_step = max((series[-1][0] for series in record.series.values()), default=0)
     epochs = epoch_ends(record)
@@ -136,17 +95,17 @@ def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
         if lines and panel.in_report:
             classifier = panel.title == "Loss" and record.confusion is not None
             unit = "cross-entropy (nats)" if classifier else panel.unit or panel.title.lower()
-            add(panel.section, panel.title, curves(panel.title, unit, lines, last_step, panel.axis, epochs))
+            add(panel.section, panel.title, curves, lines, unit, panel.axis, last_step, epochs)
     if record.breakdown:
         mib = [(use, 1024 * gib) for use, gib in record.breakdown.items()]
-        add("Memory", "Memory by use", amounts("Memory by use", "MiB on one device", mib))
+        add("Memory", "Memory by use", amounts, mib, "MiB on one device")
     for title, lines in list(other_metrics(record).items())[:MOST_OTHERS]:
-        add("Other metrics", title, curves(title, "value", lines, last_step, "fitting", epochs))
+        add("Other metrics", title, curves, lines, "value", "fitting", last_step, epochs)
     if record.confusion is not None:
-        add(PREDICTIONS, "Confusion matrix", confusion_matrix(record.confusion, record.names))
+        add(PREDICTIONS, "Confusion matrix", confusion_matrix, record.confusion, record.names)
         title = "Accuracy per class" + (f", the {MOST_CLASSES} worst" if len(record.names) > MOST_CLASSES else "")
         classes = [(shortened(name), share) for name, share, _ in record.class_accuracy[:MOST_CLASSES]]
-        add(PREDICTIONS, title, amounts(title, "accuracy on the test set (fraction)", classes, from_zero=False))
+        add(PREDICTIONS, title, amounts, classes, "accuracy on the test set (fraction)", False)
     return sections
 
 
@@ -167,24 +126,6 @@ def other_metrics(record: RunRecord) -> dict[str, dict[str, Series]]:
     return found
 
 
-def origin(run: Summary) -> list[tuple[str, str]]:
-    """(name, value) of what the run ran on, and with which code."""
-    state = {True: "files were changed: see uncommitted.diff", False: "clean", None: "not known"}[run.git_dirty]
-    rows = [
-        ("date", run.date),
-        ("hardware", run.hardware),
-        ("device", f"{run.device} × {run.world_size}"),
-        ("precision", run.precision),
-        ("data", run.data_source),
-        ("training samples", f"{run.train_samples:,}" if run.train_samples else None),
-        ("start-up", f"{run.start_seconds:.1f} s to the first step" if run.start_seconds else None),
-        ("git commit", run.git_commit or "not known: the code is in no git checkout"),
-        ("git state", state if run.git_commit else None),
-        *run.versions.items(),
-    ]
-    return [(name, value) for name, value in rows if value]
-
-
 def png(pixels: np.ndarray) -> str:
     """An image, uint8 (height, width, channels), as a ``data:`` address."""
     picture = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels[..., :3]))
@@ -197,54 +138,50 @@ def png(pixels: np.ndarray) -> str:
 # Charts
 
 
-def draw(name: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """A chart as an SVG element of ``height`` inches that ``paint`` draws; ``name``, for screen readers, is unique."""
-    with rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")  # without pyplot: no window, no global state
-        paint(figure.subplots())
+def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
+    """What ``paint`` draws of ``facts`` on its axes, as an SVG element; ``name``, for screen readers, is unique."""
+    with rc_context({"svg.hashsalt": name}, HERE / "report.mplstyle"):
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")  # without pyplot: no window, no global state
+        paint(figure.subplots(), *facts)
         text = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
     # matplotlib's group names are the same in every chart
     svg = re.sub(r' id="[a-z]\w*_\d+"', "", text.getvalue().partition("<svg")[2])
     for colour, variable in THEME.items():
-        svg = svg.replace(colour, variable)
+        svg = svg.replace(colour, f"var(--{variable})")
     head, _, body = svg.partition(">")
     viewbox = re.findall(r'viewBox="[^"]+"', head)[0]
-    return f'<svg {viewbox} role="img" aria-label="{html.escape(name)}">{body}'
+    return Markup(f'<svg {viewbox} role="img" aria-label="{html.escape(name)}">{body}')
 
 
-def curves(name: str, unit: str, lines: dict[str, Series], last_step: int, axis: str, epochs: dict[int, int]) -> str:
+def curves(ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: int, epochs: dict[int, int]) -> None:
     """Metrics over optimizer steps, up to ``last_step`` in all charts of a run: ``lines`` are label → values. ``unit``
     labels the vertical axis; ``axis`` is that of a :class:`Panel`, logarithmic only where values span more than a
     factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
     """
-
-    def paint(ax: Axes) -> None:
-        for (label, series), colour in zip(lines.items(), LINES, strict=False):
-            steps, values = thinned(series)
-            # few values, such as one per epoch, get dots: a single one would not be seen as a line
-            marker, size = ("D", 5) if len(steps) == 1 else ("o", 3) if len(steps) <= 12 else (None, 0)
-            ax.plot(steps, values, color=colour, label=label, marker=marker, markersize=size, clip_on=False)
-        every = [value for series in lines.values() for _, value in series]
-        logarithmic = axis == "log" and min(every) > 0 and max(every) > 10 * min(every)
-        ax.set(xlabel="optimizer step", ylabel=f"{unit}, log scale" if logarithmic else unit)
-        ax.set_xlim(0, max(1, last_step) * 1.02)
-        if logarithmic:
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_formatter("")
-        else:
-            ax.ticklabel_format(axis="y", scilimits=(-3, 6))
-        if axis == "from zero" and min(every) >= 0:
-            ax.set_ylim(0, 1.12 * max(every) or 1)
-        if epochs:
-            mark_epochs(ax, epochs)
-        if len(lines) > 1:
-            ax.legend()
-
-    return draw(name, paint)
+    for label, series in lines.items():
+        steps, values = thinned(series)
+        # few values, such as one per epoch, get dots: a single one would not be seen as a line
+        marker, size = ("D", 5) if len(steps) == 1 else ("o", 3) if len(steps) <= 12 else (None, 0)
+        ax.plot(steps, values, label=label, marker=marker, markersize=size, clip_on=False)
+    every = [value for series in lines.values() for _, value in series]
+    logarithmic = axis == "log" and min(every) > 0 and max(every) > 10 * min(every)
+    ax.set(xlabel="optimizer step", ylabel=f"{unit}, log scale" if logarithmic else unit)
+    ax.set_xlim(0, max(1, last_step) * 1.02)
+    if logarithmic:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
+    else:
+        ax.ticklabel_format(axis="y", scilimits=(-3, 6))
+    if axis == "from zero" and min(every) >= 0:
+        ax.set_ylim(0, 1.12 * max(every) or 1)
+    if epochs:
+        mark_epochs(ax, epochs)
+    if len(lines) > 1:
+        ax.legend()
 
 
 def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
@@ -253,7 +190,7 @@ def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
     shown = {str(epoch): step for epoch, step in epochs.items() if epoch % apart == 0}
     ax.grid(axis="x", visible=False)
     for step in shown.values():
-        ax.axvline(step, color=FAINT, linewidth=0.6, linestyle="--", zorder=0.5)
+        ax.axvline(step, color=rcParams["grid.color"], linewidth=0.6, linestyle="--", zorder=0.5)
     top = ax.secondary_xaxis("top")
     top.set_xticks([*shown.values()], [*shown])
     top.tick_params(length=0, pad=1)
@@ -273,44 +210,38 @@ def shortened(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
 
 
-def amounts(name: str, unit: str, rows: Sequence[tuple[str, float]], from_zero: bool = True) -> str:
+def amounts(ax: Axes, rows: Sequence[tuple[str, float]], unit: str, from_zero: bool = True) -> None:
     """Named amounts, one under the other, each with its value: bars from zero, or dots on an axis that fits them."""
-
-    def paint(ax: Axes) -> None:
-        places, values = range(len(rows)), [value for _, value in rows]
-        if from_zero:
-            ax.barh(places, values, color=LINES[0], height=0.6)
-        else:
-            ax.plot(values, places, "o", color=LINES[0], markersize=5)
-        for place, value in enumerate(values):
-            ax.annotate(f"{value:.3g}", (value, place), (6, 0), textcoords="offset points", va="center")
-        ax.set_yticks(places, [label for label, _ in rows])
-        ax.invert_yaxis()
-        ax.margins(x=0.2, y=0.06)
-        ax.grid(axis="y", visible=not from_zero)
-        ax.set_xlabel(unit)
-
-    return draw(name, paint, height=0.8 + 0.3 * len(rows))
+    ax.figure.set(figheight=0.8 + 0.3 * len(rows))
+    places, values = range(len(rows)), [value for _, value in rows]
+    if from_zero:
+        ax.barh(places, values, height=0.6)
+    else:
+        ax.plot(values, places, "o", markersize=5)
+    for place, value in enumerate(values):
+        ax.annotate(f"{value:.3g}", (value, place), (6, 0), textcoords="offset points", va="center")
+    ax.set_yticks(places, [label for label, _ in rows])
+    ax.invert_yaxis()
+    ax.margins(x=0.2, y=0.06)
+    ax.grid(axis="y", visible=not from_zero)
+    ax.set_xlabel(unit)
 
 
-def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> str:
+def confusion_matrix(ax: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
     """Labels (rows) against predictions; the colour grows with the cube root of the count."""
+    ax.figure.set(figheight=0.93 * WIDTH)
     classes, labels = len(names), [shortened(name) for name in names]
-
-    def paint(ax: Axes) -> None:
-        shades = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
-        root = PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max()))  # else only the diagonal is seen
-        ax.imshow(counts, cmap=shades, norm=root, interpolation="none")
-        size = min(8, 84 / classes)
-        for (row, column), count in np.ndenumerate(counts) if classes <= MOST_COUNTED_CLASSES else ():
-            colour = "white" if 4 * count > counts.max() else INK  # shade above 0.63
-            ax.text(column, row, str(count or ""), ha="center", va="center", fontsize=size, color=colour)
-        ax.set(xlabel="predicted class", ylabel="true class", xticks=[], yticks=[])
-        if classes <= MOST_NAMED_CLASSES:
-            turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 2 else {}
-            ax.set_xticks(range(classes), labels, **turned)
-            ax.set_yticks(range(classes), labels)
-        ax.grid(visible=False)
-        ax.tick_params(length=0, labelsize=min(8, 240 / classes))
-
-    return draw("Confusion matrix", paint, height=0.93 * WIDTH)
+    shades = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
+    root = PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max()))  # else only the diagonal is seen
+    ax.imshow(counts, cmap=shades, norm=root, interpolation="none")
+    size = min(8, 84 / classes)
+    for (row, column), count in np.ndenumerate(counts) if classes <= MOST_COUNTED_CLASSES else ():
+        colour = "white" if 4 * count > counts.max() else None  # shade above 0.63
+        ax.text(column, row, str(count or ""), ha="center", va="center", fontsize=size, color=colour)
+    ax.set(xlabel="predicted class", ylabel="true class", xticks=[], yticks=[])
+    if classes <= MOST_NAMED_CLASSES:
+        turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 2 else {}
+        ax.set_xticks(range(classes), labels, **turned)
+        ax.set_yticks(range(classes), labels)
+    ax.grid(visible=False)
+    ax.tick_params(length=0, labelsize=min(8, 240 / classes))
