@@ -6,12 +6,6 @@ python -m project.rename digits --without mnist             # without the bundle
 python -m project.rename digits --without all               # the core: fit, test, engine, model, data; this goes too
 """
 
-# A feature is the files below and marked code in other files. The comment "feature: NAME" behind a line marks the line,
-# or the whole statement that begins there, such as a function; on a line of its own it marks all lines down to "end
-# feature: NAME". In Markdown the comments are <!-- feature: NAME --> and <!-- end feature: NAME -->; lines of code and
-# table rows that name a feature's command need no mark. A mark with several names, as in "feature: tune, sweep", is
-# removed with the last of them.
-
 import ast
 import contextlib
 import importlib.metadata
@@ -23,38 +17,16 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+import yaml
+
 from project.engine.command import CommandParser, run
 from project.errors import UserError, nearest
 
 PACKAGE = Path(__file__).parent.name
 CLONE = Path(__file__).parents[1]
 
-# Patterns of git. A clone has the feature if it has files of the first one. Tests that import a feature need no entry.
-FEATURES: dict[str, tuple[str, ...]] = {
-    "report": ("project/report", ".github/report.png"),
-    "predict": ("project/predict.py",),
-    "export": ("project/export.py",),
-    "tune": ("project/tune",),
-    "sweep": ("project/sweep.py", "configs/sweep.yaml"),
-    "benchmark": ("project/benchmark", ".ci/gpu", "tests/test_gpu_script.py"),
-    "devices": ("project/devices.py",),
-    "dashboard": ("project/dashboard.py",),
-    "runs": ("project/runs.py", "project/report/runs.html.j2"),
-    "wandb": ("project/loggers/wandb.py", "tests/wandb_server.py", "tests/test_wandb_account.py"),  # and dashboard
-    "throughput": ("project/callbacks/throughput.py",),
-    "memory": ("project/callbacks/memory.py",),
-    "optimizer": ("project/callbacks/optimizer.py",),
-    "test_predictions": ("project/callbacks/test_predictions.py",),
-    "profiler": ("project/callbacks/profiler.py", "configs/profile.yaml"),
-    "mnist": (
-        *("project/data/bundled", "project/data/mnist.py", "project/data/digits.py"),
-        *("tests/digit_files.py", "tests/photos.py"),
-        *("configs/best.yaml", "configs/fast.yaml", "configs/mlp.yaml", "configs/examples/fashion_mnist.*"),
-    ),
-    "fsdp": ("project/engine/sharding.py",),
-    "rename": ("project/rename.py",),
-}
-
+# Feature → its files; how it is marked in other files stands there as well
+FEATURES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("features.yaml").read_text(encoding="utf-8"))
 MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no files
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z_]+(?:, [a-z_]+)*)(?: -->.*)?$")
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
@@ -73,16 +45,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--without", default="", metavar="LIST", help=leave)
     args = parser.parse_args(argv)
     check_name(args.name)
-    leave_out = chosen_features(args.without)
+    chosen = {name.strip() for name in args.without.split(",")} - {""}
+    for name in chosen - {*FEATURES, "all"}:
+        known = ", ".join(FEATURES)
+        raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
+    chosen |= {"dashboard"} if "wandb" in chosen else set()  # it shows what W&B has
+    here = features_here()
+    kept = set() if "all" in chosen else here - chosen
     if changed := git("status", "--porcelain"):
         some = changed.splitlines()[0][3:]
         raise UserError(f"the clone has uncommitted changes ({some}, ...). Commit or stash them before a rename.")
-    example = "" if "mnist" in features_here() - leave_out else MADE_UP
-    if args.name == PACKAGE and not leave_out:
+    if args.name == PACKAGE and kept == here:
         print(f"the package is already called {PACKAGE}: nothing to do.")
         return 0
-    if leave_out:
-        remove(leave_out)
+    if kept != here:
+        remove({*FEATURES} - kept)
     if args.name != PACKAGE:
         found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
         rewrite(lambda path, text: renamed(path, text, PACKAGE, args.name, found[1] if found else None))
@@ -93,7 +70,7 @@ def main(argv: list[str]) -> int:
 Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
   git add --all && git commit -m 'Rename to {args.name}'
   pip install -e .   # where {PACKAGE} was installed
-  python -m {args.name}.fit {example}""")
+  python -m {args.name}.fit {"" if "mnist" in kept else MADE_UP}""")
     return 0
 
 
@@ -116,16 +93,6 @@ def features_here() -> set[str]:
     return {name for name, patterns in FEATURES.items() if git("ls-files", "--", patterns[0])}
 
 
-def chosen_features(text: str) -> set[str]:
-    """The features that ``--without`` names and this clone has; a UserError for an unknown one."""
-    names = {name.strip() for name in text.split(",")} - {""}
-    for name in names - {*FEATURES, "all"}:
-        known = ", ".join(FEATURES)
-        raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
-    names |= {"dashboard"} if "wandb" in names else set()  # it shows what W&B has
-    return features_here() & ({*FEATURES} if "all" in names else names)
-
-
 def texts() -> dict[Path, str]:
     """The text files under git's control, by their path in the clone."""
     found = {}
@@ -144,9 +111,8 @@ def rewrite(change: Callable[[Path, str], str]) -> None:
             (CLONE / path).write_bytes(changed.encode())
 
 
-def remove(leave_out: Collection[str]) -> None:
+def remove(gone: Collection[str]) -> None:
     """Remove features: their files, marked lines, then tests that import or need what is gone."""
-    gone = {*FEATURES} - (features_here() - {*leave_out})
     git("rm", "-r", "--ignore-unmatch", "--", *(pattern for name in gone for pattern in FEATURES[name]))
     rewrite(lambda path, text: without_marked(path, text, gone))
     tests = {path: text for path, text in texts().items() if path.match("tests/*.py")}

@@ -135,15 +135,15 @@ def mapping_in(path: Path) -> Row:
 
 
 def settings_of(config: Row) -> Row:
-    """``{"model": {"class_path": "a.B", "init_args": {"lr": 1}}}`` as ``{"model.lr": 1, "model": "B"}``."""
-    found = flat(config)
+    """``{"model": {"class_path": "a.B", "init_args": {"lr": 1}}}`` as ``{"model.lr": 1, "model": "B"}``; no places."""
+    found = {name: value for name, value in flat(config).items() if name not in PLACES}
     classes = {name: str(found.pop(name)).rpartition(".")[2] for name in [*found] if name.endswith(".class_path")}
     return found | {name.removesuffix(".class_path"): kind for name, kind in classes.items()}
 
 
-def differing(runs: list[Run], ignored: tuple[str, ...] = PLACES) -> list[str]:
+def differing(runs: list[Run]) -> list[str]:
     """Names of the settings that are not the same in all runs."""
-    names = [name for name in columns_of([run.settings for run in runs]) if name not in ignored]
+    names = columns_of([run.settings for run in runs])
     return [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
 
 
@@ -152,23 +152,23 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def by_configuration(runs: list[Run]) -> list[list[Run]]:
-    """Groups of runs that differ only in the seed and the run's place."""
-    groups: dict[str, list[Run]] = {}
-    names = differing(runs, (*PLACES, SEED))
+def by_configuration(runs: list[Run]) -> list[tuple[Row, list[Run]]]:
+    """Groups of runs that differ only in the seed and the run's place, each with its settings that others have not."""
+    names = [name for name in differing(runs) if name != SEED]
+    groups: dict[str, tuple[Row, list[Run]]] = {}
     for run in runs:
-        groups.setdefault(json.dumps([run.settings.get(name) for name in names], default=str), []).append(run)
+        settings = {name: run.settings.get(name) for name in names}
+        groups.setdefault(json.dumps(settings, default=str), (settings, []))[1].append(run)
     return list(groups.values())
 
 
 def seed_rows(runs: list[Run]) -> list[Row]:
     """One row per configuration: its runs; means and standard deviations (of a sample) over the finished ones."""
-    rows, names = [], differing(runs, (*PLACES, SEED))
-    for group in by_configuration(runs):
+    rows = []
+    for settings, group in by_configuration(runs):
         done = [run for run in group if run.state == "finished"]
+        row = {"runs": " ".join(run.name for run in group), "finished": len(done), **settings}
         finished: list[Row] = [{**run.results, "fit_seconds": run.summary.get("fit_seconds")} for run in done]
-        row = {"runs": " ".join(run.name for run in group), "finished": len(finished)}
-        row |= {name: group[0].settings.get(name) for name in names}
         for metric in columns_of(finished):
             values = [found[metric] for found in finished if is_number(found.get(metric))]
             spread = statistics.stdev(values) if len(values) > 1 else None
@@ -183,20 +183,20 @@ def render(runs: list[Run]) -> str:  # feature: report
     from project.report import draw, fill_page
 
     names = differing(runs)
-    lines: list[tuple[str, str, str, dict[str, Series]]] = []  # a run's name, colour, dashes, curves
-    for index, group in enumerate(by_configuration(runs)):
-        colour, dashes = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
+    lines: list[tuple[Run, dict[str, str], dict[str, Series]]] = []  # a run, its colour and dashes, its curves
+    for index, (_, group) in enumerate(by_configuration(runs)):
+        style = {"color": COLOURS[index % len(COLOURS)], "linestyle": ("-", "--", ":")[index // len(COLOURS) % 3]}
         for run in group:
             curves: dict[str, Series] = {}
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, csv.Error):  # of a damaged file
                 curves = read_series(run.folder / "metrics.csv", int(run.summary.get("epochs", 0)))
-            lines.append((run.name, colour, dashes, curves))
+            lines.append((run, style, curves))
 
     def paint(ax: Any, metric: str) -> None:
-        for _, colour, dashes, curves in lines:
+        for _, style, curves in lines:
             if series := curves.get(metric):
                 marker = "o" if len(series) < 2 else None  # a single value would not be seen as a line
-                ax.plot(*zip(*series, strict=True), color=colour, linestyle=dashes, marker=marker, linewidth=1.1)
+                ax.plot(*zip(*series, strict=True), **style, marker=marker, linewidth=1.1)
         ax.set_xlabel("optimizer step")
 
     logged = {metric for *_, curves in lines for metric in curves if not metric.startswith(NOT_DRAWN)}
@@ -205,7 +205,7 @@ def render(runs: list[Run]) -> str:  # feature: report
     settings = [{"": name, **{run.name: run.settings.get(name) for run in runs}} for name in names]
     tables = {"Runs": [run.row(names) for run in runs], "Mean and standard deviation over seeds": seed_rows(runs)}
     tables |= {"Settings that differ": settings, "Test results": tests}
-    legend = [(name, colour) for name, colour, *_ in lines]
+    legend = [(run.name, style["color"]) for run, style, _ in lines]
     facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
     # every text of a run is escaped; the charts, which are not, hold only numbers
     return fill_page("runs.html.j2", **facts, columns=columns_of, cell=format_cell)

@@ -23,7 +23,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -48,7 +48,7 @@ SPACE = Path("configs", "sweep.yaml")
 PLACE = "--name and --root"
 OWN_FLAGS = dict.fromkeys(("--run_name", "--ckpt_path", "--default_root_dir", "--trainer.default_root_dir"), PLACE)
 OWN_FLAGS |= dict.fromkeys(("--monitor", "--mode"), "`metric:` of the sweep file")
-STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted"}
+STATES = {"COMPLETE": "done", "PRUNED": "stopped early", "RUNNING": "interrupted", "WAITING": "interrupted"}
 COLOURS = {"stopped early": "#b0b7bf", "finished": "#33658a", "best": "#c1272d"}  # the best is drawn on top
 TRIAL = "trial-{:03}"  # name of a run, by its number
 POLL_SECONDS = 0.2
@@ -75,11 +75,11 @@ def main(argv: list[str]) -> int:
     space, is_new = read_space(space_file), not folder.exists()
     fit_arguments, lock = claim(folder, space_file, fit_arguments)
     with lock:
-        study, left = open_study(folder, space, args.trials, args.seed)
+        study = open_study(folder, space, args.trials, args.seed)
         if study.trials:
             print(f"going on with {name}: {len(study.trials)} of {args.trials} trials were begun.", flush=True)
         try:
-            run_trials(study, left, space, folder, fit_arguments, args.trials, args.jobs)
+            run_trials(study, space, folder, fit_arguments, args)
         except UserError:
             if is_new and not any(path.is_dir() for path in folder.iterdir()):  # no trial has begun to train
                 shutil.rmtree(folder)
@@ -142,7 +142,7 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
             row = {"trial": trial.number, space.metric: best, **trial.params, "epochs": len(trial.intermediate_values)}
             row |= {"seconds": trial.duration.total_seconds()} if trial.duration else {}
             rows.append(row | {"state": STATES.get(trial.state.name, "failed")})
-    return sorted(rows, key=lambda row: row[space.metric], reverse=space.maximize)
+    return sorted(rows, key=lambda row: row[space.metric], reverse=space.goal == "maximize")
 
 
 def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
@@ -151,33 +151,32 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
     Optuna's own pictures neither mark the best trial nor show the parameters of those stopped early.
     """
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     varied = {name: drawn_from for name, drawn_from in space.parameters.items() if not drawn_from.single()}
     figure = Figure(figsize=(3.4 + 2.4 * len(varied), 3.6), layout="constrained")
     first, *others = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
-    first.set(xlabel="epoch", ylabel=space.metric)
-    first.xaxis.get_major_locator().set_params(integer=True)
-    finished = [trial.number for trial in study.trials if trial.state.name == "COMPLETE"]
-    for trial in study.trials:
-        if (score := space.best(trial.intermediate_values.values())) is None:
-            continue
-        kind = "finished" if trial.number in finished else "stopped early"
-        kind = "best" if finished and trial.number == study.best_trial.number else kind
-        style: dict[str, Any] = {"color": COLOURS[kind], "zorder": 2 + list(COLOURS).index(kind)}
-        epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
-        first.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
-        for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
-            axis.scatter(drawn_from.to_internal_repr(trial.params[name]), score, s=28, **style)
-    first.grid(alpha=0.25)
-    for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
+    for axis, name in zip([first, *others], ["epoch", *varied], strict=True):
         axis.set_xlabel(name)
         axis.grid(alpha=0.25)
+    first.set_ylabel(space.metric)
+    first.xaxis.get_major_locator().set_params(integer=True)
+    for axis, drawn_from in zip(others, varied.values(), strict=True):
         axis.set_xscale("log" if getattr(drawn_from, "log", False) else "linear")
         if isinstance(drawn_from, CategoricalDistribution):  # choices stand at equal distances
             axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
-    handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=kind) for kind, colour in COLOURS.items()]
-    figure.legend(handles=handles[::-1], loc="outside lower center", ncols=3, frameon=False)
+    finished = [trial.number for trial in study.trials if trial.state.name == "COMPLETE"]
+    best = study.best_trial.number if finished else None
+    for trial in study.trials:
+        if (score := space.best(trial.intermediate_values.values())) is not None:
+            kind = "best" if trial.number == best else "finished" if trial.number in finished else "stopped early"
+            style: dict[str, Any] = {"color": COLOURS[kind], "zorder": 2 + list(COLOURS).index(kind)}
+            epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
+            first.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
+            for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
+                axis.scatter(drawn_from.to_internal_repr(trial.params[name]), score, s=28, **style)
+    for kind, colour in reversed(COLOURS.items()):
+        first.plot([], [], color=colour, marker="o", markersize=4, label=kind)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 
@@ -191,12 +190,12 @@ class Space:
 
     parameters: dict[str, BaseDistribution]  # option of ``fit`` without its dashes, such as model.lr → its values
     metric: str = "val/accuracy"  # anything that fit logs
-    maximize: bool = True
+    goal: Literal["maximize", "minimize"] = "maximize"
     min_epochs: int = 1  # of a trial that is stopped early
 
     def best(self, values: Any) -> float | None:
         """The best of some values of the metric; None where none is finite."""
-        return (max if self.maximize else min)(filter(math.isfinite, values), default=None)
+        return (max if self.goal == "maximize" else min)(filter(math.isfinite, values), default=None)
 
 
 def read_space(path: Path) -> Space:
@@ -218,7 +217,7 @@ def read_space(path: Path) -> Space:
     if type(least) is not int or least < 1:
         raise UserError(f"--space: early_terminate.min_iter must be a whole number of at least 1, got {least}.")
     found = {str(name): distribution(name, entry) for name, entry in parameters.items()}
-    return Space(found, str(metric.get("name", "val/accuracy")), goal == "maximize", least)
+    return Space(found, str(metric.get("name", "val/accuracy")), goal, least)
 
 
 def distribution(name: Any, entry: Any) -> BaseDistribution:
@@ -230,38 +229,36 @@ def distribution(name: Any, entry: Any) -> BaseDistribution:
             raise UserError(f"--space: {name}.values must be a list of at least one value, got {values}.")
         return CategoricalDistribution(values)
     low, high = entry.get("min"), entry.get("max")
-    whole = type(low) is type(high) is int
-    kind = entry.get("distribution", "int_uniform" if whole else "uniform")
+    kind = entry.get("distribution", "int_uniform" if type(low) is type(high) is int else "uniform")
     if kind not in RANGES:
         known = ", ".join(RANGES)
         raise UserError(f"--space: {name}.distribution must be one of {known}, got {kind}.{nearest(str(kind), RANGES)}")
-    numbers = whole or all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))
-    is_int, is_log = kind == "int_uniform", kind == "log_uniform_values"
-    if not numbers or low >= high or (is_int and not whole):
+    types, must = ((int,), "whole numbers") if kind == "int_uniform" else ((int, float), "numbers")
+    if not all(type(end) in types and -math.inf < end < math.inf for end in (low, high)) or low >= high:
         hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
-        must = "whole numbers" if is_int else "numbers"
         raise UserError(f"--space: {name} needs values, or {must} min below max, got min {low}, max {high}.{hint}")
-    if is_log and low <= 0:
+    if kind == "int_uniform":
+        return IntDistribution(low, high)
+    if kind == "log_uniform_values" and low <= 0:
         raise UserError(f"--space: {name}.min must be above 0 on a logarithmic scale, got {low}.")
-    return IntDistribution(low, high) if is_int else FloatDistribution(low, high, log=is_log)
+    return FloatDistribution(low, high, log=kind == "log_uniform_values")
 
 
-def open_study(folder: Path, space: Space, trials: int, seed: int) -> tuple[optuna.Study, list[Trial]]:
-    """The study in a folder, new or continued, and its unfinished trials. Its journal survives any kill."""
+def open_study(folder: Path, space: Space, trials: int, seed: int) -> optuna.Study:
+    """The study in a folder, new or continued: it asks for unfinished trials first. Its journal survives any kill."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1)
-    settings: dict[str, Any] = {"direction": "maximize" if space.maximize else "minimize", "load_if_exists": True}
-    study = optuna.create_study(storage=storage, study_name="sweep", sampler=sampler, pruner=pruner, **settings)
-    left, study_id = [], storage.get_study_id_from_name("sweep")
-    for begun in study.get_trials(states=(TrialState.RUNNING,)):
-        if begun.params.keys() == space.parameters.keys():
-            left.append(Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, begun.number)))
-        else:  # killed before all parameters were drawn
-            study.tell(begun.number, state=TrialState.FAIL)
-    return study, left
+    study = optuna.create_study(
+        storage=storage, sampler=sampler, pruner=pruner, study_name="sweep", direction=space.goal, load_if_exists=True
+    )
+    study_id = storage.get_study_id_from_name("sweep")
+    for begun in study.get_trials(states=(TrialState.RUNNING,)):  # when the sweep was killed; keeps what was drawn
+        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, begun.number)
+        storage.set_trial_state_values(trial_id, TrialState.WAITING)
+    return study
 
 
 class RunningTrial:
@@ -272,10 +269,10 @@ class RunningTrial:
         self.folder, self.log_path = folder / self.name, folder / f"{self.name}.log"
         self.reported = set(trial.study.trials[trial.number].intermediate_values)  # epochs
         self.pruned = False
-        flags = [f"--{name}={value}" for name, value in trial.params.items()]  # as in W&B's ${args}
-        goal = ["--monitor", space.metric, "--mode", "max" if space.maximize else "min"]
-        place = ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
-        words = [sys.executable, "-m", f"{__package__}.fit", NO_TEST, *fit_arguments, *flags, *goal, *place]
+        words = [sys.executable, "-m", f"{__package__}.fit", NO_TEST, *fit_arguments]
+        words += [f"--{name}={value}" for name, value in trial.params.items()]  # as in W&B's ${args}
+        words += ["--monitor", space.metric, "--mode", space.goal[:3]]
+        words += ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(words, stdout=log, env=env, preexec_fn=end_with_parent, **pipes)
@@ -312,23 +309,22 @@ class RunningTrial:
         return 0 < epochs <= max([*self.scores(rows), -1]) + 1 or 0 < steps <= max(row["step"] for row in rows) + 1
 
 
-def run_trials(
-    study: optuna.Study, left: list[Trial], space: Space, folder: Path, fit_arguments: list[str], trials: int, jobs: int
-) -> None:
-    """Bring a study to ``trials`` trials, ``jobs`` at a time; those ``left`` by a killed sweep go on first."""
+def run_trials(study: optuna.Study, space: Space, folder: Path, fit_arguments: list[str], args: Any) -> None:
+    """Bring a study to ``args.trials`` trials, ``args.jobs`` at a time; those that a killed sweep left go on first."""
     running: dict[int, RunningTrial] = {}
     try:
-        while left or running or len(study.trials) < trials:
-            for slot in set(range(jobs)) - running.keys():
-                if not left and len(study.trials) >= trials:
-                    break
-                trial = left.pop(0) if left else study.ask(space.parameters)
-                wait_until_free(folder / TRIAL.format(trial.number))
-                running[slot] = RunningTrial(trial, space, folder, fit_arguments, environment_of(slot, jobs, folder))
+        while True:
+            for slot in set(range(args.jobs)) - running.keys():
+                if len(study.trials) < args.trials or study.get_trials(states=(TrialState.WAITING,)):
+                    trial, environment = study.ask(space.parameters), environment_of(slot, args.jobs, folder)
+                    wait_until_free(folder / TRIAL.format(trial.number))
+                    running[slot] = RunningTrial(trial, space, folder, fit_arguments, environment)
+            if not running:
+                break
             time.sleep(POLL_SECONDS)
             for slot, watched in list(running.items()):
                 if (exit_code := watched.watch()) is not None:
-                    finish(study, running.pop(slot), exit_code)
+                    finish(running.pop(slot), exit_code)
     finally:
         for watched in running.values():
             watched.process.terminate()  # all at once: each saves its step, and a resumed sweep goes on from there
@@ -350,17 +346,17 @@ def wait_until_free(run_folder: Path) -> None:
         raise UserError(f"{run_folder} is still written by a process of the sweep that was killed. Wait or stop it.")
 
 
-def finish(study: optuna.Study, ended: RunningTrial, exit_code: int) -> None:
+def finish(ended: RunningTrial, exit_code: int) -> None:
     """Tell Optuna and the user how a trial ended; a UserError where ``fit`` refused its flags or logs no metric."""
     rows, log = ended.rows(), f"see {ended.log_path}"
     score = ended.space.best(ended.scores(rows).values())
-    stopped = exit_code != 0 and (ended.pruned or exit_code in STOPPED)
     state, end = TrialState.FAIL, f"failed (exit code {exit_code}, {log})"
-    if score is not None and (exit_code == 0 or (stopped and ended.has_trained(rows))):
+    was_stopped = ended.pruned or exit_code in STOPPED
+    if score is not None and (exit_code == 0 or (was_stopped and ended.has_trained(rows))):
         state, end = TrialState.COMPLETE, "done"
-    elif stopped and ended.pruned:
+    elif ended.pruned and exit_code != 0:
         state, end = TrialState.PRUNED, f"stopped after {len(ended.reported)} epochs"
-    study.tell(ended.trial.number, score if end == "done" else None, state)
+    ended.trial.study.tell(ended.trial, score if end == "done" else None, state)
     if exit_code == 2:  # bad input
         lines = [line for line in ended.log_path.read_text().splitlines() if line.startswith("error: ")]
         raise UserError(f"{ended.name}: {lines[-1].removeprefix('error: ') if lines else log}")

@@ -273,6 +273,7 @@ def dangling(clone: Path, package: str) -> list[str]:
     for path, text in code.items():
         if path.name in (
             "rename.py",
+            "features.yaml",
             "test_rename.py",
             "test_completion.py",
         ):  # speak of what may be gone, or of halves

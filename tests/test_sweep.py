@@ -92,7 +92,7 @@ def test_a_sweep_survives_a_kill_stops_early_and_beats_its_worst_start(
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     begun = open_study(tmp_path).trials
-    assert [t for t in begun if t.state.name == "RUNNING"]
+    assert [t for t in begun if t.state.name == "WAITING"], "to go on"
 
     # the same name is enough to go on, even while the orphaned trials are still saving
     told, _ = (job := run([*flags[:6], *trials_and_jobs, "--output", output])).communicate(timeout=240)
@@ -129,26 +129,31 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
 
 def open_study(tmp_path: Path) -> optuna.Study:
     space = read_space(tmp_path / "space.yaml")
-    return sweep.open_study(tmp_path / "lr", space, trials=8, seed=0)[0]
+    return sweep.open_study(tmp_path / "lr", space, trials=8, seed=0)
 
 
 def test_a_trial_that_a_killed_sweep_left_goes_on_with_its_own_values(tmp_path: Path) -> None:
     space = Space({"lr": FloatDistribution(0.0, 1.0)})
-    study, left = sweep.open_study(tmp_path, space, trials=8, seed=0)
-    assert not left
+    study = sweep.open_study(tmp_path, space, trials=8, seed=0)
     finished, cut_off = study.ask(space.parameters), study.ask(space.parameters)
     half_drawn = study.ask()
     cut_off.report(0.5, 0)
     study.tell(finished, 0.25)
+    values = [trial.params for trial in study.trials]
+    assert values[2] == {}
 
-    study, (trial,) = sweep.open_study(tmp_path, space, trials=8, seed=1)
-    assert trial.number == cut_off.number
-    assert trial.params == cut_off.params
-    assert half_drawn.number not in (trial.number, finished.number)
+    for seed in (1, 2):  # killed again, before it has asked
+        study = sweep.open_study(tmp_path, space, trials=8, seed=seed)
+        assert [t.state.name for t in study.trials] == ["COMPLETE", "WAITING", "WAITING"]
+    trial, drawn = study.ask(space.parameters), study.ask(space.parameters)
+    assert (trial.number, drawn.number) == (cut_off.number, half_drawn.number)
+    assert trial.params == values[1]
+    assert drawn.params.keys() == {"lr"}, "killed before all its values were drawn"
+    assert study.ask(space.parameters).number == 3
     trial.report(0.75, 1)
     study.tell(trial.number, 0.75)
     assert study.trials[trial.number].intermediate_values == {0: 0.5, 1: 0.75}
-    assert [t.state.name for t in study.trials] == ["COMPLETE", "COMPLETE", "FAIL"]
+    assert [t.state.name for t in study.trials] == ["COMPLETE", "COMPLETE", "RUNNING", "RUNNING"]
 
 
 class FakeProcess:
@@ -170,8 +175,8 @@ class FakeProcess:
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningTrial:
     """The fourth trial of a sweep; the three before it reached an error of 0.1 in each of their two epochs."""
     monkeypatch.setattr(sweep.subprocess, "Popen", FakeProcess)
-    space = Space({"model.lr": FloatDistribution(0.0, 1.0)}, "val/error", maximize=False)
-    study, _ = sweep.open_study(tmp_path, space, trials=8, seed=0)
+    space = Space({"model.lr": FloatDistribution(0.0, 1.0)}, "val/error", goal="minimize")
+    study = sweep.open_study(tmp_path, space, trials=8, seed=0)
     for _ in range(3):
         good = study.ask()
         for epoch in (0, 1):
@@ -212,7 +217,7 @@ def test_a_hopeless_trial_is_stopped_and_is_told_as_stopped_early(
     trial.watch()
     assert trial.process.signals == [signal.SIGTERM]
     trial.process.exit_code = 143
-    sweep.finish(trial.trial.study, trial, 143)
+    sweep.finish(trial, 143)
     assert trial.trial.study.trials[3].state.name == "PRUNED"
     assert capsys.readouterr().out.endswith("stopped after 1 epochs\n")
 
@@ -230,7 +235,7 @@ def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
 ) -> None:
     write_metrics(trial, "9,0,1.5,0.3", "19,1,1.5,0.2")
     trial.process.exit_code = exit_code
-    sweep.finish(trial.trial.study, trial, trial.watch() or 0)
+    sweep.finish(trial, trial.watch() or 0)
     assert trial.trial.study.trials[3].state.name == "COMPLETE"
     assert trial.trial.study.trials[3].value == 0.2
     assert capsys.readouterr().out.endswith("done\n")
@@ -238,19 +243,19 @@ def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
 
 def test_a_trial_killed_in_training_has_failed(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,0.3", "14,1,1.5,")
-    sweep.finish(trial.trial.study, trial, 143)
+    sweep.finish(trial, 143)
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
 def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(trial: RunningTrial) -> None:
     (trial.folder / "metrics.csv").write_text("step,epoch,train/loss,val/loss\n9,0,2.0,1.0\n")
     with pytest.raises(UserError, match=r"metric val/error is not logged. trial-003 logged train/loss, val/loss\."):
-        sweep.finish(trial.trial.study, trial, 0)
+        sweep.finish(trial, 0)
 
 
 def test_a_value_that_is_no_number_is_no_result(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,nan", "19,1,1.5,nan")
-    sweep.finish(trial.trial.study, trial, 0)
+    sweep.finish(trial, 0)
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
@@ -291,7 +296,7 @@ def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypa
 
 def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
     space = Space({"lr": FloatDistribution(0.1, 1.0, log=True), "size": CategoricalDistribution([1, 2])})
-    study, _ = sweep.open_study(tmp_path, space, trials=8, seed=0)
+    study = sweep.open_study(tmp_path, space, trials=8, seed=0)
     for number in range(6):
         asked = study.ask(space.parameters)
         for epoch in range(3 if number % 2 else 1):
