@@ -8,32 +8,16 @@ Saving needs a W&B login; both need the optional extra ``dashboard`` (wandb-work
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from project.engine.command import CommandParser, run
 from project.errors import UserError
 from project.loggers import PANELS, STEP, wandb_state
 
-# Section → panels: title → metrics. BARS, CHARTS, TABLES and MEDIA name what a run logs at its end.
-LINES: dict[str, dict[str, list[str]]] = {
-    section: {f"{p.title} ({p.unit})" if p.unit else p.title: list(p.lines) for p in PANELS if p.section == section}
-    for section in ("Training", "Throughput", "Memory", "Mistakes")
-}
-BARS: dict[str, dict[str, str]] = {
-    "Training": {"Best validation accuracy": "val/accuracy.max", "Test accuracy": "test/accuracy"},
-    "Memory": {"Peak host memory (GiB)": "memory/peak_rss_gib"},
-}
-CONFUSION_FIELDS = ("Actual", "Predicted", "nPredictions")
-# Section → (table that a run logs, chart of W&B's that shows it, the chart's fields → the table's columns)
-CHARTS: dict[str, list[tuple[str, str, dict[str, str]]]] = {
-    "Memory": [("memory/breakdown_table", "wandb/bar/v0", {"label": "use", "value": "GiB"})],
-    "Mistakes": [
-        ("test/confusion_matrix_table", "wandb/confusion_matrix/v1", {name: name for name in CONFUSION_FIELDS}),
-        ("test/class_accuracy_table", "wandb/bar/v0", {"label": "class", "value": "accuracy"}),
-    ],
-}
-TABLES: dict[str, list[str]] = {"Mistakes": ["test/mistakes"]}
-MEDIA: dict[str, dict[str, str]] = {"Mistakes": {"Run report": "report"}}
+SECTIONS = Path(__file__).with_suffix(".yaml")
 
 
 def main(argv: list[str]) -> int:
@@ -77,15 +61,19 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
         install = "pip install 'wandb-workspaces>=0.4.2'"
         raise UserError(f"python -m project.dashboard needs wandb-workspaces. Install it: {install}.") from None
     sections = []
-    for section, lines in LINES.items():
-        panels: list[Any] = [wr.LinePlot(title=title, x=STEP, y=list(metrics)) for title, metrics in lines.items()]
-        for title, metric in BARS.get(section, {}).items():
+    for section, shows in yaml.safe_load(SECTIONS.read_text(encoding="utf-8")).items():
+        panels: list[Any] = []
+        for panel in PANELS:
+            if panel.section == section:
+                title = f"{panel.title} ({panel.unit})" if panel.unit else panel.title
+                panels.append(wr.LinePlot(title=title, x=STEP, y=list(panel.lines)))
+        for title, metric in shows.get("bars", {}).items():
             panels.append(wr.BarPlot(title=title, metrics=[wr.SummaryMetric(metric)]))
-        for table, chart, fields in CHARTS.get(section, []):
-            query = {"summaryTable": {"tableKey": table}}
-            panels.append(wr.CustomChart(query=query, chart_name=chart, chart_fields=fields))
-        panels += [wr.WeavePanelSummaryTable(table_name=table) for table in TABLES.get(section, [])]
-        panels += [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in MEDIA.get(section, {}).items()]
+        for each in shows.get("charts", []):
+            query = {"summaryTable": {"tableKey": each["table"]}}
+            panels.append(wr.CustomChart(query=query, chart_name=each["chart"], chart_fields=each["fields"]))
+        panels += [wr.WeavePanelSummaryTable(table_name=table) for table in shows.get("tables", [])]
+        panels += [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in shows.get("media", {}).items()]
         sections.append(ws.Section(name=section, panels=panels, is_open=True))
     settings = ws.WorkspaceSettings(x_axis=STEP)
     try:

@@ -277,11 +277,12 @@ class RunningTrial:
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(words, stdout=log, env=env, preexec_fn=end_with_parent, **pipes)
 
-    def watch(self) -> int | None:
-        """Report ended epochs to Optuna and stop a hopeless trial; the exit code where the process has ended."""
+    def watch(self) -> bool:
+        """Report ended epochs to Optuna and stop a hopeless trial; whether the process has ended, which is told."""
         exit_code, rows = self.process.poll(), self.rows()
+        scores = {int(row["epoch"]): row[self.space.metric] for row in rows if self.space.metric in row}  # its last one
         now = max((row["epoch"] for row in rows), default=0)
-        for epoch, score in self.scores(rows).items():
+        for epoch, score in scores.items():
             if epoch in self.reported or (epoch == now and exit_code is None):
                 continue
             self.trial.report(score, epoch)
@@ -289,7 +290,9 @@ class RunningTrial:
             if exit_code is None and not self.pruned and self.trial.should_prune() and not self.has_trained(rows):
                 self.pruned = True
                 self.process.terminate()  # a clean stop: fit saves and ends
-        return exit_code
+        if exit_code is not None:
+            self.finish(exit_code, rows, self.space.best(scores.values()))
+        return exit_code is not None
 
     def rows(self) -> list[dict[str, float]]:
         """The rows of metrics.csv that belong to an epoch, without empty cells; none before the file is there."""
@@ -298,15 +301,31 @@ class RunningTrial:
             return [row for row in rows if "epoch" in row]
         return []
 
-    def scores(self, rows: list[dict[str, float]]) -> dict[int, float]:
-        """The metric's last value of every epoch that has one."""
-        return {int(row["epoch"]): row[self.space.metric] for row in rows if self.space.metric in row}
-
     def has_trained(self, rows: list[dict[str, float]]) -> bool:
         """Whether only the report (and a test that was asked for) is left, which no signal should cut off."""
         limits = yaml.safe_load((self.folder / "config.yaml").read_text())["trainer"]
         epochs, steps = (limits.get(name) or -1 for name in ("max_epochs", "max_steps"))  # -1: no limit
-        return 0 < epochs <= max([*self.scores(rows), -1]) + 1 or 0 < steps <= max(row["step"] for row in rows) + 1
+        scored = [row["epoch"] for row in rows if self.space.metric in row]
+        return 0 < epochs <= max([*scored, -1]) + 1 or 0 < steps <= max(row["step"] for row in rows) + 1
+
+    def finish(self, exit_code: int, rows: list[dict[str, float]], score: float | None) -> None:
+        """Tell Optuna and the user how it ended; a UserError where ``fit`` refused its flags or logs no metric."""
+        log, metric = f"see {self.log_path}", self.space.metric
+        state, end = TrialState.FAIL, f"failed (exit code {exit_code}, {log})"
+        was_stopped = self.pruned or exit_code in STOPPED
+        if score is not None and (exit_code == 0 or (was_stopped and self.has_trained(rows))):
+            state, end = TrialState.COMPLETE, "done"
+        elif self.pruned and exit_code != 0:
+            state, end = TrialState.PRUNED, f"stopped after {len(self.reported)} epochs"
+        self.trial.study.tell(self.trial, score if end == "done" else None, state)
+        if exit_code == 2:  # bad input
+            lines = [line for line in self.log_path.read_text().splitlines() if line.startswith("error: ")]
+            raise UserError(f"{self.name}: {lines[-1].removeprefix('error: ') if lines else log}")
+        names = sorted({name for row in rows for name in row} - {"epoch", "step"})
+        if exit_code == 0 and metric not in names:
+            raise UserError(f"--space: metric {metric} is not logged. {self.name} logged {', '.join(names)}.")
+        shown = "  ".join(f"{name} {format_cell(value)}" for name, value in self.trial.params.items())
+        print(f"{self.name}  {metric} {format_cell(score)}  {shown}  {end}", flush=True)
 
 
 def run_trials(study: optuna.Study, space: Space, folder: Path, fit_arguments: list[str], args: Any) -> None:
@@ -323,8 +342,8 @@ def run_trials(study: optuna.Study, space: Space, folder: Path, fit_arguments: l
                 break
             time.sleep(POLL_SECONDS)
             for slot, watched in list(running.items()):
-                if (exit_code := watched.watch()) is not None:
-                    finish(running.pop(slot), exit_code)
+                if watched.watch():
+                    del running[slot]
     finally:
         for watched in running.values():
             watched.process.terminate()  # all at once: each saves its step, and a resumed sweep goes on from there
@@ -337,34 +356,12 @@ def run_trials(study: optuna.Study, space: Space, folder: Path, fit_arguments: l
 
 def wait_until_free(run_folder: Path) -> None:
     """Wait until a killed sweep's trial has saved its step and ended; a UserError after a minute."""
-    until = time.monotonic() + 60
     with contextlib.suppress(FileNotFoundError), open(run_folder / ".lock") as lock:
-        while time.monotonic() < until:
+        for _ in range(int(60 / POLL_SECONDS)):
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             time.sleep(POLL_SECONDS)
         raise UserError(f"{run_folder} is still written by a process of the sweep that was killed. Wait or stop it.")
-
-
-def finish(ended: RunningTrial, exit_code: int) -> None:
-    """Tell Optuna and the user how a trial ended; a UserError where ``fit`` refused its flags or logs no metric."""
-    rows, log = ended.rows(), f"see {ended.log_path}"
-    score = ended.space.best(ended.scores(rows).values())
-    state, end = TrialState.FAIL, f"failed (exit code {exit_code}, {log})"
-    was_stopped = ended.pruned or exit_code in STOPPED
-    if score is not None and (exit_code == 0 or (was_stopped and ended.has_trained(rows))):
-        state, end = TrialState.COMPLETE, "done"
-    elif ended.pruned and exit_code != 0:
-        state, end = TrialState.PRUNED, f"stopped after {len(ended.reported)} epochs"
-    ended.trial.study.tell(ended.trial, score if end == "done" else None, state)
-    if exit_code == 2:  # bad input
-        lines = [line for line in ended.log_path.read_text().splitlines() if line.startswith("error: ")]
-        raise UserError(f"{ended.name}: {lines[-1].removeprefix('error: ') if lines else log}")
-    if exit_code == 0 and not ended.scores(rows):
-        names = sorted({name for row in rows for name in row} - {"epoch", "step"})
-        raise UserError(f"--space: metric {ended.space.metric} is not logged. {ended.name} logged {', '.join(names)}.")
-    shown = "  ".join(f"{name} {format_cell(value)}" for name, value in ended.trial.params.items())
-    print(f"{ended.name}  {ended.space.metric} {format_cell(score)}  {shown}  {end}", flush=True)
 
 
 def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 
 from project import dashboard
 from project.engine import command as entry
+from project.loggers import PANELS
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 
 pytest.importorskip("wandb_workspaces")
@@ -30,10 +31,13 @@ def test_print_shows_the_specification_without_login_or_network(capsys: pytest.C
     workspace = json.loads(capsys.readouterr().out)
     assert (workspace["entity"], workspace["project"]) == ("me", "mine")
     assert [section["name"] for section in workspace["sections"]] == ["Training", "Throughput", "Memory", "Mistakes"]
+    for section in workspace["sections"]:
+        lines = {panel["title"]: panel["y"] for panel in section["panels"] if "y" in panel}
+        panels = [panel for panel in PANELS if panel.section == section["name"]]
+        assert lines == {f"{p.title} ({p.unit})" if p.unit else p.title: [*p.lines] for p in panels}
     lines = [panel for section in workspace["sections"] for panel in section["panels"] if "y" in panel]
-    assert {panel["title"]: panel["y"] for panel in lines} == {
-        title: metrics for panels in dashboard.LINES.values() for title, metrics in panels.items()
-    }
+    assert [panel["title"] for panel in lines[:2]] == ["Loss", "Accuracy (fraction)"]
+    assert len(lines) == len(PANELS)
     assert {panel["x"] for panel in lines} == {"trainer/global_step"}
 
 
@@ -47,7 +51,7 @@ def test_print_asks_for_no_names(capsys: pytest.CaptureFixture[str]) -> None:
 # feature: throughput
 # feature: memory
 # feature: optimizer
-def test_every_panel_shows_what_runs_log() -> None:
+def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> None:
     (folder,) = wandb_folders(reported_run())
     keys: set[str] = set()
     for item in of_type(wandb_records(folder), "history"):
@@ -55,10 +59,16 @@ def test_every_panel_shows_what_runs_log() -> None:
     only_gpu = {"optimizer/loss_scale", "throughput/gpu_utilization_pct", "throughput/mfu_pct"}
     only_gpu |= {"memory/peak_reserved_gib", "memory/peak_allocated_gib", "memory/allocated_gib"}
     only_gpu |= {"memory/peak_reserved_pct"}
-    shown = {metric for lines in dashboard.LINES.values() for metrics in lines.values() for metric in metrics}
-    tables = {chart[0] for charts in dashboard.CHARTS.values() for chart in charts} | set(dashboard.TABLES["Mistakes"])
+    assert entry.exit_code(dashboard.main, ["--print"]) == 0
+    panels = [panel for section in json.loads(capsys.readouterr().out)["sections"] for panel in section["panels"]]
+    shown = {metric for panel in panels for metric in panel.get("y", [])}
+    tables = {panel["query"]["summaryTable"]["tableKey"] for panel in panels if "chart_name" in panel}
+    tables |= {panel["table_name"] for panel in panels if "table_name" in panel}
+    media = {key for panel in panels for key in panel.get("media_keys", [])}
+    assert len(tables) == 4
     assert (shown - only_gpu) | tables <= keys
-    assert {*dashboard.MEDIA["Mistakes"].values()} <= keys  # feature: report
+    assert media == {"report"}
+    assert media <= keys  # feature: report
     assert {key for key in keys if key.startswith(("train/", "val/", "optimizer/"))} <= shown
 
 

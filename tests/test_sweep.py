@@ -201,7 +201,7 @@ def test_every_trial_follows_the_metric_of_the_sweep_file(trial: RunningTrial) -
 
 def test_an_epoch_is_reported_once_it_is_over_by_its_last_value(trial: RunningTrial) -> None:
     write_metrics(trial, "4,0,2.0,0.05", "9,0,1.5,0.04")
-    assert trial.watch() is None
+    assert not trial.watch()
     assert trial.reported == set()
     write_metrics(trial, "4,0,2.0,0.05", "9,0,1.5,0.04", "14,1,1.5,")
     trial.watch()
@@ -213,11 +213,10 @@ def test_a_hopeless_trial_is_stopped_and_is_told_as_stopped_early(
     trial: RunningTrial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_metrics(trial, "9,0,1.5,0.9", "14,1,1.5,")
-    trial.watch()
-    trial.watch()
+    assert [trial.watch(), trial.watch()] == [False, False]
     assert trial.process.signals == [signal.SIGTERM]
     trial.process.exit_code = 143
-    sweep.finish(trial, 143)
+    assert trial.watch()
     assert trial.trial.study.trials[3].state.name == "PRUNED"
     assert capsys.readouterr().out.endswith("stopped after 1 epochs\n")
 
@@ -235,7 +234,7 @@ def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
 ) -> None:
     write_metrics(trial, "9,0,1.5,0.3", "19,1,1.5,0.2")
     trial.process.exit_code = exit_code
-    sweep.finish(trial, trial.watch() or 0)
+    assert trial.watch()
     assert trial.trial.study.trials[3].state.name == "COMPLETE"
     assert trial.trial.study.trials[3].value == 0.2
     assert capsys.readouterr().out.endswith("done\n")
@@ -243,19 +242,22 @@ def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
 
 def test_a_trial_killed_in_training_has_failed(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,0.3", "14,1,1.5,")
-    sweep.finish(trial, 143)
+    trial.process.exit_code = 143
+    trial.watch()
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
 def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(trial: RunningTrial) -> None:
     (trial.folder / "metrics.csv").write_text("step,epoch,train/loss,val/loss\n9,0,2.0,1.0\n")
+    trial.process.exit_code = 0
     with pytest.raises(UserError, match=r"metric val/error is not logged. trial-003 logged train/loss, val/loss\."):
-        sweep.finish(trial, 0)
+        trial.watch()
 
 
 def test_a_value_that_is_no_number_is_no_result(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,nan", "19,1,1.5,nan")
-    sweep.finish(trial, 0)
+    trial.process.exit_code = 0
+    trial.watch()
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
@@ -271,11 +273,11 @@ def test_a_resumed_sweep_waits_for_the_process_that_still_writes(
     assert waited == [sweep.POLL_SECONDS]
     with open(tmp_path / ".lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        clock = iter(range(0, 1000, 20))
-        monkeypatch.setattr(sweep.time, "monotonic", lambda: next(clock))
-        monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
+        waited.clear()
+        monkeypatch.setattr(sweep.time, "sleep", waited.append)
         with pytest.raises(UserError, match="still written by a process of the sweep that was killed"):
             sweep.wait_until_free(tmp_path)
+        assert sum(waited) == pytest.approx(60)
 
 
 def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
