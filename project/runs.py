@@ -205,8 +205,7 @@ def render(runs: list[Run]) -> str:  # feature: report
     settings = [{"": name, **{run.name: run.settings.get(name) for run in runs}} for name in names]
     tables = {"Runs": [run.row(names) for run in runs], "Mean and standard deviation over seeds": seed_rows(runs)}
     tables |= {"Settings that differ": settings, "Test results": tests}
-    legend = [(run.name, style["color"]) for run, style, _ in lines]
-    facts = {"tables": tables, "legend": legend, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
+    facts = {"tables": tables, "lines": lines, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
     # every text of a run is escaped; the charts, which are not, hold only numbers
     return fill_page("runs.html.j2", **facts, columns=columns_of, cell=format_cell)
 

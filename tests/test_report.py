@@ -136,7 +136,17 @@ def test_report_names_machine_and_date() -> None:
     assert "date 2026-11-22 06:25 UTC hardware AMD EPYC 9B14, 2 cores" in text
 
 
-def test_report_of_a_regression_follows_its_own_metric_and_shows_nothing_of_classes() -> None:
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
+    """The epochs that each chart marks: number from 1 → step of its end."""
+    seen: list[dict[int, int]] = []
+    monkeypatch.setattr(page, "mark_epochs", lambda _, epochs: seen.append(epochs))
+    return seen
+
+
+def test_report_of_a_regression_follows_its_own_metric_and_shows_nothing_of_classes(
+    marked: list[dict[int, int]],
+) -> None:
     record = record_of(
         {"test/mean_absolute_error": 0.25, "test/r2": 0.75},
         monitor="val/mean_absolute_error",
@@ -158,7 +168,7 @@ def test_report_of_a_regression_follows_its_own_metric_and_shows_nothing_of_clas
     assert re.findall("<h3>([^<]+)</h3><svg", source) == ["Loss", "mean_absolute_error"], "train and val share a chart"
     assert "cross-entropy" not in text
     assert "Predictions on the test set" not in text
-    assert [page.epoch_ends(record)] == [{1: 9, 2: 19, 3: 29, 4: 39}]
+    assert marked == [{1: 9, 2: 19, 3: 29, 4: 39}] * 2
 
 
 def test_charts_that_are_too_many_are_said_to_be_left_out() -> None:
@@ -169,10 +179,11 @@ def test_charts_that_are_too_many_are_said_to_be_left_out() -> None:
     assert "metrics.csv has 2 more." in text_of(source)
 
 
-def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked() -> None:
+def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked(marked: list[dict[int, int]]) -> None:
     record = record_of(epochs=1)
-    record.series = {"epoch": [(4, 0), (9, 0), (14, 1)]}
-    assert page.epoch_ends(record) == {1: 9}
+    record.series = {"epoch": [(4, 0), (9, 0), (14, 1)], "own": [(4, 1.0)]}
+    page.render(record)
+    assert marked == [{1: 9}]
 
 
 # feature: test_predictions

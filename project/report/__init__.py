@@ -89,7 +89,8 @@ def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
         sections.setdefault(section, []).append((title, draw(title, paint, *facts)))
 
     last_step = max((series[-1][0] for series in record.series.values()), default=0)
-    epochs = epoch_ends(record)
+    rows = record.series.get("epoch", [])
+    epochs = {int(epoch) + 1: step for step, epoch in rows if epoch < record.summary.epochs}  # trained to their ends
     for panel in PANELS:
         lines = {label: record.series[metric] for metric, label in panel.lines.items() if metric in record.series}
         if lines and panel.in_report:
@@ -107,12 +108,6 @@ def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
         classes = [(shortened(name), share) for name, share, _ in record.class_accuracy[:MOST_CLASSES]]
         add(PREDICTIONS, title, amounts, classes, "accuracy on the test set (fraction)", False)
     return sections
-
-
-def epoch_ends(record: RunRecord) -> dict[int, int]:
-    """Number of an epoch that was trained to its end, from 1 → the last step logged in it."""
-    rows = record.series.get("epoch", [])
-    return {int(epoch) + 1: step for step, epoch in rows if epoch < record.summary.epochs}
 
 
 def other_metrics(record: RunRecord) -> dict[str, dict[str, Series]]:
