@@ -61,38 +61,30 @@ def accelerators() -> list[dict[str, Any]]:
     """One row per accelerator that PyTorch can use: ``type`` (cuda, rocm, mps), ``name``, memory, what it can do."""
     import torch
 
-    if torch.cuda.is_available():
-        driver = {"driver": version} if (version := nvidia_driver()) else {}
-        rows = []
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            row = {"index": index, **cuda_facts(properties, torch.version.hip is not None)}
-            # each fails without its library, driver or permission, and on a slice (MIG) without the counter
-            with suppress(Exception):
-                row["memory_free_gib"] = (properties.total_memory - torch.cuda.device_memory_used(index)) / GIB
-            with suppress(Exception):
-                row["utilization_pct"] = int(torch.cuda.utilization(index))
-            with suppress(Exception):
-                if "memory_free_gib" not in row:
-                    row["memory_free_gib"] = torch.cuda.mem_get_info(index)[0] / GIB  # costs a context, half a GiB
-            rows.append({**row, **driver})
-        return rows
     if torch.backends.mps.is_available():
         total, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
         sizes = {"memory_total_gib": total / GIB, "memory_free_gib": (total - used) / GIB}
         return [{"index": 0, "type": "mps", "name": _sysctl("machdep.cpu.brand_string") or "Apple GPU", **sizes}]
-    return []
-
-
-def cuda_facts(properties: Any, rocm: bool = False) -> dict[str, Any]:
-    """What follows from ``torch.cuda.get_device_properties``; of an AMD GPU only name and memory."""
-    name, capability = properties.name, (properties.major, properties.minor)
-    facts = {"type": "rocm" if rocm else "cuda", "name": name, "memory_total_gib": properties.total_memory / GIB}
-    if not rocm:  # tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA programming guide)
-        facts["compute_capability"] = f"{properties.major}.{properties.minor}"
-        facts["tensor_cores"] = capability >= (7, 0) and not WITHOUT_TENSOR_CORES.search(name)
-        facts |= {"bf16": capability >= (8, 0), "tf32": capability >= (8, 0)}
-    return facts
+    rows: list[dict[str, Any]] = []
+    driver = {"driver": version} if (version := nvidia_driver()) else {}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        row = {"index": index, "type": "rocm", "name": gpu.name, "memory_total_gib": gpu.total_memory / GIB}
+        if torch.version.hip is None:
+            # tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA programming guide)
+            row |= {"type": "cuda", "compute_capability": f"{gpu.major}.{gpu.minor}"}
+            row["tensor_cores"] = gpu.major >= 7 and not WITHOUT_TENSOR_CORES.search(gpu.name)
+            row |= {"bf16": gpu.major >= 8, "tf32": gpu.major >= 8}
+        # each fails without its library, driver or permission, and on a slice (MIG) without the counter
+        with suppress(Exception):
+            row["memory_free_gib"] = (gpu.total_memory - torch.cuda.device_memory_used(index)) / GIB
+        with suppress(Exception):
+            row["utilization_pct"] = int(torch.cuda.utilization(index))
+        with suppress(Exception):
+            if "memory_free_gib" not in row:
+                row["memory_free_gib"] = torch.cuda.mem_get_info(index)[0] / GIB  # costs a context, half a GiB
+        rows.append(row | driver)
+    return rows
 
 
 def nvidia_driver() -> str | None:

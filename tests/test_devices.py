@@ -20,11 +20,28 @@ from tests.commands import complete, run
 CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}
 
 
+A100 = {"name": "NVIDIA A100", "major": 8, "minor": 0, "total_memory": 80 * hardware.GIB}
+
+
+def one_gpu(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
+    """Let this machine have one GPU, which nobody uses."""
+    properties = SimpleNamespace(**(A100 | facts))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 0.01 * properties.total_memory)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (60 * hardware.GIB, 80 * hardware.GIB))
+
+
 def gpu(index: int = 0, **other: Any) -> dict[str, Any]:
-    facts = {"name": "NVIDIA A100", "major": 8, "minor": 0, "total_memory": 80 * hardware.GIB}
-    facts |= {key: other.pop(key) for key in list(other) if key in facts}
-    row = {"index": index, **hardware.cuda_facts(SimpleNamespace(**facts)), "utilization_pct": 0}
-    return {**row, "memory_free_gib": 0.99 * row["memory_total_gib"], **other}
+    facts = {key: other.pop(key) for key in list(other) if key in A100}
+    with pytest.MonkeyPatch.context() as patch:
+        one_gpu(patch, **facts)
+        (row,) = hardware.accelerators()
+    return {**row, "index": index, **other}
 
 
 def line(accelerators: list[dict[str, Any]], cpu: dict[str, Any] = CPU) -> str:
@@ -109,14 +126,6 @@ def test_devices_without_a_gpu_reports_and_recommends_a_line_that_fit_accepts(tm
     assert complete([sys.executable, *words[1:], "--print_config"]).returncode == 0
 
 
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, total_memory=80 * hardware.GIB)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (60 * hardware.GIB, 80 * hardware.GIB))
-
-
 def test_without_nvml_the_gpu_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library(index: int) -> int:
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
@@ -148,6 +157,14 @@ def test_with_nvml_the_driver_and_what_others_use_are_told(monkeypatch: pytest.M
     (row,) = hardware.accelerators()
     assert (row["driver"], row["memory_free_gib"], row["utilization_pct"]) == ("580.1", 7.0, 42)
     assert devices.is_busy(row)
+
+
+def test_of_an_amd_gpu_only_name_and_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu(monkeypatch, name="AMD Instinct")
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    (row,) = hardware.accelerators()
+    assert (row["type"], row["name"], row["memory_total_gib"]) == ("rocm", "AMD Instinct", 80.0)
+    assert not {"bf16", "tf32", "tensor_cores", "compute_capability"} & {*row}
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,7 @@ def render(record: RunRecord) -> str:
         sections=chart_sections(record),
         left_out=len(other_metrics(record)) - MOST_OTHERS,
         mistakes=[(png(m.image), record.names[m.label], record.names[m.prediction], m) for m in record.mistakes],
-        figure=figure,
-        in_words=in_words,
+        parts=PARTS,
         timedelta=timedelta,
     )
 
@@ -68,17 +67,6 @@ def fill_page(template: str, **facts: Any) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.loader = FileSystemLoader(HERE)
     return environment.get_template(template).render(facts)
-
-
-def figure(metric: str, value: float) -> str:
-    """A metric's value: accuracies in percent, others as they are."""
-    return f"{100 * value:.2f} %" if metric.endswith("accuracy") else f"{value:.4g}"
-
-
-def in_words(metric: str) -> str:
-    """``val/top5_accuracy`` → ``validation top5 accuracy``."""
-    part, _, rest = metric.partition("/")
-    return f"{PARTS.get(part, part)} {rest}".strip().replace("_", " ")
 
 
 def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
