@@ -17,9 +17,7 @@ GIB = 1024**3
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """Name, cores this process may use, cores of the machine, and whether bfloat16 and AMX are in the hardware."""
-    text = ""
-    with suppress(OSError):
-        text = cpuinfo.read_text()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
     names = re.findall(r"^model name\s*:[ \t]*(\S.*)", text, re.MULTILINE) or [_sysctl("machdep.cpu.brand_string")]
     features = set(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)).split())  # x86, Arm
     apple = _sysctl("hw.optional.arm.FEAT_BF16") == "1"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from matplotlib.figure import Figure
 
 from project import fit
 from project import report as page
@@ -25,7 +26,7 @@ from project.data import MNISTDataModule
 from project.engine import summary as summary_module
 from project.engine.restore import load
 from project.engine.summary import Mistake, RunRecord, Summary, read_series
-from project.report import MOST_POINTS, render, thinned
+from project.report import MOST_POINTS, curves, render
 from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders
 
@@ -336,8 +337,10 @@ def test_a_curve_within_epochs_has_no_peak_at_their_ends_where_the_mean_of_the_e
     assert read_series(tmp_path / "metrics.csv", epochs=3)["train/loss"] == [(4, 0.8), (9, 0.5), (14, 0.3)]
 
 
-def test_thinned_series_keep_their_mean_and_ends() -> None:
-    steps, values = thinned([(step, float(step)) for step in range(30_000)])
+def test_a_long_line_is_thinned_and_keeps_its_mean_and_ends() -> None:
+    axes = Figure().subplots()
+    curves(axes, {"loss": [(step, float(step)) for step in range(30_000)]}, "nats", "fitting", 30_000, {})
+    steps, values = map(np.asarray, axes.lines[0].get_data())
     assert len(steps) == len(values) == MOST_POINTS
     assert values.mean() == pytest.approx(14_999.5)
     assert (steps[0], steps[-1]) == (49.5, 29_949.5)

@@ -37,7 +37,7 @@ SHOWN = {"epoch", "throughput/device_samples_per_sec", "throughput/batches_per_s
 SHOWN |= {metric for panel in PANELS for metric in panel.lines}
 
 WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its width
-MOST_EPOCHS, MOST_POINTS = 8, 300  # marked in a chart; per line, of which more could not be told apart
+MOST_EPOCHS, MOST_POINTS = 8, 300  # marked in a chart; per line
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_LETTERS = 40, 16, 14
 # A colour in report.mplstyle → the page's, which replaces it
 THEME = {"#010203": "ink", "#040506": "grid"}
@@ -129,12 +129,10 @@ def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
         text = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
-    # matplotlib's group names are the same in every chart
-    svg = re.sub(r' id="[a-z]\w*_\d+"', "", text.getvalue().partition("<svg")[2])
+    viewbox, body = re.findall(r'(?s)<svg[^>]*(viewBox="[^"]+")[^>]*>(.*)', text.getvalue())[0]
+    body = re.sub(r' id="[a-z]\w*_\d+"', "", body)  # matplotlib's group names are the same in every chart
     for colour, variable in THEME.items():
-        svg = svg.replace(colour, f"var(--{variable})")
-    head, _, body = svg.partition(">")
-    viewbox = re.findall(r'viewBox="[^"]+"', head)[0]
+        body = body.replace(colour, f"var(--{variable})")
     return Markup(f'<svg {viewbox} role="img" aria-label="{html.escape(name)}">{body}')
 
 
@@ -144,7 +142,9 @@ def curves(ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: 
     factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
     """
     for label, series in lines.items():
-        steps, values = thinned(series)
+        # where there are more points than could be told apart, each is the mean of neighbours
+        parts = np.array_split(np.array(series, dtype=float), min(len(series), MOST_POINTS))  # of (points, 2)
+        steps, values = np.array([part.mean(axis=0) for part in parts]).T
         # few values, such as one per epoch, get dots: a single one would not be seen as a line
         marker, size = ("D", 5) if len(steps) == 1 else ("o", 3) if len(steps) <= 12 else (None, 0)
         ax.plot(steps, values, label=label, marker=marker, markersize=size, clip_on=False)
@@ -179,13 +179,6 @@ def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
     top.tick_params(length=0, pad=1)
     top.spines["top"].set_visible(False)
     top.set_xlabel("end of epoch", fontsize=8)
-
-
-def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values, each point the mean of neighbours where there are more than ``MOST_POINTS``."""
-    parts = np.array_split(np.array(series, dtype=float), min(len(series), MOST_POINTS))  # of (points, 2)
-    steps, values = np.array([part.mean(axis=0) for part in parts]).T
-    return steps, values
 
 
 def shortened(name: str) -> str:
