@@ -123,29 +123,25 @@ def remove(gone: Collection[str]) -> None:
 
 def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
     """A file's text without the lines, blocks and commands of features that are gone."""
-    kept, depth, ends, end = [], 0, statements(text) if path.suffix == ".py" else {}, 0
+    ends: dict[int, int] = {}  # line on which a statement, or its first decorator, begins → line on which it ends
+    for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+        if isinstance(node, ast.stmt):
+            ends[min(n.lineno for n in [node, *getattr(node, "decorator_list", [])])] = node.end_lineno or 0
+    kept, depth, end = [], 0, 0
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
         mark = MARK.match(line.rstrip())
-        is_gone = mark is not None and {*mark[3].split(", ")} <= {*gone}
-        if mark is not None and is_gone and not mark[1].strip():
-            depth += -1 if mark[2] else 1
-        elif path.suffix == ".md" and {*COMMAND.findall(line)} & {*gone}:
-            continue
-        elif is_gone:
-            end = max(end, ends.get(number, number))
-        elif number > end and not depth:
+        if mark is not None and {*mark[3].split(", ")} <= {*gone}:
+            if mark[1].strip():
+                end = max(end, ends.get(number, number))
+            else:
+                depth += -1 if mark[2] else 1
+        elif number > end and not depth and not (path.suffix == ".md" and {*COMMAND.findall(line)} & {*gone}):
             kept.append(line)
     shortened = "".join(kept)
     if "mnist" in gone:  # the digits had a licence of their own; what is left to train on is an example
         shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)
         shortened = re.sub(rf"(?m)( && python -m {PACKAGE}\.fit)$", rf"\1 {MADE_UP}", shortened)
     return re.sub(r"\n{3,}", "\n\n", shortened) if path.suffix == ".md" and shortened != text else shortened
-
-
-def statements(code: str) -> dict[int, int]:
-    """Line on which a statement of Python code, or its first decorator, begins → line on which it ends."""
-    found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.stmt)]
-    return {min(n.lineno for n in [node, *getattr(node, "decorator_list", [])]): node.end_lineno or 0 for node in found}
 
 
 def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
