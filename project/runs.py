@@ -44,7 +44,10 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.name
-        self.settings = settings_of(mapping_in(folder / "config.yaml"))  # short dotted name → plain value
+        config = {name: value for name, value in flat(mapping_in(folder / "config.yaml")).items() if name not in PLACES}
+        # {"model.class_path": "a.B", "model.lr": 1} as {"model.lr": 1, "model": "B"}
+        kinds = {name: str(config.pop(name)).rpartition(".")[2] for name in [*config] if name.endswith(".class_path")}
+        self.settings = config | {name.removesuffix(".class_path"): kind for name, kind in kinds.items()}
         self.summary = mapping_in(folder / "summary.json")
         self.state = "finished" if self.summary.get("finished") else "interrupted"
         with contextlib.suppress(OSError), open(folder / ".lock") as lock:
@@ -81,7 +84,8 @@ def main(argv: list[str]) -> int:
 
     names = train(args.seeds or 0, args.run_name, args.root, fit_arguments)
     runs = [run for run in read_runs(Path(args.root)) if not names or run.name in names]
-    rows = seed_rows(runs) if args.seeds is not None else [run.row(differing(runs)) for run in runs]
+    settings = differing(runs)
+    rows = seed_rows(runs) if args.seeds is not None else [run.row(settings) for run in runs]
     if args.sort:
         if args.sort not in (known := columns_of(rows)):
             hint = nearest(args.sort, known)
@@ -132,13 +136,6 @@ def mapping_in(path: Path) -> Row:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         return content if isinstance(content, dict) else {}
     return {}
-
-
-def settings_of(config: Row) -> Row:
-    """``{"model": {"class_path": "a.B", "init_args": {"lr": 1}}}`` as ``{"model.lr": 1, "model": "B"}``; no places."""
-    found = {name: value for name, value in flat(config).items() if name not in PLACES}
-    classes = {name: str(found.pop(name)).rpartition(".")[2] for name in [*found] if name.endswith(".class_path")}
-    return found | {name.removesuffix(".class_path"): kind for name, kind in classes.items()}
 
 
 def differing(runs: list[Run]) -> list[str]:

@@ -124,7 +124,7 @@ def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str
         raise UserError(f"--name {folder.name}: another process is sweeping there. Wait or choose another.") from None
     record, now = folder / "sweep.json", {"fit": fit_arguments, "space": space.read_text()}
     if not record.exists():
-        record.write_text(json.dumps(now, indent=2))
+        write_rows(record, now)
     begun = json.loads(record.read_text())
     if begun["space"] != now["space"]:
         raise UserError(f"--name {folder.name} was begun with another search space. Choose another name.")

@@ -138,8 +138,7 @@ def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
 
 def curves(ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: int, epochs: dict[int, int]) -> None:
     """Metrics over optimizer steps, up to ``last_step`` in all charts of a run: ``lines`` are label → values. ``unit``
-    labels the vertical axis; ``axis`` is that of a :class:`Panel`, logarithmic only where values span more than a
-    factor of ten. ``epochs``, number from 1 → last step, are marked above the chart.
+    labels the vertical ``axis``, which is a :class:`Panel`'s. ``epochs`` to mark are number from 1 → last step.
     """
     for label, series in lines.items():
         # where there are more points than could be told apart, each is the mean of neighbours
