@@ -386,6 +386,18 @@ def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> Non
         sweep.claim(tmp_path / "lr", space, [])
 
 
+def test_a_sweep_killed_as_it_begins_leaves_no_half_written_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "space.yaml").write_text(SPACE)
+    with monkeypatch.context() as patch:
+        patch.setattr("project.tables.os.replace", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])
+    assert not (tmp_path / "lr" / "sweep.json").exists()
+    sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", ["--max_epochs", "3"])[1].close()
+
+
 @pytest.mark.parametrize(
     ("entry", "parameter"),
     [
