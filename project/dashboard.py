@@ -3,7 +3,8 @@
 python -m project.dashboard --entity ME --project mnist-lightning
 python -m project.dashboard --print      # what would be saved; needs no login and no network
 
-Saving needs a W&B login; both need the optional extra ``dashboard`` (wandb-workspaces).
+Saving needs a W&B login; both need the optional extra ``dashboard`` (wandb-workspaces). The panels are those of
+report.html and of dashboard.yaml.
 """
 
 import dataclasses
@@ -16,8 +17,6 @@ import yaml
 from project.engine.command import CommandParser, run
 from project.errors import UserError
 from project.loggers import PANELS, STEP, wandb_state
-
-SECTIONS = Path(__file__).with_suffix(".yaml")
 
 
 def main(argv: list[str]) -> int:
@@ -61,7 +60,7 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
         install = "pip install 'wandb-workspaces>=0.4.2'"
         raise UserError(f"python -m project.dashboard needs wandb-workspaces. Install it: {install}.") from None
     sections = []
-    for section, shows in yaml.safe_load(SECTIONS.read_text(encoding="utf-8")).items():
+    for section, shows in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
         panels: list[Any] = []
         for panel in PANELS:
             if panel.section == section:

@@ -368,10 +368,9 @@ def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
     """A trial's environment: its share of the cores, one of several GPUs, the sweep's W&B group."""
     import torch
 
-    environment = {"WANDB_RUN_GROUP": folder.name, **os.environ, **threads.share(jobs)}
-    if "CUDA_VISIBLE_DEVICES" not in environment and torch.cuda.device_count() > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = str(slot % torch.cuda.device_count())
-    return environment
+    gpus = torch.cuda.device_count()
+    ours = {"CUDA_VISIBLE_DEVICES": str(slot % gpus)} if gpus > 1 else {}
+    return {"WANDB_RUN_GROUP": folder.name, **ours, **os.environ, **threads.share(jobs)}  # what the user set wins
 
 
 if __name__ == "__main__":

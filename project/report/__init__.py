@@ -4,7 +4,6 @@ Its charts are matplotlib figures as SVG that takes its colours from the page, l
 """
 
 import base64
-import html
 import io
 import math
 import re
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
@@ -133,7 +132,7 @@ def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
     body = re.sub(r' id="[a-z]\w*_\d+"', "", body)  # matplotlib's group names are the same in every chart
     for colour, variable in THEME.items():
         body = body.replace(colour, f"var(--{variable})")
-    return Markup(f'<svg {viewbox} role="img" aria-label="{html.escape(name)}">{body}')
+    return Markup(f'<svg {viewbox} role="img" aria-label="{escape(name)}">{body}')
 
 
 def curves(ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: int, epochs: dict[int, int]) -> None:
