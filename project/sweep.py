@@ -7,7 +7,6 @@ python -m project.sweep --name lr --trials 16       # goes on: after a kill, or 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import fcntl
@@ -21,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check(args: argparse.Namespace, fit_arguments: list[str]) -> None:
+def check(args: Namespace, fit_arguments: list[str]) -> None:
     """Raise a UserError for options that a sweep cannot have."""
     for option in ("trials", "jobs"):
         if (value := getattr(args, option)) < 1:
@@ -278,9 +278,9 @@ class RunningTrial:
             self.process = subprocess.Popen(words, stdout=log, env=env, preexec_fn=end_with_parent, **pipes)
 
     def watch(self) -> bool:
-        """Report ended epochs to Optuna and stop a hopeless trial; whether the process has ended, which is told."""
+        """Report ended epochs, by their last value, and stop a hopeless trial; whether it has ended, which is told."""
         exit_code, rows = self.process.poll(), self.rows()
-        scores = {int(row["epoch"]): row[self.space.metric] for row in rows if self.space.metric in row}  # its last one
+        scores = {int(row["epoch"]): row[self.space.metric] for row in rows if self.space.metric in row}
         now = max((row["epoch"] for row in rows), default=0)
         for epoch, score in scores.items():
             if epoch in self.reported or (epoch == now and exit_code is None):
@@ -328,7 +328,7 @@ class RunningTrial:
         print(f"{self.name}  {metric} {format_cell(score)}  {shown}  {end}", flush=True)
 
 
-def run_trials(study: optuna.Study, space: Space, folder: Path, fit_arguments: list[str], args: Any) -> None:
+def run_trials(study: optuna.Study, space: Space, folder: Path, fit_arguments: list[str], args: Namespace) -> None:
     """Bring a study to ``args.trials`` trials, ``args.jobs`` at a time; those that a killed sweep left go on first."""
     running: dict[int, RunningTrial] = {}
     try:

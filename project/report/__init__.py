@@ -51,7 +51,6 @@ def render(record: RunRecord) -> str:
     return fill_page(
         "report.html.j2",
         record=record,
-        summary=record.summary,
         tested=sorted(tested, key=lambda name: name.partition("/")[2] != monitored),  # the monitored metric first
         sections=chart_sections(record),
         left_out=len(other_metrics(record)) - MOST_OTHERS,
