@@ -56,26 +56,8 @@ UNFOUNDED = (
     "The `srun` command is available",
     "`isinstance.treespec, LeafSpec.` is deprecated",
 )
-# Options and variables here, and what other tools call them
-NAMES_ELSEWHERE = {
-    "--max_epochs": "epochs epoch num_epochs n_epochs",
-    "--model.lr": "lr learning_rate model.learning_rate model.rate",
-    **{f"--model.{word}": word for word in ("optimizer", "weight_decay", "schedule", "network", "compile")},
-    "--data.batch_size": "batch_size bs batch",
-    "--data.num_workers": "num_workers workers",
-    "--data.root": "root data_dir data_root",
-    "--data.source": "source",
-    "--seed_everything": "seed random_seed",
-    "--accelerator gpu --devices 1": "gpus gpu num_gpus",
-    "--accelerator cpu": "device cpu",
-    "--precision 16-mixed": "amp fp16",
-    "--precision bf16-mixed": "bf16",
-    "--ckpt_path": "resume resume_from_checkpoint checkpoint",
-    "--run_name": "name experiment",
-    **{f"the variable WANDB_{word.upper()}": word for word in ("tags", "notes", "entity", "project")},  # feature: wandb
-    "the variable WANDB_RUN_GROUP": "group",  # feature: wandb
-}
-ELSEWHERE = {f"--{word}": here for here, words in NAMES_ELSEWHERE.items() for word in words.split()}
+# What other tools call an option or a variable → its name here
+NAMES_ELSEWHERE = Path(__file__).with_name("names_elsewhere.yaml")
 # -h of fit: what people change, on one screen; --help has the rest
 MOST_USED = Path(__file__).with_name("most_used.txt")
 # Our own flags: name, type, default, help
@@ -110,16 +92,14 @@ class CommandLine:
             raise UserError(explain(str(error), [])) from None
         typed = [_full_name(before, word) for before, word in pairwise(["", *others])]
         self.words = [*(f"--config={file}" for file in found.config), *typed]
-        typed_values = {}
+        given = [flat(_read_config(file)) for file in found.config]
         for word, after in pairwise([*typed, None]):
             name, equals, value = str(word).partition("=")
             if name.startswith("--"):
-                typed_values[name[2:]] = value if equals else after
-        self.given: dict[str, Any] = {}  # by full name without init_args
-        for settings in (*map(_read_config, found.config), typed_values):
-            for name, value in flat(settings).items():
-                is_class = name in ("model", "data", "model.network")
-                self.given[f"{name}.class_path" if is_class else name] = value
+                given.append(flat({name[2:]: value if equals else after}))
+        classes = {name: f"{name}.class_path" for name in ("model", "data", "model.network")}
+        # by full name without init_args; of several the last
+        self.given = {classes.get(name, name): value for settings in given for name, value in settings.items()}
         self.asks_for_help = "--help" in typed or "-h" in typed
         limits = (self.value(f"trainer.{flag}") for flag in ("max_steps", "max_time"))
         self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
@@ -178,7 +158,8 @@ class OneLineParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         shown = option_names(self)
         known = [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
-        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, ELSEWHERE))
+        elsewhere = yaml.safe_load(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, elsewhere))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
@@ -225,7 +206,10 @@ class ProjectCLI(LightningCLI):
             # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
             init_args = {} if network else {"network": {"class_path": "project.model.ConvNet"}}
             parser.set_defaults({"model": {"class_path": DEFAULT_CLASSES["model"], "init_args": init_args}})
-        if data is None and not (model and _brings_loaders(model)):
+        kind = None
+        with suppress(Exception):  # no model is named, or none that is there: the parser reports the reason
+            kind = resolve_name(str(model))
+        if data is None and getattr(kind, "train_dataloader", None) in (None, LightningModule.train_dataloader):
             parser.set_defaults({"data": {"class_path": DEFAULT_CLASSES["data"]}})
         # end feature: mnist
 
@@ -246,15 +230,12 @@ class ProjectCLI(LightningCLI):
         if asked:
             raise SystemExit(0)
         # end feature: mnist
-        if self.base is not None:  # a config of many lines is not taken for a file's name
-            words = ["--config", yaml.safe_dump(self.base), *words]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                if self.base is not None:  # a checkpoint's values are all there; what is typed may name files
-                    with values_are_no_files():
-                        parser.parse_object(self.base)
-                self.config = parser.parse_args(words)
+                with values_are_no_files():  # a checkpoint's are all there; what is typed may name files
+                    base = None if self.base is None else parser.parse_object(self.base)
+                self.config = parser.parse_args(words, base)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
         if (seed := self.config.get("seed_everything")) is True:  # as other LightningCLIs' files have it
@@ -275,14 +256,6 @@ class ProjectCLI(LightningCLI):
                 link = link.__cause__ or link.__context__
             raise link or UserError(explain(str(error), [])) from None
         self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
-
-
-def _brings_loaders(class_path: str) -> bool:  # feature: mnist
-    """Whether a module has a ``train_dataloader`` of its own."""
-    found = None
-    with suppress(Exception):  # the parser reports the reason
-        found = resolve_name(class_path)
-    return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
 @dataclass
