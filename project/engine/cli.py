@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -45,17 +46,8 @@ MONITORS: tuple[str, ...] = (
 register_type(torch.device)  # StochasticWeightAveraging has one: without this, config.yaml would hold no value for it
 # Timer has one, and YAML none
 yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(value.value))
-# Advice of Lightning and wandb that is wrong here, with the reason
-UNFOUNDED = (
-    "You're resuming from a checkpoint that ended before the epoch",  # our sampler starts where the run was stopped
-    "It is recommended to use `self.log",  # the sums of all ranks are added up; what cannot be is told
-    "The '.*_dataloader' does not have many workers",  # none is fastest for images in memory
-    "You requested to overfit",
-    "Be aware that when using `ckpt_path`",  # it misses our own callbacks
-    "The number of training batches .* is smaller than the logging interval",  # the rest of an epoch is logged
-    "The `srun` command is available",
-    "`isinstance.treespec, LeafSpec.` is deprecated",
-)
+# Advice of Lightning and wandb that is wrong here: how its text begins, as a regular expression, with the reason
+UNFOUNDED = Path(__file__).with_name("unfounded_advice.txt")
 # What other tools call an option or a variable → its name here
 NAMES_ELSEWHERE = Path(__file__).with_name("names_elsewhere.yaml")
 # -h of fit: what people change, on one screen; --help has the rest
@@ -148,8 +140,8 @@ def silence_unfounded_advice() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
         logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
-    for message in UNFOUNDED:
-        warnings.filterwarnings("ignore", message)
+    for line in UNFOUNDED.read_text(encoding="utf-8").splitlines():
+        warnings.filterwarnings("ignore", line.partition("  #")[0])
 
 
 class OneLineParser(LightningArgumentParser):
@@ -233,8 +225,11 @@ class ProjectCLI(LightningCLI):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with values_are_no_files():  # a checkpoint's are all there; what is typed may name files
-                    base = None if self.base is None else parser.parse_object(self.base)
+                base = None
+                if self.base is not None:
+                    settings = {key: value for key, value in self.base.items() if key not in OF_THE_LAUNCH}
+                    with values_are_no_files():  # a checkpoint's are all there; what is typed may name files
+                        base = parser.parse_object(deepcopy(settings))  # what is typed with += changes it
                 self.config = parser.parse_args(words, base)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
@@ -255,7 +250,6 @@ class ProjectCLI(LightningCLI):
             while link is not None and not isinstance(link, UserError):
                 link = link.__cause__ or link.__context__
             raise link or UserError(explain(str(error), [])) from None
-        self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
 
 
 @dataclass
@@ -293,7 +287,8 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
     plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
     make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
-    return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
+    made = cli.config_init
+    return Configuration(made.model, made.get("data"), dict(made.trainer), cli.config, plain, make)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import fcntl
 import importlib.util
 import itertools
@@ -25,7 +24,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
-from project.engine.cli import OF_THE_LAUNCH, CommandLine, Configuration, configure, differences
+from project.engine.cli import CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero
 from project.errors import UserError, nearest
 
@@ -45,16 +44,16 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     line = CommandLine(argv)
     run_name, ckpt_path = line.value("run_name"), line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
-    config = None
-    if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or line.asks_for_help:
-        config = configure(argv, prog)  # a new run: a wrong flag is reported before the folder is made
+    is_new = ckpt_path is None or (ckpt_path == "auto" and run_name is None)
+    # a wrong flag is reported before a new run's folder is made
+    config = configure(argv, prog) if is_new or line.asks_for_help else None
     run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
     if line.value("init_weights") is not None:
         raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
     known = record(run.checkpoint, to_resume=True)
-    base = {key: value for key, value in copy.deepcopy(known["config"]).items() if key not in OF_THE_LAUNCH}
+    base = dict(known["config"])
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
     refuse_writing_elsewhere(base, line, run)
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
@@ -87,7 +86,8 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     A UserError where the file is unusable, not this project's, does not fit its network, or names a foreign class.
     """
     run = record(path)
-    base = _for_use(run.pop("config"))
+    base = run.pop("config")
+    _prepare_for_use(base)
     refuse_foreign_classes(base, CommandLine(argv or []).value("allow_imports"), path)
     config = configure(argv or [], "project.test", base)
     fits = load_weights(config.module, path, late=True, again=again)
@@ -99,13 +99,13 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
         with contextlib.suppress(Exception):  # such as missing data: then the weights do not fit
             trainer.test(config.module, data)
         load_weights(config.module, path, again=True)
-    changes = differences(*({name: each.get(name) for name in ("model", "data")} for each in (base, config.resolved)))
+    changes = [line for line in differences(base, config.resolved) if line.startswith(("model", "data"))]
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 
 
-def _for_use(config: dict[str, Any]) -> dict[str, Any]:
+def _prepare_for_use(config: dict[str, Any]) -> None:
     """Change a configuration for using a checkpoint: nothing compiled or downloaded, no flags of another machine."""
-    config = {key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)}
+    config.pop("trainer", None)
     # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
     for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
         section: Any = config
@@ -113,7 +113,6 @@ def _for_use(config: dict[str, Any]) -> dict[str, Any]:
             section = section.get(name) if isinstance(section, dict) else None
         if isinstance(section, dict) and last in section:
             section[last] = value
-    return config
 
 
 def start_from(module: LightningModule, name: str | None) -> list[str]:
@@ -292,10 +291,18 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     if run_name is not None and (not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) or run_name == LATEST):
         allowed = f"1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
         raise UserError(f"--run_name must be {allowed}, got '{run_name}'.")
-    if ckpt_path is None:
-        return _new(root, run_name)
-    if ckpt_path == "auto":
-        return _automatic(root, run_name)
+    if ckpt_path == "auto" and run_name is not None:
+        run = Run(root / run_name)
+        for path in filter(Path.exists, (root / run_name / "last.ckpt", root / run_name / "best.ckpt")):
+            if (reason := damage(path)) is None:
+                return replace(run, checkpoint=path, finished=_is_finished(path))
+            run.notes.append(f"skipped: {reason}")
+        run.notes += [f"run {run_name} has no whole checkpoint: it starts afresh."] if run.folder.exists() else []
+        return run
+    if ckpt_path is None or ckpt_path == "auto":
+        run = _new(root, run_name)
+        run.notes += [f"--ckpt_path auto without --run_name: a new run starts, {run.name}."] if ckpt_path else []
+        return run
     checkpoint = find_checkpoint(ckpt_path, root, run_name)
     folder = root / run_name if run_name else checkpoint.resolve().parent
     # a checkpoint of another run, or of no run: a new run starts from it
@@ -347,22 +354,6 @@ def _new(root: Path, run_name: str | None) -> Run:
         got = f"got {root}: {error.strerror}."
         raise UserError(f"--default_root_dir must be a folder you may write in, {got}") from None
     return run
-
-
-def _automatic(root: Path, run_name: str | None) -> Run:
-    if run_name is None:
-        run = _new(root, None)
-        return replace(run, notes=[f"--ckpt_path auto without --run_name: a new run starts, {run.name}."])
-    folder = root / run_name
-    notes: list[str] = []
-    for path in filter(Path.exists, (folder / "last.ckpt", folder / "best.ckpt")):
-        reason = damage(path)
-        if reason is None:
-            return Run(folder, path, finished=_is_finished(path), notes=notes)
-        notes.append(f"skipped: {reason}")
-    if folder.exists():
-        notes.append(f"run {run_name} has no whole checkpoint: it starts afresh.")
-    return Run(folder, notes=notes)
 
 
 def _is_finished(checkpoint: Path) -> bool:
