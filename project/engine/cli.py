@@ -70,10 +70,7 @@ OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 class CommandLine:
-    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file.
-
-    ``words`` are the command line with full names, files first, so that what is typed wins wherever it stands.
-    """
+    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file."""
 
     def __init__(self, argv: list[str]) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -83,6 +80,7 @@ class CommandLine:
         except argparse.ArgumentError as error:
             raise UserError(explain(str(error), [])) from None
         typed = [_full_name(before, word) for before, word in pairwise(["", *others])]
+        # with full names; files first, so that what is typed wins wherever it stands
         self.words = [*(f"--config={file}" for file in found.config), *typed]
         given = [flat(_read_config(file)) for file in found.config]
         for word, after in pairwise([*typed, None]):
@@ -170,16 +168,11 @@ class ProjectCLI(LightningCLI):
         usage = f"python -m {prog} [--config FILE ...] [--option VALUE ...]"
         description = "What is typed wins over config files, and these win over the defaults."
         silence_unfounded_advice()
-        super().__init__(
-            LightningModule,
-            None,  # any data module, or none where the module brings its loaders
-            save_config_callback=None,  # ours writes one resolved file into the run's folder
+        super().__init__(  # without classes: any may be named, and no data module where the module brings its loaders
             trainer_defaults=TRAINER_DEFAULTS | ({"max_epochs": -1} if line.sets_a_length else {}),  # one limit only
             seed_everything_default=42,
             parser_kwargs={"prog": prog, "usage": usage, "description": description, "allow_abbrev": False},
             parser_class=OneLineParser,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
             run=False,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,  # it gives ``self.hparams`` text in the place of objects
@@ -239,13 +232,10 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"--seed_everything must be between 0 and {2**32 - 1}, got {seed}.")
 
     def instantiate_classes(self) -> None:
-        """Make module and data module, not the trainer: it needs the run's folder, see ``fit.build``.
-
-        What a constructor refuses becomes one line; jsonargparse wraps it in a list of types.
-        """
+        """Make module and data module, not the trainer: it needs the run's folder, see ``fit.build``."""
         try:
             self.config_init = self.parser.instantiate(self.config)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:  # what a constructor refuses, wrapped in a list of types
             link: BaseException | None = error
             while link is not None and not isinstance(link, UserError):
                 link = link.__cause__ or link.__context__

@@ -121,9 +121,9 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
         return []
     path = find_checkpoint(name, option="--init_weights")
     module.configure_model()
-    given, own = read(path)["state_dict"], module.state_dict()
-    shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
-    fitting = {k: value for k, value in given.items() if k in own and getattr(value, "shape", None) == shapes[k]}
+    given = read(path)["state_dict"]
+    own = {key: getattr(value, "shape", None) for key, value in module.state_dict().items()}
+    fitting = {key: value for key, value in given.items() if key in own and getattr(value, "shape", None) == own[key]}
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
@@ -358,9 +358,8 @@ def _new(root: Path, run_name: str | None) -> Run:
 
 def _is_finished(checkpoint: Path) -> bool:
     """Whether this is the last.ckpt of a finished run: its step is the one that summary.json holds."""
-    if checkpoint.name != "last.ckpt":
-        return False
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds no mapping
         summary = json.loads((checkpoint.parent / "summary.json").read_text())
-        return bool(summary.get("finished")) and summary.get("steps") == read(checkpoint).get("global_step")
+        if checkpoint.name == "last.ckpt" and summary.get("finished"):
+            return bool(summary.get("steps") == read(checkpoint).get("global_step"))
     return False

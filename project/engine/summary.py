@@ -145,8 +145,7 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: repor
 
 
 class RunTimer(Callback):
-    """Prints the run's first line; seconds from process start to the first step, and of training over all parts of a
-    resumed run.
+    """Prints a run's first line; seconds from process start to the first step, and of training over all its parts.
 
     With a subclass of Lightning's Timer among its callbacks the Trainer would ignore ``--max_time``.
     """
