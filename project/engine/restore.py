@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -13,9 +14,10 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import yaml
@@ -31,8 +33,17 @@ from project.errors import UserError, nearest
 ROOT = Path("checkpoints")
 LATEST = "latest"
 RUN_ID = "run-id.txt"
-# A checkpoint's configuration may name classes of these packages and of the user's own files.
-TRUSTED = (__name__.split(".")[0], "torch", "torchvision", "torchmetrics", "lightning")
+PACKAGE = __name__.split(".")[0]
+# Besides the user's own files, a checkpoint's configuration may name classes and functions that these modules define,
+FUNCTIONS = (
+    *(f"{PACKAGE}.model", f"{PACKAGE}.data", "torch.nn", "torch._C._nn", "torch.utils.data", "torchmetrics"),
+    *("torchvision.models", "torchvision.ops", "torchvision.transforms", "torch.distributed.algorithms"),
+)
+# and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
+CLASSES = (
+    *(PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"),
+    *("torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"),
+)
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
@@ -135,7 +146,8 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
 
 def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
     """Raise a UserError, before any import, if a configuration names an untrusted class; ``allowed``: more packages."""
-    trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
+    packages = (allowed or "").replace(",", " ").split()
+    trusted = {name.split(".")[0] for name in (*FUNCTIONS, *CLASSES, *packages)}
     for key, text, _ in _texts(config):
         holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
         # the parser also takes a class path, or YAML with one, where the type is not text
@@ -149,6 +161,9 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
                     f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
                     f"Nothing was imported. If you trust the file: --allow_imports {root}"
                 )
+            if (holds_path or root in trusted) and (home := _foreign_home(named, packages)):
+                reason = f"names {named}, which {home} defines: no part of a model, of data or of a training"
+                raise UserError(f"--ckpt_path {path} {reason}. If you trust the file: --allow_imports {home}")
 
 
 def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run) -> None:
@@ -202,6 +217,21 @@ def _is_foreign(root: str, holds_path: bool) -> bool:
         return holds_path or importlib.util.find_spec(root) is not None
     except (ImportError, ValueError):
         return True
+
+
+def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
+    """The package where a name leads, as ``torch.hub.os.system`` to ``posix``, if nothing of the kind may be named."""
+    found: Any = None
+    with contextlib.suppress(Exception):  # the parser reports the reason
+        found = resolve_name(named)
+    if not callable(found):
+        return None
+    home = str(getattr(found, "__module__", None) or named)
+    root = home.split(".")[0]
+    trusted = (*allowed, *FUNCTIONS, *(CLASSES if inspect.isclass(found) else ()))
+    is_trusted = any(f"{home}.".startswith(f"{name}.") for name in trusted)
+    is_own = root != PACKAGE and not _is_foreign(root, holds_path=True)
+    return None if is_trusted or is_own else root
 
 
 @dataclass
