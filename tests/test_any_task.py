@@ -580,6 +580,7 @@ def test_a_name_of_a_trusted_package_that_leads_to_a_command_or_a_file_is_refuse
         *("torch.nn.functional.gelu", "torch.optim.lr_scheduler.StepLR", "torch.utils.data.default_collate"),
         *("torchvision.models.resnet18", "torchmetrics.R2Score", "lightning.pytorch.callbacks.EarlyStopping"),
         *("torch.distributed.fsdp.MixedPrecision", "tests.other_tasks.Line", "project.model.ConvNet"),
+        *("lightning.pytorch.callbacks.finetuning.multiplicative", "torchvision.datasets.folder.default_loader"),
     ],
 )
 def test_what_training_is_made_of_may_be_named(name: str) -> None:

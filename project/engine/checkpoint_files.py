@@ -114,12 +114,9 @@ def damage(path: Path) -> str | None:
 
 
 # What a checkpoint, our record in it and its configuration hold, as far as commands rely on it. Any may be absent.
-LIGHTNING: dict[str, Any] = {
-    **dict.fromkeys(("state_dict", "loops", "callbacks"), dict),
-    **dict.fromkeys(("epoch", "global_step"), int),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
-    "pytorch-lightning_version": str,
-}
+LIGHTNING: dict[str, Any] = dict.fromkeys(("state_dict", "loops", "callbacks"), dict)
+LIGHTNING |= dict.fromkeys(("epoch", "global_step"), int) | {"pytorch-lightning_version": str}
+LIGHTNING |= dict.fromkeys(("optimizer_states", "lr_schedulers"), list)
 RECORD: dict[str, Any] = dict.fromkeys(("config", "data", "metrics", "versions", "state"), dict)
 RECORD |= dict.fromkeys(("run_name", "run_id"), str)
 SECTIONS = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))

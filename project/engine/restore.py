@@ -35,15 +35,12 @@ LATEST = "latest"
 RUN_ID = "run-id.txt"
 PACKAGE = __name__.split(".")[0]
 # Besides the user's own files, a checkpoint's configuration may name classes and functions that these modules define,
-FUNCTIONS = (
-    *(f"{PACKAGE}.model", f"{PACKAGE}.data", "torch.nn", "torch._C._nn", "torch.utils.data", "torchmetrics"),
-    *("torchvision.models", "torchvision.ops", "torchvision.transforms", "torch.distributed.algorithms"),
-)
+FUNCTIONS = [f"{PACKAGE}.model", f"{PACKAGE}.data", "lightning.pytorch.callbacks", "torch.nn", "torch._C._nn"]
+FUNCTIONS += ["torch.utils.data", "torch.distributed.algorithms", "torchmetrics"]
+FUNCTIONS += ["torchvision.models", "torchvision.ops", "torchvision.transforms", "torchvision.datasets.folder"]
 # and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
-CLASSES = (
-    *(PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"),
-    *("torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"),
-)
+CLASSES = [PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"]
+CLASSES += ["torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"]
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
