@@ -9,11 +9,10 @@ def main() -> None:
     here = Path(__file__).parent
     commands = {}
     for path in sorted([*here.glob("*.py"), *here.glob("*/__main__.py")]):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        is_command = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
-        name = path.parent.name if path.name == "__main__.py" else path.stem
-        if is_command and path != Path(__file__):
-            commands[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+        text = path.read_text(encoding="utf-8")
+        if "\ndef main(" in text and path != Path(__file__):
+            name = path.parent.name if path.name == "__main__.py" else path.stem
+            commands[name] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     width = max(map(len, commands))
     for name in sorted(commands, key=lambda name: (name != "fit", name)):  # the main job first
         print(f"python -m {here.name}.{name:{width}}  {commands[name]}")

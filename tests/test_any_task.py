@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -539,6 +540,51 @@ def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
         assert not (tmp_path / "imported").exists()
     assert "names the class" not in error_of(capsys, "--ckpt_path", "strange.ckpt", "--allow_imports", name)
     assert (tmp_path / "imported").exists() or "Strategy" in place or keys.endswith(("loss", "strategy", "profiler"))
+
+
+POPEN = {"args": "touch ran", "shell": True}
+COMMANDS: dict[str, dict[str, Any]] = {
+    "torch.utils.collect_env.subprocess.Popen": POPEN,
+    "project.engine.summary.subprocess.Popen": POPEN,
+    "lightning.fabric.strategies.launchers.subprocess_script.subprocess.Popen": POPEN,
+    "torch.utils.collect_env.run": {"command": "touch ran"},
+    "torch.from_file": {"filename": "ran", "shared": True, "size": 1},
+    "project.tables.write_rows": {"path": "ran", "rows": {}},
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": {
+        "entrypoint": "/usr/bin/touch",
+        "args": ["ran"],
+        "env": {},
+        "local_rank_id": 0,
+        **dict.fromkeys(("stdout", "stderr", "numa_options")),
+    },
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_name_of_a_trusted_package_that_leads_to_a_command_or_a_file_is_refused(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"class_path": name, "init_args": COMMANDS[name]}
+    path = forge(trained, "model.init_args.optimizer_args", {"x": spec})  # whose type is Any
+    for main in (fit.main, test_command.main):
+        line = error_of(capsys, "--ckpt_path", path, main=main)
+        assert f"names {name}, which " in line
+        assert "--allow_imports" in line
+    time.sleep(0.2)  # longer than a command takes
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("torch.nn.functional.gelu", "torch.optim.lr_scheduler.StepLR", "torch.utils.data.default_collate"),
+        *("torchvision.models.resnet18", "torchmetrics.R2Score", "lightning.pytorch.callbacks.EarlyStopping"),
+        *("torch.distributed.fsdp.MixedPrecision", "tests.other_tasks.Line", "project.model.ConvNet"),
+        *("lightning.pytorch.callbacks.finetuning.multiplicative", "torchvision.datasets.folder.default_loader"),
+    ],
+)
+def test_what_training_is_made_of_may_be_named(name: str) -> None:
+    refuse_foreign_classes({"model": {"class_path": name}}, None, Path("x.ckpt"))
 
 
 @pytest.mark.parametrize(

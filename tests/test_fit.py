@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import warnings
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from project import fit
 from project import test as test_command
 from project.data import MNISTDataModule
 from project.engine import command as entry
-from project.engine.cli import configure
+from project.engine.cli import configure, differences
 from project.engine.restore import choose, load
 from project.engine.summary import Summary, closing_lines, stopped_lines
 from project.model import MLP, MNISTClassifier
@@ -267,6 +268,16 @@ def test_no_limit_that_is_spelled_out_is_none(workplace: Path) -> None:
     Path("short.yaml").write_text("trainer: {max_steps: 9}")
     assert max_epochs_of(["--config", "short.yaml"]) == -1
     assert max_epochs_of(["--config", "short.yaml", "--max_steps", "-1"]) == 4
+
+
+def test_what_is_typed_on_top_of_a_checkpoints_configuration_leaves_that_as_it_was(workplace: Path) -> None:
+    callbacks = lambda config: [type(each).__name__ for each in config.trainer["callbacks"]]  # noqa: E731
+    before = configure(["--trainer.callbacks+=LearningRateMonitor"], "project.fit").resolved
+    base = deepcopy(before)
+    after = configure(["--trainer.callbacks+=RichModelSummary"], "project.fit", base)
+    assert callbacks(after) == ["LearningRateMonitor", "RichModelSummary"]
+    assert base == before
+    assert len(differences(base, after.resolved)) == 1
 
 
 SOME_NIGHTLY = [pytest.param("1.0", 30, marks=pytest.mark.nightly), pytest.param("4", 12, marks=pytest.mark.nightly)]

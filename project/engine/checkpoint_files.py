@@ -16,8 +16,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from project.errors import UserError
 from project.tables import write_atomically
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-VALUES = (type(None), bool, int, float, str, dict, list)  # the last two: empty
+MAPPINGS = (dict, OrderedDict, Counter)
+SEQUENCES = (list, tuple, set, torch.Size)
+VALUES = (type(None), bool, int, float, str, dict, list)  # in a configuration; the last two: empty
+PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
 RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
 
 
@@ -34,7 +36,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         make_hyperparameters_plain(checkpoint)
         buffer = io.BytesIO()
         try:
-            if odd := next(_not_plain(checkpoint, "checkpoint"), None):
+            if odd := _not_plain(checkpoint, "checkpoint"):
                 raise TypeError(odd)
             torch.save(checkpoint, buffer)
         except (MemoryError, RuntimeError) as error:  # known to every rank, as what writing raises is
@@ -54,7 +56,7 @@ def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
         if key not in checkpoint:
             continue
         checkpoint[key] = given = dict(checkpoint[key])
-        odd = {name: value for name, value in given.items() if any(_not_plain(value, name))}
+        odd = {name: value for name, value in given.items() if _not_plain(value, name)}
         given |= {name: x.tolist() if hasattr(x, "tolist") else str(x) for name, x in odd.items()}
         written = checkpoint.get(RUN_KEY, {}).get("config", {}).get(part) or {}
         if odd and odd.keys() <= written.get("init_args", {}).keys():
@@ -94,7 +96,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     _check(checkpoint, LIGHTNING, path, "checkpoint")
     size = path.stat().st_size
-    for value in _leaves(checkpoint):  # a shape of a few bytes can claim any size
+    for _, value in _leaves(checkpoint):  # a shape of a few bytes can claim any size
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
             raise UserError(f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint.")
     return checkpoint
@@ -111,20 +113,14 @@ def damage(path: Path) -> str | None:
     return None
 
 
-# What a checkpoint says, as far as commands rely on it: types, or the same of the parts. Any may be absent.
-LIGHTNING: dict[str, Any] = {
-    **dict.fromkeys(("state_dict", "loops", "callbacks"), dict),
-    **dict.fromkeys(("epoch", "global_step"), int),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
-    "pytorch-lightning_version": str,
-}
-SECTION = (dict, type(None))
+# What a checkpoint, our record in it and its configuration hold, as far as commands rely on it. Any may be absent.
+LIGHTNING: dict[str, Any] = dict.fromkeys(("state_dict", "loops", "callbacks"), dict)
+LIGHTNING |= dict.fromkeys(("epoch", "global_step"), int) | {"pytorch-lightning_version": str}
+LIGHTNING |= dict.fromkeys(("optimizer_states", "lr_schedulers"), list)
+RECORD: dict[str, Any] = dict.fromkeys(("config", "data", "metrics", "versions", "state"), dict)
+RECORD |= dict.fromkeys(("run_name", "run_id"), str)
+SECTIONS = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
-RECORD: dict[str, Any] = {
-    "config": {"model": SECTION, "data": SECTION, "trainer": SECTION},
-    **dict.fromkeys(("run_name", "run_id"), str),
-    **dict.fromkeys(("data", "metrics", "versions", "state"), dict),  # the state is a resume's: see outline()
-}
 
 
 def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
@@ -138,8 +134,9 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
         reason = "was not written by this project: it does not say which network it belongs to"
         raise UserError(f"--ckpt_path {path} {reason}.")
     _check(run, RECORD, path, "run")
+    _check(run["config"], SECTIONS, path, "run.config")
     for key in ("config", "metrics", "data_source", "versions"):
-        if not all(isinstance(value, VALUES) for value in _leaves(run.get(key))):
+        if not all(isinstance(value, VALUES) for _, value in _leaves(run.get(key))):
             raise _changed(path, f"run.{key}")
     saved = run.get("state", {}).get("outline")
     if to_resume and saved is not None and saved != outline(checkpoint):
@@ -151,25 +148,38 @@ def outline(checkpoint: dict[str, Any]) -> str:
     """A hash of what a resume restores besides weights and callbacks; a misfit would show only after files changed."""
     state = {**checkpoint[RUN_KEY]["state"], "outline": None}
     leaves = _leaves([state, *(checkpoint.get(key) for key in RESTORED)])
-    plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
     return hashlib.sha256(repr(plain).encode()).hexdigest()
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """The values and keys in nested containers, and containers that are empty."""
-    if isinstance(value, (dict, list, tuple, set)) and value:
-        parts = value.items() if isinstance(value, dict) else value
-        for part in sorted(value, key=repr) if isinstance(value, set) else parts:
-            yield from _leaves(part)
+def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys and values in nested plain containers, and containers that are empty, each with its place in words."""
+    kind = type(value)  # a subclass, as NumPy's numbers and text are, would not load
+    if kind in MAPPINGS and value:
+        for key, item in value.items():
+            yield from _leaves(key, f"a key of {where}")
+            yield from _leaves(item, f"{where}[{key!r}]")
+    elif kind in SEQUENCES and value:
+        for index, item in enumerate(sorted(value, key=repr) if kind is set else value):
+            yield from _leaves(item, f"{where}[{index}]")
     else:
-        yield value
+        yield where, value
 
 
-def _check(found: Any, shape: Any, path: Path, name: str) -> None:
-    if not isinstance(found, dict if isinstance(shape, dict) else shape):
-        raise _changed(path, name)
-    for key in shape.keys() & found.keys() if isinstance(shape, dict) else ():
-        _check(found[key], shape[key], path, f"{name}.{key}")
+def _not_plain(value: Any, where: str) -> str | None:
+    """What in a value is no plain data and would not load with ``weights_only=True``, in words; None: nothing."""
+    for place, leaf in _leaves(value, where):
+        kind = type(leaf)
+        if kind not in PLAIN and not isinstance(leaf, torch.Tensor):
+            plain = "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)"
+            return f"{place} is a {kind.__module__}.{kind.__qualname__}, which would not load again: {plain}."
+    return None
+
+
+def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) -> None:
+    for key in kinds.keys() & found.keys():
+        if not isinstance(found[key], kinds[key]):
+            raise _changed(path, f"{name}.{key}")
 
 
 def _changed(path: Path, key: str) -> UserError:
@@ -199,18 +209,3 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"--ckpt_path {path}: its weights do not fit the network: {reason}") from None
     return True
-
-
-def _not_plain(value: Any, where: str) -> Iterator[str]:
-    """What in a value is no plain data and would not load with ``weights_only=True``, in words."""
-    kind = type(value)  # a subclass, as NumPy's numbers and text are, would not load
-    if kind in (dict, OrderedDict, Counter):
-        for key, item in value.items():
-            yield from _not_plain(key, f"a key of {where}")
-            yield from _not_plain(item, f"{where}[{key!r}]")
-    elif kind in (list, tuple, set):
-        for index, item in enumerate(value):
-            yield from _not_plain(item, f"{where}[{index}]")
-    elif kind not in PLAIN and not isinstance(value, torch.Tensor):
-        plain = "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)"
-        yield f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not load again: {plain}."

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -45,37 +46,10 @@ MONITORS: tuple[str, ...] = (
 register_type(torch.device)  # StochasticWeightAveraging has one: without this, config.yaml would hold no value for it
 # Timer has one, and YAML none
 yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(value.value))
-# Advice of Lightning and wandb that is wrong here, with the reason
-UNFOUNDED = (
-    "You're resuming from a checkpoint that ended before the epoch",  # our sampler starts where the run was stopped
-    "It is recommended to use `self.log",  # the sums of all ranks are added up; what cannot be is told
-    "The '.*_dataloader' does not have many workers",  # none is fastest for images in memory
-    "You requested to overfit",
-    "Be aware that when using `ckpt_path`",  # it misses our own callbacks
-    "The number of training batches .* is smaller than the logging interval",  # the rest of an epoch is logged
-    "The `srun` command is available",
-    "`isinstance.treespec, LeafSpec.` is deprecated",
-)
-# Options and variables here, and what other tools call them
-NAMES_ELSEWHERE = {
-    "--max_epochs": "epochs epoch num_epochs n_epochs",
-    "--model.lr": "lr learning_rate model.learning_rate model.rate",
-    **{f"--model.{word}": word for word in ("optimizer", "weight_decay", "schedule", "network", "compile")},
-    "--data.batch_size": "batch_size bs batch",
-    "--data.num_workers": "num_workers workers",
-    "--data.root": "root data_dir data_root",
-    "--data.source": "source",
-    "--seed_everything": "seed random_seed",
-    "--accelerator gpu --devices 1": "gpus gpu num_gpus",
-    "--accelerator cpu": "device cpu",
-    "--precision 16-mixed": "amp fp16",
-    "--precision bf16-mixed": "bf16",
-    "--ckpt_path": "resume resume_from_checkpoint checkpoint",
-    "--run_name": "name experiment",
-    **{f"the variable WANDB_{word.upper()}": word for word in ("tags", "notes", "entity", "project")},  # feature: wandb
-    "the variable WANDB_RUN_GROUP": "group",  # feature: wandb
-}
-ELSEWHERE = {f"--{word}": here for here, words in NAMES_ELSEWHERE.items() for word in words.split()}
+# Advice of Lightning and wandb that is wrong here: how its text begins, as a regular expression, with the reason
+UNFOUNDED = Path(__file__).with_name("unfounded_advice.txt")
+# What other tools call an option or a variable → its name here
+NAMES_ELSEWHERE = Path(__file__).with_name("names_elsewhere.yaml")
 # -h of fit: what people change, on one screen; --help has the rest
 MOST_USED = Path(__file__).with_name("most_used.txt")
 # Our own flags: name, type, default, help
@@ -96,10 +70,7 @@ OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 class CommandLine:
-    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file.
-
-    ``words`` are the command line with full names, files first, so that what is typed wins wherever it stands.
-    """
+    """A command line and its ``--config`` files, read before the parser is made; a UserError for a bad file."""
 
     def __init__(self, argv: list[str]) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -109,17 +80,16 @@ class CommandLine:
         except argparse.ArgumentError as error:
             raise UserError(explain(str(error), [])) from None
         typed = [_full_name(before, word) for before, word in pairwise(["", *others])]
+        # with full names; files first, so that what is typed wins wherever it stands
         self.words = [*(f"--config={file}" for file in found.config), *typed]
-        typed_values = {}
+        given = [flat(_read_config(file)) for file in found.config]
         for word, after in pairwise([*typed, None]):
             name, equals, value = str(word).partition("=")
             if name.startswith("--"):
-                typed_values[name[2:]] = value if equals else after
-        self.given: dict[str, Any] = {}  # by full name without init_args
-        for settings in (*map(_read_config, found.config), typed_values):
-            for name, value in flat(settings).items():
-                is_class = name in ("model", "data", "model.network")
-                self.given[f"{name}.class_path" if is_class else name] = value
+                given.append(flat({name[2:]: value if equals else after}))
+        classes = {name: f"{name}.class_path" for name in ("model", "data", "model.network")}
+        # by full name without init_args; of several the last
+        self.given = {classes.get(name, name): value for settings in given for name, value in settings.items()}
         self.asks_for_help = "--help" in typed or "-h" in typed
         limits = (self.value(f"trainer.{flag}") for flag in ("max_steps", "max_time"))
         self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
@@ -168,8 +138,8 @@ def silence_unfounded_advice() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
         logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
-    for message in UNFOUNDED:
-        warnings.filterwarnings("ignore", message)
+    for line in UNFOUNDED.read_text(encoding="utf-8").splitlines():
+        warnings.filterwarnings("ignore", line.partition("  #")[0])
 
 
 class OneLineParser(LightningArgumentParser):
@@ -178,7 +148,8 @@ class OneLineParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         shown = option_names(self)
         known = [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
-        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, ELSEWHERE))
+        elsewhere = yaml.safe_load(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
+        raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, elsewhere))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = re.sub(r"(?m)^(\s+)--trainer\.(\w+)", r"\1--\2", super().format_help(*args, **kwargs))
@@ -197,16 +168,11 @@ class ProjectCLI(LightningCLI):
         usage = f"python -m {prog} [--config FILE ...] [--option VALUE ...]"
         description = "What is typed wins over config files, and these win over the defaults."
         silence_unfounded_advice()
-        super().__init__(
-            LightningModule,
-            None,  # any data module, or none where the module brings its loaders
-            save_config_callback=None,  # ours writes one resolved file into the run's folder
+        super().__init__(  # without classes: any may be named, and no data module where the module brings its loaders
             trainer_defaults=TRAINER_DEFAULTS | ({"max_epochs": -1} if line.sets_a_length else {}),  # one limit only
             seed_everything_default=42,
             parser_kwargs={"prog": prog, "usage": usage, "description": description, "allow_abbrev": False},
             parser_class=OneLineParser,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
             run=False,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,  # it gives ``self.hparams`` text in the place of objects
@@ -225,7 +191,10 @@ class ProjectCLI(LightningCLI):
             # only if no network is named: otherwise ConvNet's sizes would become arguments of that network
             init_args = {} if network else {"network": {"class_path": "project.model.ConvNet"}}
             parser.set_defaults({"model": {"class_path": DEFAULT_CLASSES["model"], "init_args": init_args}})
-        if data is None and not (model and _brings_loaders(model)):
+        kind = None
+        with suppress(Exception):  # no model is named, or none that is there: the parser reports the reason
+            kind = resolve_name(str(model))
+        if data is None and getattr(kind, "train_dataloader", None) in (None, LightningModule.train_dataloader):
             parser.set_defaults({"data": {"class_path": DEFAULT_CLASSES["data"]}})
         # end feature: mnist
 
@@ -246,15 +215,15 @@ class ProjectCLI(LightningCLI):
         if asked:
             raise SystemExit(0)
         # end feature: mnist
-        if self.base is not None:  # a config of many lines is not taken for a file's name
-            words = ["--config", yaml.safe_dump(self.base), *words]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                if self.base is not None:  # a checkpoint's values are all there; what is typed may name files
-                    with values_are_no_files():
-                        parser.parse_object(self.base)
-                self.config = parser.parse_args(words)
+                base = None
+                if self.base is not None:
+                    settings = {key: value for key, value in self.base.items() if key not in OF_THE_LAUNCH}
+                    with values_are_no_files():  # a checkpoint's are all there; what is typed may name files
+                        base = parser.parse_object(deepcopy(settings))  # what is typed with += changes it
+                self.config = parser.parse_args(words, base)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
         if (seed := self.config.get("seed_everything")) is True:  # as other LightningCLIs' files have it
@@ -263,26 +232,14 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"--seed_everything must be between 0 and {2**32 - 1}, got {seed}.")
 
     def instantiate_classes(self) -> None:
-        """Make module and data module, not the trainer: it needs the run's folder, see ``fit.build``.
-
-        What a constructor refuses becomes one line; jsonargparse wraps it in a list of types.
-        """
+        """Make module and data module, not the trainer: it needs the run's folder, see ``fit.build``."""
         try:
             self.config_init = self.parser.instantiate(self.config)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:  # what a constructor refuses, wrapped in a list of types
             link: BaseException | None = error
             while link is not None and not isinstance(link, UserError):
                 link = link.__cause__ or link.__context__
             raise link or UserError(explain(str(error), [])) from None
-        self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
-
-
-def _brings_loaders(class_path: str) -> bool:  # feature: mnist
-    """Whether a module has a ``train_dataloader`` of its own."""
-    found = None
-    with suppress(Exception):  # the parser reports the reason
-        found = resolve_name(class_path)
-    return inspect.isclass(found) and getattr(found, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
 @dataclass
@@ -320,7 +277,8 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         text = cli.parser.dump(cli.config, skip_none=False, skip_link_targets=False)
     plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
     make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
-    return Configuration(cli.model, cli.datamodule, dict(cli.config_init.trainer), cli.config, plain, make)
+    made = cli.config_init
+    return Configuration(made.model, made.get("data"), dict(made.trainer), cli.config, plain, make)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

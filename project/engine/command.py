@@ -46,7 +46,11 @@ def prepare_process(name: str) -> None:
     if name == "__main__" and not signals.state.importing:  # else it is set up
         gc.disable()
         signals.install()
-        open_streams()
+        for number, name in ((1, "stdout"), (2, "stderr")):  # every print succeeds: a closed one goes nowhere
+            if getattr(sys, name) is None:  # the next file to be opened would get its number
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+                setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - as long as the process
+            getattr(sys, name).reconfigure(errors="replace")  # what a terminal cannot show
         sys.excepthook = lambda _, error, __: os._exit(report(error))  # such as short memory in an import
         for variable in NUMBERED:  # Lightning reads some of them as it is imported
             if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
@@ -54,15 +58,6 @@ def prepare_process(name: str) -> None:
                 raise UserError(f"the environment variable {variable} {fix}")
         threads.configure()
         threads.waiting.start()
-
-
-def open_streams() -> None:
-    """Let every print succeed: a closed stdout or stderr goes nowhere, and what a terminal cannot show is replaced."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:  # the next file to be opened would get its number
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - as long as the process
-        getattr(sys, name).reconfigure(errors="replace")
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import fcntl
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -14,9 +14,10 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import yaml
@@ -25,15 +26,21 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
-from project.engine.cli import OF_THE_LAUNCH, CommandLine, Configuration, configure, differences
+from project.engine.cli import CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero
 from project.errors import UserError, nearest
 
 ROOT = Path("checkpoints")
 LATEST = "latest"
 RUN_ID = "run-id.txt"
-# A checkpoint's configuration may name classes of these packages and of the user's own files.
-TRUSTED = (__name__.split(".")[0], "torch", "torchvision", "torchmetrics", "lightning")
+PACKAGE = __name__.split(".")[0]
+# Besides the user's own files, a checkpoint's configuration may name classes and functions that these modules define,
+FUNCTIONS = [f"{PACKAGE}.model", f"{PACKAGE}.data", "lightning.pytorch.callbacks", "torch.nn", "torch._C._nn"]
+FUNCTIONS += ["torch.utils.data", "torch.distributed.algorithms", "torchmetrics"]
+FUNCTIONS += ["torchvision.models", "torchvision.ops", "torchvision.transforms", "torchvision.datasets.folder"]
+# and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
+CLASSES = [PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"]
+CLASSES += ["torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"]
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
@@ -45,16 +52,16 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     line = CommandLine(argv)
     run_name, ckpt_path = line.value("run_name"), line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
-    config = None
-    if ckpt_path is None or (ckpt_path == "auto" and run_name is None) or line.asks_for_help:
-        config = configure(argv, prog)  # a new run: a wrong flag is reported before the folder is made
+    is_new = ckpt_path is None or (ckpt_path == "auto" and run_name is None)
+    # a wrong flag is reported before a new run's folder is made
+    config = configure(argv, prog) if is_new or line.asks_for_help else None
     run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
     if line.value("init_weights") is not None:
         raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
     known = record(run.checkpoint, to_resume=True)
-    base = {key: value for key, value in copy.deepcopy(known["config"]).items() if key not in OF_THE_LAUNCH}
+    base = dict(known["config"])
     refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
     refuse_writing_elsewhere(base, line, run)
     if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
@@ -87,7 +94,8 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     A UserError where the file is unusable, not this project's, does not fit its network, or names a foreign class.
     """
     run = record(path)
-    base = _for_use(run.pop("config"))
+    base = run.pop("config")
+    _prepare_for_use(base)
     refuse_foreign_classes(base, CommandLine(argv or []).value("allow_imports"), path)
     config = configure(argv or [], "project.test", base)
     fits = load_weights(config.module, path, late=True, again=again)
@@ -99,13 +107,13 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
         with contextlib.suppress(Exception):  # such as missing data: then the weights do not fit
             trainer.test(config.module, data)
         load_weights(config.module, path, again=True)
-    changes = differences(*({name: each.get(name) for name in ("model", "data")} for each in (base, config.resolved)))
+    changes = [line for line in differences(base, config.resolved) if line.startswith(("model", "data"))]
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 
 
-def _for_use(config: dict[str, Any]) -> dict[str, Any]:
+def _prepare_for_use(config: dict[str, Any]) -> None:
     """Change a configuration for using a checkpoint: nothing compiled or downloaded, no flags of another machine."""
-    config = {key: value for key, value in config.items() if key not in ("trainer", *OF_THE_LAUNCH)}
+    config.pop("trainer", None)
     # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
     for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
         section: Any = config
@@ -113,7 +121,6 @@ def _for_use(config: dict[str, Any]) -> dict[str, Any]:
             section = section.get(name) if isinstance(section, dict) else None
         if isinstance(section, dict) and last in section:
             section[last] = value
-    return config
 
 
 def start_from(module: LightningModule, name: str | None) -> list[str]:
@@ -122,9 +129,9 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
         return []
     path = find_checkpoint(name, option="--init_weights")
     module.configure_model()
-    given, own = read(path)["state_dict"], module.state_dict()
-    shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
-    fitting = {k: value for k, value in given.items() if k in own and getattr(value, "shape", None) == shapes[k]}
+    given = read(path)["state_dict"]
+    own = {key: getattr(value, "shape", None) for key, value in module.state_dict().items()}
+    fitting = {key: value for key, value in given.items() if key in own and getattr(value, "shape", None) == own[key]}
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
@@ -136,7 +143,8 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
 
 def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
     """Raise a UserError, before any import, if a configuration names an untrusted class; ``allowed``: more packages."""
-    trusted = {*TRUSTED, *(allowed or "").replace(",", " ").split()}
+    packages = (allowed or "").replace(",", " ").split()
+    trusted = {name.split(".")[0] for name in (*FUNCTIONS, *CLASSES, *packages)}
     for key, text, _ in _texts(config):
         holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
         # the parser also takes a class path, or YAML with one, where the type is not text
@@ -150,6 +158,9 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
                     f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
                     f"Nothing was imported. If you trust the file: --allow_imports {root}"
                 )
+            if (holds_path or root in trusted) and (home := _foreign_home(named, packages)):
+                reason = f"names {named}, which {home} defines: no part of a model, of data or of a training"
+                raise UserError(f"--ckpt_path {path} {reason}. If you trust the file: --allow_imports {home}")
 
 
 def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run) -> None:
@@ -203,6 +214,21 @@ def _is_foreign(root: str, holds_path: bool) -> bool:
         return holds_path or importlib.util.find_spec(root) is not None
     except (ImportError, ValueError):
         return True
+
+
+def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
+    """The package where a name leads, as ``torch.hub.os.system`` to ``posix``, if nothing of the kind may be named."""
+    found: Any = None
+    with contextlib.suppress(Exception):  # the parser reports the reason
+        found = resolve_name(named)
+    if not callable(found):
+        return None
+    home = str(getattr(found, "__module__", None) or named)
+    root = home.split(".")[0]
+    trusted = (*allowed, *FUNCTIONS, *(CLASSES if inspect.isclass(found) else ()))
+    is_trusted = any(f"{home}.".startswith(f"{name}.") for name in trusted)
+    is_own = root != PACKAGE and not _is_foreign(root, holds_path=True)
+    return None if is_trusted or is_own else root
 
 
 @dataclass
@@ -292,10 +318,18 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     if run_name is not None and (not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) or run_name == LATEST):
         allowed = f"1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
         raise UserError(f"--run_name must be {allowed}, got '{run_name}'.")
-    if ckpt_path is None:
-        return _new(root, run_name)
-    if ckpt_path == "auto":
-        return _automatic(root, run_name)
+    if ckpt_path == "auto" and run_name is not None:
+        run = Run(root / run_name)
+        for path in filter(Path.exists, (root / run_name / "last.ckpt", root / run_name / "best.ckpt")):
+            if (reason := damage(path)) is None:
+                return replace(run, checkpoint=path, finished=_is_finished(path))
+            run.notes.append(f"skipped: {reason}")
+        run.notes += [f"run {run_name} has no whole checkpoint: it starts afresh."] if run.folder.exists() else []
+        return run
+    if ckpt_path is None or ckpt_path == "auto":
+        run = _new(root, run_name)
+        run.notes += [f"--ckpt_path auto without --run_name: a new run starts, {run.name}."] if ckpt_path else []
+        return run
     checkpoint = find_checkpoint(ckpt_path, root, run_name)
     folder = root / run_name if run_name else checkpoint.resolve().parent
     # a checkpoint of another run, or of no run: a new run starts from it
@@ -349,27 +383,10 @@ def _new(root: Path, run_name: str | None) -> Run:
     return run
 
 
-def _automatic(root: Path, run_name: str | None) -> Run:
-    if run_name is None:
-        run = _new(root, None)
-        return replace(run, notes=[f"--ckpt_path auto without --run_name: a new run starts, {run.name}."])
-    folder = root / run_name
-    notes: list[str] = []
-    for path in filter(Path.exists, (folder / "last.ckpt", folder / "best.ckpt")):
-        reason = damage(path)
-        if reason is None:
-            return Run(folder, path, finished=_is_finished(path), notes=notes)
-        notes.append(f"skipped: {reason}")
-    if folder.exists():
-        notes.append(f"run {run_name} has no whole checkpoint: it starts afresh.")
-    return Run(folder, notes=notes)
-
-
 def _is_finished(checkpoint: Path) -> bool:
     """Whether this is the last.ckpt of a finished run: its step is the one that summary.json holds."""
-    if checkpoint.name != "last.ckpt":
-        return False
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds no mapping
         summary = json.loads((checkpoint.parent / "summary.json").read_text())
-        return bool(summary.get("finished")) and summary.get("steps") == read(checkpoint).get("global_step")
+        if checkpoint.name == "last.ckpt" and summary.get("finished"):
+            return bool(summary.get("steps") == read(checkpoint).get("global_step"))
     return False

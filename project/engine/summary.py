@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import importlib.metadata
-import io
 import math
 import os
 import platform
@@ -132,7 +131,7 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: repor
     Of a training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
     """
     series: dict[str, Series] = {}
-    with open(path, newline="", encoding="utf-8") if path.exists() else io.StringIO() as file:
+    with contextlib.suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             for name, text in row.items():
                 if name != "step" and text and math.isfinite(value := float(text)):
@@ -146,7 +145,7 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: repor
 
 
 class RunTimer(Callback):
-    """Seconds from process start to the first step, and of training over all parts of a resumed run.
+    """Prints a run's first line; seconds from process start to the first step, and of training over all its parts.
 
     With a subclass of Lightning's Timer among its callbacks the Trainer would ignore ``--max_time``.
     """
@@ -157,8 +156,17 @@ class RunTimer(Callback):
     _before = 0.0  # seconds of the parts that have ended
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._started_at = time.perf_counter()
-        say(start_line(trainer, pl_module))
+        self._started_at, samples = time.perf_counter(), training_samples(trainer)
+        source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
+        parts = [
+            device_name(trainer) + (f" × {trainer.world_size}" if trainer.world_size > 1 else ""),
+            f"precision {trainer.precision}",
+            f"data {source}" if source is not None else "",
+            f"{parameter_count(trainer, pl_module):,} parameters",
+            f"{samples:,} training samples" if samples is not None else "",
+            f"going on from step {trainer.global_step:,}" if trainer.global_step else "",
+        ]
+        say(" | ".join(filter(None, parts)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.begun:
@@ -188,7 +196,7 @@ class EpochLines(Callback):
 
     def __init__(self, bar: bool = False) -> None:
         self.wants_bar = bar
-        self._bar: Any = None
+        self._bar = tqdm(disable=True)  # which shows nothing
         self._began: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -199,20 +207,18 @@ class EpochLines(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._print_epoch(trainer)
         self._began = time.perf_counter()
-        if self._bar is not None:
-            self._bar.set_description(f"epoch {trainer.current_epoch + 1}", refresh=False)
+        self._bar.set_description(f"epoch {trainer.current_epoch + 1}", refresh=False)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # asking at every step would cost a third of a small model's run, and wait for the device
-        if self._bar is not None and trainer.global_step >= self._bar.n + REFRESH_STEPS:
+        if not self._bar.disable and trainer.global_step >= self._bar.n + REFRESH_STEPS:
             logged = trainer.logged_metrics
             name = next((name for name in logged if "loss" in name and not name.startswith("val")), None)
             self._bar.set_postfix_str(f"{name} {float(logged[name]):.4f}" if name else "", refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._bar is not None:
-            self._bar.close()  # so that what is printed next begins a line
+        self._bar.close()  # so that what is printed next begins a line
         self._print_epoch(trainer)
         for callback in trainer.callbacks if trainer.should_stop else ():  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
@@ -223,8 +229,7 @@ class EpochLines(Callback):
                 say("stopped early: --max_time is over.", *lines)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def _print_epoch(self, trainer: Trainer) -> None:
         if not (trainer.is_global_zero and trainer.current_epoch and trainer.callback_metrics):
@@ -280,21 +285,6 @@ def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, be
     """The network inside a module, or the module itself where it has none of that name."""
     network = getattr(module, "network", None)
     return network if isinstance(network, torch.nn.Module) else module
-
-
-def start_line(trainer: Trainer, module: LightningModule) -> str:
-    """Device, precision, data, parameters and samples in one line."""
-    source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
-    samples = training_samples(trainer)
-    parts = [
-        device_name(trainer) + (f" × {trainer.world_size}" if trainer.world_size > 1 else ""),
-        f"precision {trainer.precision}",
-        f"data {source}" if source is not None else "",
-        f"{parameter_count(trainer, module):,} parameters",
-        f"{samples:,} training samples" if samples is not None else "",
-        f"going on from step {trainer.global_step:,}" if trainer.global_step else "",
-    ]
-    return " | ".join(filter(None, parts))
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:

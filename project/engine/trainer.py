@@ -149,10 +149,7 @@ def refusals_as_errors(checkpoint: Path | None, timer: RunTimer | None = None) -
             raise UserError(f"self.logger.experiment is W&B's, without {lacks}. Add --tensorboard true.") from None
         begun = timer is not None and timer.begun
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        raised_in = modules[-1]
-        text = " ".join(str(error).split())
-        if RESTORING in modules and "loading state_dict" in text:
-            raise UserError(f"--ckpt_path: {text[:300]}") from None
+        raised_in, text = modules[-1], " ".join(str(error).split())
         # what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint say
         unknown = "which is not available" in text or "could not find the monitored key" in text
         refused = not begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))
@@ -211,22 +208,22 @@ def float32_products() -> Iterator[None]:
 
     PyTorch has older and newer switches for it. Reading an older one is an error where a newer one was changed.
     """
-    matmul, convolutions = "highest", True
-    with suppress(RuntimeError):
-        matmul = torch.get_float32_matmul_precision()
-    with suppress(RuntimeError):
-        convolutions = torch.backends.cudnn.allow_tf32
     backends: Any = torch.backends
     newer = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
-    before = [switch.fp32_precision for switch in newer]
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    for switch in newer:
-        switch.fp32_precision = "ieee"
+    before, products, convolutions = [switch.fp32_precision for switch in newer], "highest", True
+    with suppress(RuntimeError):
+        products = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        convolutions = backends.cudnn.allow_tf32
+
+    def turn(products: str, convolutions: bool, values: list[str]) -> None:
+        torch.set_float32_matmul_precision(products)
+        backends.cudnn.allow_tf32 = convolutions
+        for switch, value in zip(newer, values, strict=True):
+            switch.fp32_precision = value
+
+    turn("highest", False, ["ieee"] * len(newer))
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = convolutions
-        for switch, value in zip(newer, before, strict=True):
-            switch.fp32_precision = value
+        turn(products, convolutions, before)
