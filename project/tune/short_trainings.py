@@ -306,9 +306,8 @@ class TrainingSteps:
             if is_out_of_memory(error):
                 return None
             raise
-        steps = None
-        if self.training_samples is not None:
-            steps = max(1, self.training_samples // (batch_size * self.flags["accumulate_grad_batches"]))
+        samples, samples_per_step = self.training_samples, batch_size * self.flags["accumulate_grad_batches"]
+        steps = None if samples is None else max(1, samples // samples_per_step)
         peaks = {"cpu": clock.memory.peak_bytes, "cuda": torch.cuda.max_memory_allocated()}  # others do not tell
         peak_gib = {name: peak / hardware.GIB for name, peak in peaks.items()}.get(trainer.strategy.root_device.type)
         median = statistics.median(clock.step_ms)
