@@ -184,9 +184,6 @@ def box_around(ink: np.ndarray) -> tuple[slice, slice]:
 def _corner(digit: np.ndarray) -> tuple[int, int]:
     """Row and column in the field of the digit's upper left corner; inside it wherever the digit's weight lies."""
     mass = max(float(digit.sum()), 1e-6)
-
-    def start(weights: np.ndarray) -> int:  # of the rows, or of the columns
-        centre = float(weights @ np.arange(len(weights))) / mass
-        return min(max(round(CENTRE - centre), 0), FIELD - len(weights))
-
-    return start(digit.sum(axis=1)), start(digit.sum(axis=0))
+    centre = [float(digit.sum(axis=1 - axis) @ np.arange(size)) / mass for axis, size in enumerate(digit.shape)]
+    top, left = (min(max(round(CENTRE - at), 0), FIELD - n) for at, n in zip(centre, digit.shape, strict=True))
+    return top, left
