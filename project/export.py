@@ -235,6 +235,7 @@ def write_files(
     from safetensors.torch import save
 
     names: dict[str, Any] = {"input_names": samples.names, "output_names": samples.outputs}
+    names["dynamic_shapes"] = [{0: "batch"} for _ in samples.names]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # internal ones, such as about weights that share a group
         torch.export.save(exported, folder / NAMES[1], extra_files={"metadata.json": json.dumps(facts, indent=2)})
@@ -244,12 +245,9 @@ def write_files(
             raise UserError(f"{type(loaded.module).__name__} has no form in ONNX: {first_line(error)}") from error
     assert program is not None
     model = program.model_proto
-    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
-    for part in (*model.graph.node, *values, model.graph):
+    graph = model.graph
+    for part in (*graph.node, *graph.value_info, *graph.input, *graph.output, graph):
         del part.metadata_props[:]  # torch's notes on where each node came from
-    symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param  # such as s34
-    for size in (size for value in values for size in value.type.tensor_type.shape.dim if size.dim_param):
-        size.dim_param = size.dim_param.replace(symbol, "batch")
     onnx.helper.set_model_props(model, facts)
     onnx.checker.check_model(model, full_check=True)
     (folder / NAMES[0]).write_bytes(model.SerializeToString())

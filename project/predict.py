@@ -192,7 +192,6 @@ def find_files(arguments: Iterable[str], endings: Collection[str] | None = None)
 
 def image_endings() -> set[str]:
     """Endings of the image files that are read."""
-    Image.init()
     return {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
 
 
@@ -265,10 +264,7 @@ def to_pixels(image: Image.Image) -> np.ndarray:
         # "I" and "F" have no fixed white; only contrast matters for what follows
         low, high = (0.0, 65535.0) if image.mode.startswith("I;16") else (float(grey.min()), float(grey.max()))
         return np.repeat(((grey - low) / max(high - low, 1e-12))[..., None], 3, axis=2)
-    mode = "RGBA" if image.has_transparency_data else "RGB"
-    pixels = np.asarray(image.convert(mode).reduce(factor), dtype=np.float32) / 255
-    if mode == "RGB":
-        return pixels
+    pixels = np.asarray(image.convert("RGBA").reduce(factor), dtype=np.float32) / 255
     colours, alpha = pixels[..., :3], pixels[..., 3:]  # (height, width, 3), (height, width, 1)
     brightness = float((colours * alpha).sum()) / max(3 * float(alpha.sum()), 1e-12)
     return colours * alpha + (brightness < 0.5) * (1 - alpha)

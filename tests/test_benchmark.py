@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,14 +23,16 @@ from project.benchmark.__main__ import TABLES, draw, main, measure_table, read_o
 from project.benchmark.tables import ResNet18, time_epoch
 from project.benchmark.timing import (
     Epoch,
-    InMemory,
     PerSampleImages,
     RunClock,
     alternate,
     epochs_in_turn,
+    in_memory,
     median_and_spread,
+    normalizer,
     run_epochs,
 )
+from project.data import TensorImages
 from project.engine import signals
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import configure
@@ -275,15 +278,18 @@ def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.Mon
 
 def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
     config = configure(SMALL, "project.benchmark")
-    data = InMemory.of(config, "train")
-    batch = data.normalizer(torch.device("cpu"))(data.images)
-    expected = (data.images.double() / 255 - data.mean[0]) / data.std[0]
+    data, train, cpu = config.datamodule, in_memory(config, "train"), torch.device("cpu")
+    batch = normalizer(data, train.images, cpu)(train.images)
+    expected = (train.images.double() / 255 - data.mean[0]) / data.std[0]
     assert torch.allclose(batch.double(), expected, atol=1e-5)
-    image, label = PerSampleImages(data)[3]
+    image, label = PerSampleImages(data, train)[3]
     assert torch.allclose(image.double(), expected[3], atol=1e-5)
-    assert label == data.labels[3]
-    rgb = InMemory(torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8), torch.tensor([0, 1]), [0.1] * 3, [0.5] * 3)
-    assert torch.allclose(PerSampleImages(rgb)[1][0], rgb.normalizer(torch.device("cpu"))(rgb.images)[1], atol=1e-5)
+    assert label == train.labels[3]
+    bytes_of_colours = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    for images in (bytes_of_colours, bytes_of_colours / 255):
+        for colours in (SimpleNamespace(mean=[0.1, 0.2, 0.3], std=[0.5] * 3), None):
+            image, _ = PerSampleImages(colours, TensorImages(images, torch.tensor([0, 1])))[1]
+            assert torch.allclose(image, normalizer(colours, images, cpu)(images)[1], atol=1e-5)
 
 
 # What is typed

@@ -22,16 +22,18 @@ from project.engine.cli import Configuration, configure
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tune import __main__ as tune
-from project.tune.batch_size import (
+from project.tune.__main__ import one_device_flags
+from project.tune.short_trainings import (
     Measured,
-    Search,
+    RateRamp,
     TrainingSteps,
     advice_lines,
     advise,
     find_largest,
     free_memory,
+    read_curve,
+    train_shortly,
 )
-from project.tune.short_training import RateRamp, one_device_flags, read_curve, scratch_trainer
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 
@@ -49,24 +51,26 @@ def fits_up_to(
 @pytest.mark.parametrize("largest", [0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 4095, 4096, 4097, 54_999])
 def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> None:
     tried: list[int] = []
-    search = find_largest(fits_up_to(largest, tried), 55_000, "the training set", 60)
-    assert (search.largest, search.smallest_failed, search.limited_by) == (largest, largest + 1, "memory")
+    fitting, limited_by = find_largest(fits_up_to(largest, tried), 55_000, "the training set", 60)
+    assert (max(fitting, default=0), limited_by) == (largest, "memory")
+    assert {*tried} - {*fitting} == {size for size in tried if size > largest}
+    assert largest + 1 in tried
     assert len(tried) == len(set(tried)) <= 30
 
 
 @pytest.mark.parametrize(("ceiling", "sizes"), [(100, [16, 32, 64, 100]), (10, [10]), (64, [16, 32, 64])])
 def test_the_search_stops_at_the_ceiling_and_says_so(ceiling: int, sizes: list[int]) -> None:
     tried: list[int] = []
-    search = find_largest(fits_up_to(55_000, tried), ceiling, "the training set", 60)
-    assert tried == sizes
-    assert (search.largest, search.limited_by) == (ceiling, "the training set")
+    fitting, limited_by = find_largest(fits_up_to(55_000, tried), ceiling, "the training set", 60)
+    assert tried == list(fitting) == sizes
+    assert limited_by == "the training set"
 
 
 def test_no_size_is_tried_whose_step_would_take_longer_than_allowed() -> None:
     tried: list[int] = []
-    search = find_largest(fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2)
+    _, limited_by = find_largest(fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2)
     assert tried == [16, 32, 64, 128]
-    assert "--max_step_seconds" in search.limited_by
+    assert "--max_step_seconds" in limited_by
 
 
 def measured(rates: dict[int, float], samples: int | None) -> list[Measured]:
@@ -81,10 +85,10 @@ RATES = {16: 500, 32: 900, 64: 1600, 128: 1950, 256: 2000, 512: 1980}
 
 
 def test_advice_names_the_fastest_size_and_the_one_past_which_it_stops_paying() -> None:
-    advice = advise(measured(RATES, None), present=16)
-    assert (advice.best.batch_size, advice.enough.batch_size) == (256, 128)
-    assert advice.best.samples_per_sec == pytest.approx(2000)
-    assert advice.use is advice.enough
+    best, enough, use = advise(measured(RATES, None), present=16)
+    assert (best.batch_size, enough.batch_size) == (256, 128)
+    assert best.samples_per_sec == pytest.approx(2000)
+    assert use is enough
 
 
 @pytest.mark.parametrize(
@@ -102,14 +106,14 @@ def test_advice_names_the_fastest_size_and_the_one_past_which_it_stops_paying() 
 def test_no_size_is_recommended_that_leaves_fewer_than_50_steps_an_epoch_or_gains_nothing(
     samples: int, present: int, use: int | None
 ) -> None:
-    advice = advise(measured(RATES, samples), present)
-    assert (advice.use.batch_size if advice.use else None) == use
+    _, _, found = advise(measured(RATES, samples), present)
+    assert (found.batch_size if found else None) == use
 
 
 def test_the_advice_says_what_a_larger_batch_costs() -> None:
     def told(samples: int, present: int) -> list[str]:
         advice = advise(measured(RATES, samples), present)
-        return advice_lines(Search(512, "no more"), advice, present, "python -m project.tune lr --data.batch_size")
+        return advice_lines(advice, 512, "no more", present, "python -m project.tune lr --data.batch_size")
 
     lines = told(6_399, 32)
     assert (
@@ -140,7 +144,7 @@ def test_memory_is_freed_on_mps_where_the_general_call_fails(monkeypatch: pytest
 @pytest.fixture(autouse=True)
 def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed is judged nowhere here."""
-    monkeypatch.setattr("project.tune.batch_size.WINDOW_SECONDS", 0.01)
+    monkeypatch.setattr("project.tune.short_trainings.WINDOW_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -159,12 +163,12 @@ def peak_of(steps: TrainingSteps, size: int) -> int:
 def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(steps: TrainingSteps) -> None:
     """Against every size's own peak, measured without a limit."""
     steps.memory_limit_bytes = peak_of(steps, 301) + 100
-    search = find_largest(steps.measure, steps.training_samples or 0, "", 60)
+    fitting, limited_by = find_largest(steps.measure, steps.training_samples or 0, "", 60)
     limit, steps.memory_limit_bytes = steps.memory_limit_bytes, None
     peaks = {size: peak_of(steps, size) for size in range(298, 305)}
-    assert search.largest == max(size for size, peak in peaks.items() if peak <= limit) == 301
+    assert max(fitting) == max(size for size, peak in peaks.items() if peak <= limit) == 301
     assert peaks[302] > limit
-    assert search.limited_by == "memory"
+    assert limited_by == "memory"
 
 
 def test_memory_is_free_again_after_a_try_that_fitted_and_after_those_that_did_not(steps: TrainingSteps) -> None:
@@ -203,7 +207,7 @@ def test_tries_are_real_steps_at_that_batch_size_and_leave_the_weights_alone(
         "training_step",
         lambda self, batch, index: seen.append(len(batch[1])) or step(self, batch, index),
     )
-    monkeypatch.setattr("project.tune.batch_size.WINDOW_SECONDS", 0)
+    monkeypatch.setattr("project.tune.short_trainings.WINDOW_SECONDS", 0)
     steps.flags["accumulate_grad_batches"] = 2
     measured = steps.measure(48)
     assert measured is not None
@@ -419,8 +423,7 @@ def test_the_range_test_ends_at_a_loss_that_is_no_number_and_runs_none_after_it(
 
     config = plain(Bursting(), PlainData())
     ramp = RateRamp(1e-4, 10, 50)
-    with scratch_trainer(one_device_flags(config), ramp) as trainer:
-        trainer.fit(config.module, datamodule=config.datamodule)
+    train_shortly(one_device_flags(config), ramp, config.module, config.datamodule)
     smooth, _ = read_curve(ramp.rates, ramp.losses)
     assert max(ramp.rates[: len(smooth)]) < 0.3
     assert len(smooth) == len(ramp.losses) - 1 < 50
@@ -498,11 +501,11 @@ def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(wor
     steps.measure(64)
     before = torch.cuda.memory_allocated()
     steps.memory_limit_bytes = GIB // 4
-    search = find_largest(steps.measure, steps.training_samples or 0, "", 60)
-    assert search.limited_by == "memory"
-    assert search.smallest_failed == search.largest + 1
+    fitting, limited_by = find_largest(steps.measure, steps.training_samples or 0, "", 60)
+    assert limited_by == "memory"
+    assert steps.measure(max(fitting) + 1) is None
     assert torch.cuda.memory_allocated() <= before + 2**20
-    assert all((row.peak_allocated_gib or 0) <= 0.25 for row in search.fitting.values())
+    assert all((row.peak_allocated_gib or 0) <= 0.25 for row in fitting.values())
     torch.cuda.set_per_process_memory_fraction(1.0)  # for the tests that follow in this process
 
 

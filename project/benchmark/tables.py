@@ -158,12 +158,13 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
 def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     """One row per way to load: milliseconds until a float32, normalised batch is on the device."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
-    device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.InMemory.of(config, "train")
+    device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.in_memory(config, "train")
     batches = min(20 if options.quick else BATCHES, len(samples.labels) // options.batch_size)
     if batches < 2:  # the first one is timed apart
         least = f"leave two batches of the {len(samples.labels)} training samples"
         raise UserError(f"--data.batch_size must {least}, got {options.batch_size}.")
-    ways, normalize = loaders(config, samples, options, device.type == "cuda"), samples.normalizer(device)
+    normalize = timing.normalizer(config.datamodule, samples.images, device)
+    ways = loaders(config.datamodule, samples, options, pinned=device.type == "cuda")
     timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}
     timing.alternate("loaders", timed, 1)  # warms files, caches and persistent workers up
     rows: list[Row] = []
@@ -176,11 +177,11 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     return rows
 
 
-def loaders(config: Any, samples: timing.InMemory, options: Namespace, pinned: bool) -> dict[str, DataLoader[Any]]:
+def loaders(data: Any, samples: Any, options: Namespace, pinned: bool) -> dict[str, DataLoader[Any]]:
     """The ways to load, by name; ours comes first."""
-    given = config.datamodule.train_dataloader()
+    given = data.train_dataloader()
     kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
-    plain = partial(DataLoader, timing.PerSampleImages(samples), options.batch_size, shuffle=True)
+    plain = partial(DataLoader, timing.PerSampleImages(data, samples), options.batch_size, shuffle=True)
 
     def ours(**asked: Any) -> DataLoader[Any]:
         return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -25,8 +25,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
+from torchvision.transforms import v2
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project import fit, hardware, threads
@@ -43,6 +44,7 @@ from project.tables import Row, format_cell
 
 K = TypeVar("K")
 T = TypeVar("T")
+GREY = [0.5]  # mean and standard deviation of images whose data module names none
 LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"
 
 
@@ -137,7 +139,8 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
     terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
     torch.cuda.empty_cache()  # of the run before
     folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
-    with folder as root, redirect_stdout(terminal), redirect_stderr(terminal):
+    with folder as root, redirect_stdout(terminal), redirect_stderr(terminal), ExitStack() as ends:
+        ends.callback(setattr, signals.state, "deferring", False)  # between two runs there is no step to wait for
         if bare:
             flags = trainer_flags(config) | {"logger": False, "enable_progress_bar": False, "default_root_dir": root}
             trainer = build_trainer(flags | {"callbacks": [*flags["callbacks"], clock]})
@@ -145,15 +148,11 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
         else:
             run = choose(Path(root), None, None)
             run.create()
+            ends.callback(run.release)
             session = fit.build(config, run, extra=[clock])
+            ends.callback(close, session, 0)
             trainer = session.trainer
-        try:
-            trainer.fit(config.module, datamodule=config.datamodule)
-        finally:
-            if session is not None:
-                close(session, 0)
-                run.release()
-            signals.state.deferring = False  # between two runs there is no step to wait for
+        trainer.fit(config.module, datamodule=config.datamodule)
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
     if session is not None and session.memory is not None:  # feature: memory
@@ -246,55 +245,44 @@ def line_of(facts: Row) -> str:
     return line if facts["quiet"] else line + busy
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """The images and labels of one split."""
-
-    images: Tensor  # uint8 in 0-255 or float in 0-1, (count, channels, height, width)
-    labels: Tensor  # class numbers, int64 (count,)
-    mean: list[float]  # per channel, of images scaled to 0-1
-    std: list[float]
-
-    @classmethod
-    def of(cls, config: Configuration, split: str) -> InMemory:
-        """A split ("train" or "val") of the configured data; a UserError where it is not of this kind."""
-        data: Any = config.datamodule
-        images = labels = None
-        with suppress(MisconfigurationException, AttributeError):  # no loader, or one without such tensors
-            data.prepare_data()
-            data.setup("fit")
-            dataset = getattr(data, f"{split}_dataloader")().dataset
-            images, labels = dataset.images, dataset.labels
-        if not (isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4):
-            needs = "loops written by hand need images and labels in memory (project.data.TensorImages)"
-            raise UserError(f"--data: {needs}, {type(data).__name__} has none for {split}.")
-        grey = [0.5] * images.shape[1]
-        return cls(images, labels, list(getattr(data, "mean", grey)), list(getattr(data, "std", grey)))
-
-    def normalizer(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """A function: a batch of the images on ``device`` → float32 with mean 0 and standard deviation 1."""
-        whole = 1.0 if self.images.is_floating_point() else 255.0
-        # once, because copying tensors to the device at every step takes time
-        shift = (whole * torch.tensor(self.mean, device=device)).view(1, -1, 1, 1)
-        scale = 1 / (whole * torch.tensor(self.std, device=device)).view(1, -1, 1, 1)
-        return lambda images: images.to(torch.float32, copy=True).sub_(shift).mul_(scale)
+def in_memory(config: Configuration, split: str) -> Any:
+    """The dataset of a split ("train" or "val"). Its ``images`` are uint8 in 0-255 or float in 0-1, (count, channels,
+    height, width), its ``labels`` int64 (count,). A UserError where the configured data are not of this kind.
+    """
+    data: Any = config.datamodule
+    dataset: Any = None
+    with suppress(MisconfigurationException, AttributeError):  # no loader, or one without a dataset
+        data.prepare_data()
+        data.setup("fit")
+        dataset = getattr(data, f"{split}_dataloader")().dataset
+    images, labels = getattr(dataset, "images", None), getattr(dataset, "labels", None)
+    if isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4:
+        return dataset
+    needs = "loops written by hand need images and labels in memory (project.data.TensorImages)"
+    raise UserError(f"--data: {needs}, {type(data).__name__} has none for {split}.")
 
 
-class PerSampleImages(Dataset[tuple[Tensor, int]]):
+def normalizer(data: Any, images: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A function: a batch of ``images`` on ``device`` → float32 with mean 0 and standard deviation 1."""
+    whole = 1.0 if images.is_floating_point() else 255.0
+    # once, because copying tensors to the device at every step takes time
+    shift, width = (whole * torch.tensor(getattr(data, name, GREY), device=device) for name in ("mean", "std"))
+    shift, scale = shift.view(1, -1, 1, 1), 1 / width.view(1, -1, 1, 1)
+    return lambda images: images.to(torch.float32, copy=True).sub_(shift).mul_(scale)
+
+
+class PerSampleImages(TensorDataset):
     """Single images as torchvision's MNIST gives them with the usual transforms: tensor, Pillow, tensor, normalised."""
 
-    def __init__(self, data: InMemory) -> None:
-        self.images = data.images if data.images.dtype == torch.uint8 else (255 * data.images).round().byte()
-        self.labels = data.labels
-        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(data.mean, data.std)])
+    def __init__(self, data: Any, samples: Any) -> None:
+        pixels = v2.functional.to_dtype(samples.images, torch.uint8, scale=True)
+        super().__init__(pixels.permute(0, 2, 3, 1).squeeze(-1), samples.labels)
+        normalize = transforms.Normalize(getattr(data, "mean", GREY), getattr(data, "std", GREY))
+        self.transform = transforms.Compose([transforms.ToTensor(), normalize])
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = self.images[index]  # (channels, height, width)
-        pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-        return self.transform(Image.fromarray(pixels.numpy())), int(self.labels[index])
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:  # type: ignore[override]
+        image, label = super().__getitem__(index)
+        return self.transform(Image.fromarray(image.numpy())), int(label)
 
 
 def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
@@ -303,16 +291,17 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     The floor is the least a training loop can do: gather a batch by index from data on the device, forward, backward, a
     fused step of Adam, and after every epoch a validation, batched as ours. Cross-entropy without label smoothing, a
     new permutation every epoch; no metric, logging, progress or checkpoint. A UserError where the module has no
-    ``network``, or the data are not :class:`InMemory`.
+    ``network``, or for data that are not :func:`in_memory`.
     """
     module: Any = config.module
     data: Any = config.datamodule
     if not isinstance(getattr(module, "network", None), nn.Module):
         raise UserError(f"--model: loops written by hand train module.network, {type(module).__name__} has none.")
     device = torch.device(wanted_devices(config)[-1])
-    train, val = InMemory.of(config, "train"), InMemory.of(config, "val")
+    train, val = in_memory(config, "train"), in_memory(config, "val")
     (images, labels), (val_images, val_labels) = [(x.images.to(device), x.labels.to(device)) for x in (train, val)]
-    normalize, memory_format = train.normalizer(device), getattr(module, "memory_format", torch.contiguous_format)
+    normalize = normalizer(data, images, device)
+    memory_format = getattr(module, "memory_format", torch.contiguous_format)
     network: nn.Module = copy.deepcopy(module.network).to(device).to(memory_format=memory_format)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
     size, eval_size = min(data.batch_size, len(labels)), getattr(data, "eval_batch_size", data.batch_size)
@@ -339,7 +328,7 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
 
     copied = copy.deepcopy(network)
     adam = torch.optim.Adam(copied.parameters(), lr=1e-3)
-    loader: DataLoader[Any] = DataLoader(PerSampleImages(train), data.batch_size, shuffle=True)
+    loader: DataLoader[Any] = DataLoader(PerSampleImages(data, train), data.batch_size, shuffle=True)
     return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, adam, loader, device)}
 
 

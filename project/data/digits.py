@@ -40,7 +40,7 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
         box = grey[rows, columns]
         if max(box.shape) == BOX and (rows.start, columns.start) == _corner(box):  # MNIST's makers made it
             return np.round(grey * 255).astype(np.uint8), False
-    background, noise = plane_through_edge(pixels)
+    background, noise = edge_colour(pixels)
     ink, parts = without_dust(find_ink(pixels - background, noise))  # (height, width)
     shorter, longer = sorted(ink.shape)
     if shorter > 2 * FIELD and longer < 3 * shorter and is_unclear(ink, noise):
@@ -50,7 +50,11 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     rows, columns = box_around(ink)
     if max(ink[rows, columns].shape) > 1.5 * BOX:
         rows, columns = box_around(np.where(ink > EDGE_INK, ink, 0))
-    digit = fit_into_box(ink[rows, columns])
+    cut = ink[rows, columns].astype(np.float32)
+    width, height = (max(1, round(side * BOX / max(cut.shape))) for side in reversed(cut.shape))
+    # of Pillow's filters the one that brings enlarged test digits back closest to the originals
+    digit = np.asarray(Image.fromarray(cut).resize((width, height), Image.Resampling.HAMMING))
+    digit = np.clip(digit / max(float(digit.max()), 1e-6), 0, 1)
     top, left = _corner(digit)
     field = np.zeros((FIELD, FIELD), dtype=np.uint8)
     field[top : top + digit.shape[0], left : left + digit.shape[1]] = np.round(digit * 255)
@@ -59,14 +63,9 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
 
 def is_unclear(ink: np.ndarray, noise: float) -> bool:
     """Whether more than a digit, or nothing, seems to be left of a picture without its background of a given noise.
-    Much is noise, or grey (lines, light); a corner is full (a shadow); or there is ink at the edge of a picture that is
-    not cut close around a digit.
+    Much is noise, or grey (lines, light); or there is ink at the edge of a picture that is not cut close around it.
     """
     if noise > MUCH_NOISE or not ink.any() or ink[ink > 0].mean() < CLEAR:
-        return True
-    down, across = ink.shape[0] // 4, ink.shape[1] // 4
-    corners = [ink[rows, columns] for rows in np.s_[:down, -down:] for columns in np.s_[:across, -across:]]
-    if max((corner > EDGE_INK).mean() for corner in corners) > 0.9:
         return True
     box = ink[box_around(np.where(ink > EDGE_INK, ink, 0))] > EDGE_INK
     fills = min(box.shape[0] / ink.shape[0], box.shape[1] / ink.shape[1]) > 0.75 and box.mean() > LEAST_FILLED
@@ -131,27 +130,15 @@ def line_profile(ink: np.ndarray) -> np.ndarray:
     return np.minimum(np.median(ink[:, :third], axis=1), np.median(ink[:, -third:], axis=1))
 
 
-def plane_through_edge(pixels: np.ndarray) -> tuple[np.ndarray, float]:
-    """The background under the whole picture, (height, width, 3), and its noise, the standard deviation around it: a
-    plane through the edge's pixels for each colour, as light falls off across a sheet of paper.
-    """
-    height, width = pixels.shape[:2]
-    thick = max(1, min(height, width) // 50)
-    edge = np.ones((height, width), dtype=bool)
-    edge[thick:-thick, thick:-thick] = False
-    y, x = np.linspace(-1, 1, height, dtype=np.float32), np.linspace(-1, 1, width, dtype=np.float32)
-    rows, columns = np.nonzero(edge)
-    at, values = np.stack([np.ones(len(rows)), y[rows], x[columns]], axis=1), pixels[edge]  # (count, 3) both
-    residual = np.abs(values - np.median(values, axis=0)).max(axis=1)
-    for _ in range(3):  # without the ink of a digit that touches the edge
-        usual = residual <= max(3 * float(np.median(residual)), 1 / 255)
-        # einsum and a system of 3 equations: threads of a matrix library would cost more than they save
-        squares = np.einsum("ni,nj->ij", at[usual], at[usual])
-        plane = np.linalg.lstsq(squares, np.einsum("ni,nc->ic", at[usual], values[usual]), rcond=None)[0]
-        residual = np.abs(values - np.einsum("ni,ic->nc", at, plane)).max(axis=1)  # plane: (coefficient, colour)
-    level, down, across = plane.astype(np.float32)
-    background = level + y[:, None, None] * down + x[None, :, None] * across
-    return background, float(residual[usual].std())
+def edge_colour(pixels: np.ndarray) -> tuple[np.ndarray, float]:
+    """The colour of a picture's edge, (3,), and its noise, a standard deviation. Light that falls off is noise, too."""
+    thick = max(1, min(pixels.shape[:2]) // 50)
+    sides = [pixels[:thick], pixels[-thick:], pixels[:, :thick], pixels[:, -thick:]]
+    edge = np.concatenate([side.reshape(-1, 3) for side in sides])
+    colour = np.median(edge, axis=0)
+    away = np.abs(edge - colour).max(axis=1)
+    usual = away <= max(3 * float(np.median(away)), 1 / 255)  # without the ink of a digit that touches the edge
+    return colour, float(away[usual].std())
 
 
 def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -194,20 +181,9 @@ def box_around(ink: np.ndarray) -> tuple[slice, slice]:
     return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
 
 
-def fit_into_box(ink: np.ndarray) -> np.ndarray:
-    """The cut-out digit scaled, with its aspect ratio, so that its longer side is 20 pixels; float32, anti-aliased."""
-    width, height = (max(1, round(size * BOX / max(ink.shape))) for size in reversed(ink.shape))
-    # of Pillow's filters the one that brings enlarged test digits back closest to the originals
-    small = np.asarray(Image.fromarray(ink.astype(np.float32)).resize((width, height), Image.Resampling.HAMMING))
-    return np.clip(small / max(float(small.max()), 1e-6), 0, 1)
-
-
 def _corner(digit: np.ndarray) -> tuple[int, int]:
     """Row and column in the field of the digit's upper left corner; inside it wherever the digit's weight lies."""
     mass = max(float(digit.sum()), 1e-6)
-
-    def start(weights: np.ndarray) -> int:  # of the rows, or of the columns
-        centre = float(weights @ np.arange(len(weights))) / mass
-        return min(max(round(CENTRE - centre), 0), FIELD - len(weights))
-
-    return start(digit.sum(axis=1)), start(digit.sum(axis=0))
+    centre = [float(digit.sum(axis=1 - axis) @ np.arange(size)) / mass for axis, size in enumerate(digit.shape)]
+    top, left = (min(max(round(CENTRE - at), 0), FIELD - n) for at, n in zip(centre, digit.shape, strict=True))
+    return top, left
