@@ -83,11 +83,15 @@ def test_auto_falls_back_to_the_sample_and_says_so(workplace: Path, monkeypatch:
 
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     module = MNISTDataModule()
-    module.prepare_data()
     with pytest.warns(UserWarning, match="was not found"):
-        module.setup("fit")
-    assert module.data_source == "sample"
-    assert (len(module.splits["train"]), len(module.splits["val"])) == (9_000, 1_000)
+        module.prepare_data()
+    another_rank = MNISTDataModule()
+    with pytest.warns(UserWarning, match="was not found"):
+        another_rank.setup("fit")
+    module.setup("fit")  # does not warn a second time
+    for each in (module, another_rank):
+        assert each.data_source == "sample"
+        assert (len(each.splits["train"]), len(each.splits["val"])) == (9_000, 1_000)
 
 
 def test_the_validation_split_does_not_depend_on_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:

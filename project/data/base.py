@@ -257,8 +257,9 @@ class BatchedDataModule(SplitDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         images, targets = batch
         found, named = tuple(images.shape[1:]), tuple(self.image_shape)
-        must = f"be the images' (channels, height, width), {found}"
-        require(found == named, f"{type(self).__name__}.image_shape", must, named)
+        if found != named:
+            name = f"{type(self).__name__}.image_shape"
+            raise UserError(f"{name} must be the images' (channels, height, width), {found}, got {named}.")
         if self.trainer is None or not self.trainer.training:
             return images, targets
         images = self.augment(images)
