@@ -105,7 +105,7 @@ class Waiting:
         """Watch from a thread of its own, unless the environment says how threads wait, or that there is only one."""
         chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
         if sys.platform.startswith("linux") and not chosen and os.environ.get("OMP_NUM_THREADS") != "1":
-            os.register_at_fork(after_in_child=self.leave_core)
+            os.register_at_fork(after_in_child=lambda: self._move_to(None))  # such as a loader's worker
             threading.Thread(target=self._watch, name="waiting", daemon=True).start()
 
     def _watch(self) -> None:
@@ -155,8 +155,7 @@ class Waiting:
 
     def spin(self) -> None:
         """Threads that wait spin, on all cores."""
-        if self.core is not None:
-            self._move_to(None)
+        self._move_to(None)
         self.team_may_end.set()
 
     def seconds_slept(self) -> float:
@@ -164,15 +163,12 @@ class Waiting:
         return self.slept + (0.0 if self.sleeping_since is None else time.monotonic() - self.sleeping_since)
 
     def _move_to(self, core: int | None) -> None:
+        if core == self.core:  # on all: what a user's own code has chosen stays
+            return
         self.core = core
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread), self.cores if core is None else {core})
-
-    def leave_core(self) -> None:
-        """Let a forked process, such as a loader's worker, use all cores."""
-        if self.core is not None:
-            os.sched_setaffinity(0, self.cores)
 
     def _idle_team(self) -> None:
         more_than_cores = ctypes.c_uint(len(self.cores) + 1)

@@ -43,7 +43,6 @@ class TensorRows(TensorDataset):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all samples."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def holding(self, tensors: Iterable[Tensor]) -> "TensorRows":
@@ -62,9 +61,8 @@ class TensorRows(TensorDataset):
 
 
 class TensorImages(TensorRows):
-    """Images, uint8 or float in 0-1, (count, channels, height, width) or (count, height, width), and their labels.
-
-    Labels are (count, ...): of any integer type they become int64, floats stay what they are.
+    """Images, uint8 or float in 0-1, (count, channels, height, width) or (count, height, width), and their labels,
+    (count, ...): of any integer type they become int64, floats stay what they are.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -123,10 +121,8 @@ class SplitDataModule(LightningDataModule):
         self.splits: dict[str, Any] = {}  # datasets
 
     def make_split(self, split: Split) -> Dataset[Any]:
-        """Yours to write: the dataset of a split, :class:`TensorRows` or any map-style dataset.
-
-        Called once per split in every process, after ``prepare_data``. Validation must be cut from the training data in
-        the same way every time, as :meth:`hold_out` does.
+        """Yours to write: the dataset of a split, :class:`TensorRows` or any map-style dataset. Called once a split in
+        every process, after ``prepare_data``. :meth:`hold_out` cuts validation from training data, always the same.
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 

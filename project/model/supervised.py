@@ -87,9 +87,8 @@ class SupervisedModule(LightningModule):
         require(0 < lr < math.inf, "--model.lr", "be above 0", lr)
         require(0 <= weight_decay < math.inf, "--model.weight_decay", "be at least 0", weight_decay)
         require(0 <= warmup_fraction < 1, "--model.warmup_fraction", "be at least 0 and below 1", warmup_fraction)
-        require(
-            not (is_shape and schedule_args), "--model.schedule_args", f"be empty: {schedule} has none", schedule_args
-        )
+        must = f"be empty: {schedule} has none"
+        require(not (is_shape and schedule_args), "--model.schedule_args", must, schedule_args)
         must = "be without reduction: the mean is trained"
         require("reduction" not in loss_args, "--model.loss_args", must, loss_args)
         self.save_hyperparameters(ignore=["network", "metrics"])
@@ -253,10 +252,8 @@ class SupervisedModule(LightningModule):
     def make_optimizer(self) -> Optimizer:
         """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do not decay."""
         cls = named_class("--model.optimizer", self.optimizer_name, torch.optim, Optimizer)
-        if cls is torch.optim.SparseAdam:
-            raise UserError(
-                "--model.optimizer SparseAdam takes sparse gradients only, which layers do not give. Use Adam."
-            )
+        must = "take the dense gradients that layers give, as Adam does"
+        require(cls is not torch.optim.SparseAdam, "--model.optimizer", must, cls.__name__)
         # A fused optimizer unscales gradients by itself, too late for clipping and for the gradient norm; Lightning's
         # mixed precision refuses to clip for it, also where there is no scaler.
         plugin = self.trainer.precision_plugin
@@ -290,7 +287,6 @@ class SupervisedModule(LightningModule):
         return {name: sums.cpu() for name, sums in self.sums.items()}
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
-        """Go on with the sums that :meth:`metric_state` returned."""
         self.sums = {name: sums.to(self.device) for name, sums in state.items()}
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
