@@ -65,8 +65,8 @@ class MNISTDataModule(BatchedDataModule):
         super().__init__(batch_size=batch_size, shift_pixels=shift_pixels, **kwargs)
         self.root, self.source = root, source
         self.data_source: str = source  # auto until it is known what there is
-        none = f"{source}: {type(self).__name__} ships no files"
-        require(source != "sample" or self.sample_folder is not None, "--data.source", "be auto or mnist", none)
+        got = f"{source}: {type(self).__name__} ships no files"
+        require(source != "sample" or self.sample_folder is not None, "--data.source", "be auto or mnist", got)
 
     def prepare_data(self) -> None:
         """Download the full set if it is wanted and missing (once per machine)."""
