@@ -321,6 +321,24 @@ def test_labels_without_a_name_are_told_before_they_are_an_index_error() -> None
     FixedImages(TensorImages(torch.zeros(2, 2, 2), torch.tensor([0.5, 12.5]))).setup("fit")  # a regression's
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"mean": ["0.5"]}, r"mean must be a list of float, got \['0.5'\].$"),
+        ({"class_names": "abc"}, "class_names must be a list of str, got abc.$"),
+        ({"image_shape": [1, 0, 28]}, r"image_shape must be sizes above 0 of one image, got \[1, 0, 28\].$"),
+        ({"image_shape": [3, 2**14, 2**14]}, "image_shape must be sizes above 0 of one image"),
+    ],
+)
+def test_what_a_checkpoint_tells_of_its_data_is_checked(told: dict[str, Any], message: str) -> None:
+    described = BatchedDataModule().description()
+    module = BatchedDataModule()
+    module.describe(described)
+    assert (module.description(), module.image_shape) == (described, (1, 28, 28))
+    with pytest.raises(UserError, match=f"^the checkpoint's {message}"):
+        module.describe({**described, **told})
+
+
 # Augmentation.
 
 

@@ -274,13 +274,13 @@ class BatchedDataModule(SplitDataModule):
     def describe(self, description: dict[str, Any]) -> None:
         """Restore what :meth:`description` returned in training. A UserError for what it cannot have returned."""
         for name, kind in DESCRIBED.items():
-            value, option = description.get(name, []), f"the checkpoint's {name}"
-            is_list = isinstance(value, list) and all(isinstance(item, kind) for item in value)
-            require(is_list, option, f"be a list of {kind.__name__}", str(value)[:80])
-            is_image = name != "image_shape" or (min(value, default=1) > 0 and math.prod(value) <= LARGEST_IMAGE)
-            require(is_image, option, "be sizes above 0 of one image", value)
             if name in description:
+                value = description[name]
+                is_list = isinstance(value, list) and all(isinstance(item, kind) for item in value)
+                require(is_list, f"the checkpoint's {name}", f"be a list of {kind.__name__}", str(value)[:80])
                 setattr(self, name, tuple(value) if name == "image_shape" else value)
+        are_sizes = min(self.image_shape, default=1) > 0 and math.prod(self.image_shape) <= LARGEST_IMAGE
+        require(are_sizes, "the checkpoint's image_shape", "be sizes above 0 of one image", list(self.image_shape))
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
