@@ -17,6 +17,12 @@ class BadImage(Exception):
     """A file that holds no usable image, or no usable input of another kind. The message is the reason alone."""
 
 
+def require(fits: bool, option: str, must: str, got: object) -> None:
+    """A UserError, such as the one above, unless the value that was ``got`` fits."""
+    if not fits:
+        raise UserError(f"{option} must {must}, got {got}.")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``" Did you mean X?"`` for the known name closest to ``name``, or ``""`` when none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -105,7 +105,7 @@ class Waiting:
         """Watch from a thread of its own, unless the environment says how threads wait, or that there is only one."""
         chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
         if sys.platform.startswith("linux") and not chosen and os.environ.get("OMP_NUM_THREADS") != "1":
-            os.register_at_fork(after_in_child=self.leave_core)
+            os.register_at_fork(after_in_child=lambda: self._move_to(None))  # such as a loader's worker
             threading.Thread(target=self._watch, name="waiting", daemon=True).start()
 
     def _watch(self) -> None:
@@ -113,14 +113,13 @@ class Waiting:
             time.sleep(LOOK_SECONDS)
         if not self.find_openmp():
             return  # another runtime, which waits in its own way
-        seen, before = time.monotonic(), Reading()
+        before = Reading()
         while True:
             time.sleep(LOOK_SECONDS if self.core is None else BEAT_SECONDS)
-            now = time.monotonic()
-            if now - seen >= LOOK_SECONDS:
-                reading = Reading()
-                self.look(now, *reading.shares_since(before, now - seen, self.cores, self.core))
-                seen, before = now, reading
+            if time.monotonic() - before.at >= LOOK_SECONDS:
+                now = Reading()
+                self.look(now.at, *now.shares_since(before, self.cores, self.core))
+                before = now
 
     def look(self, now: float, waited: float, here: float = 0.0, elsewhere: float = 0.0) -> None:
         """Decide, by seconds per second since the last look: ``waited``, that threads waited for a core; ``here`` and
@@ -147,17 +146,16 @@ class Waiting:
 
     def sleep(self) -> None:
         """Threads that wait sleep after 100 spins; two threads on two cores take turns on one of them."""
-        self.team_may_end.clear()
-        threading.Thread(target=self._idle_team, name="idle team", daemon=True).start()
         torch: Any = sys.modules["torch"]
         is_told = self.cores <= time_used().keys()  # when the other core is free again
         if is_told and len(self.cores) == torch.get_num_threads() == 2 and not multiprocessing.active_children():
             self._move_to(self._draw.choice([*self.cores]))
+        self.team_may_end.clear()
+        threading.Thread(target=self._idle_team, name="idle team", daemon=True).start()  # where this thread may run
 
     def spin(self) -> None:
         """Threads that wait spin, on all cores."""
-        if self.core is not None:
-            self._move_to(None)
+        self._move_to(None)
         self.team_may_end.set()
 
     def seconds_slept(self) -> float:
@@ -165,18 +163,15 @@ class Waiting:
         return self.slept + (0.0 if self.sleeping_since is None else time.monotonic() - self.sleeping_since)
 
     def _move_to(self, core: int | None) -> None:
+        if core == self.core:  # on all: what a user's own code has chosen stays
+            return
         self.core = core
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread), self.cores if core is None else {core})
 
-    def leave_core(self) -> None:
-        """Let a forked process, such as a loader's worker, use all cores."""
-        if self.core is not None:
-            os.sched_setaffinity(0, self.cores)
-
     def _idle_team(self) -> None:
-        more_than_cores = ctypes.c_uint(self.openmp.omp_get_num_procs() + 1)
+        more_than_cores = ctypes.c_uint(len(self.cores) + 1)
         self.openmp.GOMP_parallel(ctypes.CDLL(None).sched_yield, None, more_than_cores, ctypes.c_uint(0))
         self.team_may_end.wait()
 
@@ -189,19 +184,21 @@ class Waiting:
 
 
 class Reading:
-    """What the kernel has counted so far, in seconds."""
+    """What the kernel has counted so far, in seconds; Linux only."""
 
     def __init__(self) -> None:
-        self.without_core, self.own = time_without_core(), time.process_time()
-        self.used = time_used()
+        self.at, self.own, self.used = time.monotonic(), time.process_time(), time_used()
+        self.without_core: dict[str, float] = {}  # for which each thread was ready to run and had no core
+        for thread in Path("/proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended
+                self.without_core[thread.parent.name] = int(thread.read_text().split()[1]) / 1e9
 
-    def shares_since(self, before: "Reading", seconds: float, cores: set[int], core: int | None) -> tuple[float, ...]:
+    def shares_since(self, before: "Reading", cores: set[int], core: int | None) -> tuple[float, ...]:
         """What :meth:`Waiting.look` takes, of these ``cores``; all of this process' own time was on ``core``."""
-        both = self.without_core.keys() & before.without_core
+        waited = sum(now - before.without_core.get(thread, now) for thread, now in self.without_core.items())
         used = {number: self.used[number] - before.used[number] for number in cores & self.used.keys()}
         here = used.pop(core) - (self.own - before.own) if core in used else 0.0
-        waited = sum(self.without_core[thread] - before.without_core[thread] for thread in both)
-        return waited / seconds, here / seconds, sum(used.values()) / seconds
+        return tuple(seconds / (self.at - before.at) for seconds in (waited, here, sum(used.values())))
 
 
 def time_used() -> dict[int, float]:
@@ -210,15 +207,6 @@ def time_used() -> dict[int, float]:
         rows = re.findall(r"(?m)^cpu(\d+) (\d+) (\d+) (\d+)", Path("/proc/stat").read_text())
         return {int(core): sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") for core, *ticks in rows}
     return {}
-
-
-def time_without_core() -> dict[str, float]:
-    """Seconds that each thread of this process was ready to run and had no core, by its number; Linux only."""
-    waits = {}
-    for thread in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # it has ended
-            waits[thread.parent.name] = int(thread.read_text().split()[1]) / 1e9
-    return waits
 
 
 waiting = Waiting()

@@ -83,11 +83,15 @@ def test_auto_falls_back_to_the_sample_and_says_so(workplace: Path, monkeypatch:
 
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     module = MNISTDataModule()
-    module.prepare_data()
     with pytest.warns(UserWarning, match="was not found"):
-        module.setup("fit")
-    assert module.data_source == "sample"
-    assert (len(module.splits["train"]), len(module.splits["val"])) == (9_000, 1_000)
+        module.prepare_data()
+    another_rank = MNISTDataModule()
+    with pytest.warns(UserWarning, match="was not found"):
+        another_rank.setup("fit")
+    module.setup("fit")  # does not warn a second time
+    for each in (module, another_rank):
+        assert each.data_source == "sample"
+        assert (len(each.splits["train"]), len(each.splits["val"])) == (9_000, 1_000)
 
 
 def test_the_validation_split_does_not_depend_on_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +319,24 @@ def test_labels_without_a_name_are_told_before_they_are_an_index_error() -> None
         with pytest.raises(UserError, match=f"FixedImages.class_names must name every class: .* {message}"):
             FixedImages(TensorImages(torch.zeros(2, 2, 2), labels)).setup("fit")
     FixedImages(TensorImages(torch.zeros(2, 2, 2), torch.tensor([0.5, 12.5]))).setup("fit")  # a regression's
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"mean": ["0.5"]}, r"mean must be a list of float, got \['0.5'\].$"),
+        ({"class_names": "abc"}, "class_names must be a list of str, got abc.$"),
+        ({"image_shape": [1, 0, 28]}, r"image_shape must be sizes above 0 of one image, got \[1, 0, 28\].$"),
+        ({"image_shape": [3, 2**14, 2**14]}, "image_shape must be sizes above 0 of one image"),
+    ],
+)
+def test_what_a_checkpoint_tells_of_its_data_is_checked(told: dict[str, Any], message: str) -> None:
+    described = BatchedDataModule().description()
+    module = BatchedDataModule()
+    module.describe(described)
+    assert (module.description(), module.image_shape) == (described, (1, 28, 28))
+    with pytest.raises(UserError, match=f"^the checkpoint's {message}"):
+        module.describe({**described, **told})
 
 
 # Augmentation.

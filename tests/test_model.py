@@ -28,7 +28,7 @@ from project.model import (
 )
 from project.model.classifier import check_fit
 from project.model.networks import recompute_activations
-from project.model.supervised import MOST_BATCHES, make_optimizer, rate_factor
+from project.model.supervised import MOST_BATCHES, rate_factor
 
 
 def test_the_mlp_has_784_256_128_10_units() -> None:
@@ -81,8 +81,14 @@ def test_compiled_checkpoints_are_eager_ones() -> None:
     eager.load_state_dict(compiled.state_dict())
 
 
+def make_optimizer(network: nn.Module, **kwargs: Any) -> Any:
+    module = SupervisedModule(network, **kwargs)
+    module.trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
+    return module.make_optimizer()
+
+
 def test_weight_decay_spares_biases_and_norms() -> None:
-    optimizer = make_optimizer("AdamW", ConvNet(), 1e-3, {"weight_decay": 0.1}, fused=True)
+    optimizer = make_optimizer(ConvNet(), weight_decay=0.1)
     decayed, spared = optimizer.param_groups
     assert decayed["weight_decay"] == 0.1
     assert spared["weight_decay"] == 0.0
@@ -92,12 +98,12 @@ def test_weight_decay_spares_biases_and_norms() -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "torch.optim.RMSprop"])
 def test_optimizers_are_named(name: str) -> None:
-    assert type(make_optimizer(name, MLP(), 0.1, {"weight_decay": 0.0}, False)).__name__ == name.split(".")[-1]
+    assert type(make_optimizer(MLP(), optimizer=name)).__name__ == name.split(".")[-1]
 
 
 def test_an_unknown_optimizer_names_the_nearest() -> None:
     with pytest.raises(UserError, match="Did you mean AdamW"):
-        make_optimizer("AdmW", MLP(), 0.1, {}, False)
+        make_optimizer(MLP(), optimizer="AdmW")
 
 
 @pytest.mark.parametrize("shape", ["constant", "cosine", "linear", "onecycle"])
@@ -113,9 +119,9 @@ def test_schedules_climb_to_the_peak_and_survive_a_longer_run(shape: str) -> Non
 def test_learning_rates_and_names_that_cannot_be_are_refused_in_a_line() -> None:
     for name in ("null", "..", "SparseAdam", "Optimizer", "os.path", "nothing.Here", "torch.nn.Linear"):
         with pytest.raises(UserError, match=r"^--model\.optimizer [^\n]*$"):
-            make_optimizer(name, MLP(), 0.1, {}, False)
+            make_optimizer(MLP(), optimizer=name)
     with pytest.raises(UserError, match=r"optimizer_args\.momentun is no argument of SGD. Did you mean momentum"):
-        make_optimizer("SGD", MLP(), 0.1, {"momentun": 0.9}, False)
+        make_optimizer(MLP(), optimizer="SGD", optimizer_args={"momentun": 0.9})
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"lr": math.nan}, "--model.lr must be above 0, got nan"),
         ({"weight_decay": math.nan}, "--model.weight_decay must be at least 0, got nan"),
@@ -208,7 +214,9 @@ def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
     second.load_metric_state(state)
     for index, batch in enumerate(batches[3:]):
         second.training_step(batch, index)
-    assert torch.equal(second.metric_state()["train_sums"], whole.metric_state()["train_sums"])
+    resumed, unbroken = second.metric_state(), whole.metric_state()
+    assert resumed.keys() == unbroken.keys() == {"recent", "epoch"}
+    assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
 
 
 def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart() -> None:
@@ -224,8 +232,7 @@ def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart(
     module.training_step((torch.rand(3, 1, 28, 28), torch.randint(10, (3,))), 0)  # a smaller last batch
     module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
     module.count_window()
-    assert module.train_sums is not None
-    assert module.train_sums[1].tolist() == [4 * 2 * MOST_BATCHES + 7] * 2
+    assert [int(module.sums[name][1]) for name in ("recent", "epoch")] == [4 * 2 * MOST_BATCHES + 7] * 2
 
 
 def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path: Path) -> None:
@@ -264,6 +271,27 @@ def test_a_loss_of_ones_own_is_trained_and_logged(tmp_path: Path) -> None:
     cubes = (module.network(data.rows.tensors[0]).squeeze(1) - data.rows.tensors[1]).abs() ** 3
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(cubes.mean()), rel=1e-6)
     assert module.logged["train/loss"] == pytest.approx([sum(module.trained) / 2], rel=1e-6)
+
+
+class Stretched(nn.Module):
+    """A loss with a weight of its own, which training changes, and a reduction."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.stretch, self.reduction = nn.Parameter(torch.ones(())), reduction
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.stretch * (outputs - targets) ** 2
+        return loss.mean() if self.reduction == "mean" else loss
+
+
+def test_a_loss_with_weights_of_its_own_is_measured_with_those_that_were_trained(tmp_path: Path) -> None:
+    module, data, trainer = Still(loss=f"{__name__}.Stretched", lr=0.01), Rows(torch.ones(64)), plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    assert float(module.trained_loss.stretch) != 1  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected = module.trained_loss(module.network(data.rows.tensors[0]).squeeze(1), data.rows.tensors[1])
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_training_step_of_ones_own_may_return_its_loss_and_nothing_else(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_what_others_use_of_a_core_is_seen() -> None:
     other = subprocess.Popen([sys.executable, "-c", f"{one_core}while True: pass"])
     code = "import time; from project.threads import Reading\nbegan, before = time.monotonic(), Reading()\n"
     code += "while time.monotonic() - began < 2: pass\n"
-    code += f"print(*Reading().shares_since(before, 2, {{{core}}}, {core}))"
+    code += f"print(*Reading().shares_since(before, {{{core}}}, {core}))"
     try:
         told = subprocess.run([sys.executable, "-c", one_core + code], capture_output=True, text=True, check=True)
     finally:

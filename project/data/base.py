@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 from torchvision.transforms import v2
 
-from project.errors import UserError
+from project.errors import UserError, require
 
 Split = Literal["train", "val", "test"]
+# What a checkpoint knows of the data: attributes that are lists, and what these hold.
+DESCRIBED: dict[str, Any] = {"class_names": str, "image_shape": int, "mean": float, "std": float}
 LARGEST_IMAGE = 2**28  # values; a file that names a larger one was changed
 LATTICE = 7  # points per axis of the coarse random field that bends an image; their distance is about a stroke's width
 
@@ -30,8 +32,8 @@ class TensorRows(TensorDataset):
     """Tensors (count, ...) of equal length in memory, such as features and targets; a sample is a row of each."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        if not tensors or len({len(tensor) for tensor in tensors}) > 1:
-            raise UserError(f"{type(self).__name__} must get tensors of equal length, got {[len(x) for x in tensors]}.")
+        lengths = [len(tensor) for tensor in tensors]
+        require(len(set(lengths)) == 1, type(self).__name__, "get tensors of equal length", lengths)
         super().__init__(*tensors)
 
     @property
@@ -41,7 +43,6 @@ class TensorRows(TensorDataset):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all samples."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def holding(self, tensors: Iterable[Tensor]) -> "TensorRows":
@@ -60,9 +61,8 @@ class TensorRows(TensorDataset):
 
 
 class TensorImages(TensorRows):
-    """Images, uint8 or float in 0-1, (count, channels, height, width) or (count, height, width), and their labels.
-
-    Labels are (count, ...): of any integer type they become int64, floats stay what they are.
+    """Images, uint8 or float in 0-1, (count, channels, height, width) or (count, height, width), and their labels,
+    (count, ...): of any integer type they become int64, floats stay what they are.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -111,23 +111,18 @@ class SplitDataModule(LightningDataModule):
         self.limits: dict[str, int | None] = {"train": train_samples, "val": val_samples, "test": test_samples}
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "prefetch_factor": prefetch_factor}
         limits = {f"{split}_samples": limit for split, limit in self.limits.items()}
-        most = 16 * (os.cpu_count() or 1)
-        for name, value in {**sizes, **limits, "num_workers": num_workers}.items():
-            least = 0 if name == "num_workers" else 1
-            if value is not None and value < least:
-                raise UserError(f"--data.{name} must be at least {least}, got {value}.")
-        if num_workers and on_device is True:
-            raise UserError(f"--data.num_workers must be 0 with --data.on_device true, got {num_workers}.")
-        if num_workers and num_workers > most:
-            raise UserError(f"--data.num_workers must be at most {most} on this machine, got {num_workers}.")
+        for name, value in {**sizes, **limits}.items():
+            require(value is None or value >= 1, f"--data.{name}", "be at least 1", value)
+        workers, most, option = num_workers or 0, 16 * (os.cpu_count() or 1), "--data.num_workers"
+        require(workers >= 0, option, "be at least 0", workers)
+        require(not workers or on_device is not True, option, "be 0 with --data.on_device true", workers)
+        require(workers <= most, option, f"be at most {most} on this machine", workers)
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no sample of a tiny set
         self.splits: dict[str, Any] = {}  # datasets
 
     def make_split(self, split: Split) -> Dataset[Any]:
-        """Yours to write: the dataset of a split, :class:`TensorRows` or any map-style dataset.
-
-        Called once per split in every process, after ``prepare_data``. Validation must be cut from the training data in
-        the same way every time, as :meth:`hold_out` does.
+        """Yours to write: the dataset of a split, :class:`TensorRows` or any map-style dataset. Called once a split in
+        every process, after ``prepare_data``. :meth:`hold_out` cuts validation from training data, always the same.
         """
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
@@ -145,23 +140,19 @@ class SplitDataModule(LightningDataModule):
         for split in needed.get(stage, []):
             if split not in self.splits:
                 dataset: Any = self.make_split(split)
+                option = f"{type(self).__name__}.make_split('{split}')"
+                require(len(dataset) > 0, option, "hold at least one sample", "none")
                 limit = self.limits[split] or len(dataset)
-                dataset = _part(dataset, torch.arange(limit)) if limit < len(dataset) else dataset
-                self.check_split(split, dataset)
-                self.splits[split] = dataset
+                self.splits[split] = _part(dataset, torch.arange(limit)) if limit < len(dataset) else dataset
         if stage == "test":
             self.splits.pop("train", None)  # the test comes after training: keep one of the two in memory
-
-    def check_split(self, split: Split, dataset: Any) -> None:
-        """Check a user's data, so that a mistake is not first seen as an error in the loss."""
-        if not len(dataset):
-            raise UserError(f"{type(self).__name__}.make_split('{split}') must hold at least one sample, got none.")
 
     def train_dataloader(self) -> DataLoader[Any]:
         if "train" not in self.splits:  # a test has let go of it
             self.setup("fit")
         # a set smaller than a batch is one batch and is not dropped
-        return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
+        size = min(self.batch_size, len(self.splits["train"]))
+        return self._loader("train", size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader("val", self.eval_batch_size)
@@ -169,20 +160,16 @@ class SplitDataModule(LightningDataModule):
     def test_dataloader(self) -> DataLoader[Any]:
         return self._loader("test", self.eval_batch_size)
 
-    def num_samples(self, split: Split) -> int:
-        """Samples in a split that has been set up."""
-        return len(self.splits[split])
-
     def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
         """Whether ``on_device`` keeps a split on this device."""
-        if not isinstance(dataset, TensorRows):
-            if self.on_device is True:
-                kind = type(dataset).__name__
-                raise UserError(f"--data.on_device true needs data in memory (TensorRows), make_split gave {kind}.")
-            return False
-        if self.on_device != "auto" or device.type != "cuda" or self.num_workers:
+        if isinstance(dataset, TensorRows):
+            if self.on_device == "auto" and device.type == "cuda" and not self.num_workers:
+                return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
             return self.on_device is True
-        return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
+        if self.on_device is True:
+            kind = type(dataset).__name__
+            raise UserError(f"--data.on_device true needs data in memory (TensorRows), make_split gave {kind}.")
+        return False
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copies the parts directly: Lightning's search through nested collections costs more than a small copy."""
@@ -282,30 +269,28 @@ class BatchedDataModule(SplitDataModule):
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint must know of the data to be used without them; plain values."""
-        numbers = {name: [float(value) for value in getattr(self, name)] for name in ("mean", "std")}
-        return {"class_names": list(map(str, self.class_names)), "image_shape": list(self.image_shape), **numbers}
+        return {name: [kind(value) for value in getattr(self, name)] for name, kind in DESCRIBED.items()}
 
     def describe(self, description: dict[str, Any]) -> None:
         """Restore what :meth:`description` returned in training. A UserError for what it cannot have returned."""
-        for name, kind in {"class_names": str, "image_shape": int, "mean": float, "std": float}.items():
-            value = description.get(name, [])
-            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-                raise UserError(f"the checkpoint's {name} must be a list of {kind.__name__}, got {str(value)[:80]}.")
-            if name == "image_shape" and value and not (min(value) > 0 and math.prod(value) <= LARGEST_IMAGE):
-                raise UserError(f"the checkpoint's image_shape must be sizes above 0 of one image, got {value}.")
+        for name, kind in DESCRIBED.items():
             if name in description:
+                value = description[name]
+                is_list = isinstance(value, list) and all(isinstance(item, kind) for item in value)
+                require(is_list, f"the checkpoint's {name}", f"be a list of {kind.__name__}", str(value)[:80])
                 setattr(self, name, tuple(value) if name == "image_shape" else value)
+        are_sizes = min(self.image_shape, default=1) > 0 and math.prod(self.image_shape) <= LARGEST_IMAGE
+        require(are_sizes, "the checkpoint's image_shape", "be sizes above 0 of one image", list(self.image_shape))
 
-    def check_split(self, split: Split, dataset: Any) -> None:
-        super().check_split(split, dataset)
-        if not (self.class_names and isinstance(dataset, TensorImages)):
-            return
-        labels, names = dataset.labels, len(self.class_names)
-        if labels.dtype == torch.int64 and labels.ndim == 1 and not 0 <= int(labels.min()) <= int(labels.max()) < names:
-            raise UserError(
-                f"{type(self).__name__}.class_names must name every class: the {split} labels go from "
-                f"{int(labels.min())} to {int(labels.max())}, got {names} names."
-            )
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        names, option = len(self.class_names), f"{type(self).__name__}.class_names"
+        for split, dataset in self.splits.items():
+            labels = dataset.labels if names and isinstance(dataset, TensorImages) else torch.empty(0)
+            if labels.dtype == torch.int64 and labels.ndim == 1:
+                least, most = int(labels.min()), int(labels.max())
+                must = f"name every class: the {split} labels go from {least} to {most}"
+                require(least >= 0 and most < names, option, must, f"{names} names")
 
     def collate_function(self) -> Callable[[Any], Any]:
         return partial(collate, image_shape=self.image_shape)

@@ -3,8 +3,8 @@
 import contextlib
 import gzip
 import hashlib
+import io
 import math
-import os
 import shutil
 import socket
 import tempfile
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from project.data.base import BatchedDataModule, Split, TensorImages
-from project.errors import UserError
+from project.errors import UserError, require
 
 DIGITS = Path(__file__).parent / "bundled"
 DEFAULT_ROOT = "data"
@@ -65,8 +65,8 @@ class MNISTDataModule(BatchedDataModule):
         super().__init__(batch_size=batch_size, shift_pixels=shift_pixels, **kwargs)
         self.root, self.source = root, source
         self.data_source: str = source  # auto until it is known what there is
-        if source == "sample" and self.sample_folder is None:
-            raise UserError(f"--data.source must be auto or mnist, got sample: {type(self).__name__} ships no files.")
+        got = f"{source}: {type(self).__name__} ships no files"
+        require(source != "sample" or self.sample_folder is not None, "--data.source", "be auto or mnist", got)
 
     def prepare_data(self) -> None:
         """Download the full set if it is wanted and missing (once per machine)."""
@@ -74,16 +74,34 @@ class MNISTDataModule(BatchedDataModule):
             try:
                 self._download()
             except Exception as error:
-                if not self._may_fall_back():
-                    raise self._lacking(f" and the download failed ({' '.join(str(error).split())})") from None
+                self._do_without(f" and the download failed ({' '.join(str(error).split())})")
 
     def stay_with(self, data_source: str | None) -> None:
         """Where the source is ``auto``: what it found then, whatever it would find now."""
         if self.source == "auto" and data_source:
             self.data_source = data_source
 
+    def setup(self, stage: str) -> None:
+        if self.data_source != "sample" and self.missing():
+            self._do_without()
+        elif self.data_source == "auto":
+            self.data_source = "mnist"
+        super().setup(stage)
+        if stage == "fit" and self.data_source == "mnist":
+            self.make_split("test")  # a damaged file is told before the training, not at its end
+        must = "be at most the 60,000 images of the set"
+        require(self.batch_size <= 60_000, "--data.batch_size", must, self.batch_size)
+        if self.trainer is None:
+            return
+        # ranks that have found other images would train one network on two data sets
+        first = self.trainer.strategy.broadcast(self.data_source)
+        if not self.trainer.strategy.reduce_boolean_decision(first == self.data_source):
+            raise UserError(
+                f"--data.source auto found different data on different ranks (rank 0: {first}). Give all machines the "
+                "files, or name the source: --data.source mnist or sample."
+            )
+
     def make_split(self, split: Split) -> Dataset[Any]:
-        self._choose_source()
         sample, prefix = self.data_source == "sample", "t10k" if split == "test" else "train"
         folder = self.sample_folder if sample and self.sample_folder else self.raw_folder()
         images, labels = (
@@ -95,61 +113,38 @@ class MNISTDataModule(BatchedDataModule):
         dataset = TensorImages(images, labels)
         return dataset if split == "test" else self.hold_out(dataset, split, 1 / 10 if sample else 1 / 12)
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "fit" and self.data_source == "mnist":
-            self.make_split("test")  # a damaged file is told before the training, not at its end
-        if self.batch_size > 60_000:
-            raise UserError(f"--data.batch_size must be at most the 60,000 images of the set, got {self.batch_size}.")
-        if self.trainer is None:
-            return
-        # ranks that have found other images would train one network on two data sets
-        first = self.trainer.strategy.broadcast(self.data_source)
-        if not self.trainer.strategy.reduce_boolean_decision(first == self.data_source):
-            raise UserError(
-                f"--data.source auto found different data on different ranks (rank 0: {first}). Give all machines the "
-                "files, or name the source: --data.source mnist or sample."
-            )
-
     def raw_folder(self) -> Path:
         """The folder of the files: below ``root``, or where ``root`` is that folder itself or the one above it."""
         root = Path(self.root).resolve()
-        places = [place / self.folder for place in (root, *root.parents[:2])]
-        inside = [place for place in places if place.is_relative_to(root)]
-        found = (place for place in inside if any(find_idx(place, name) for name in self.files))
-        return next(found, Path(self.root) / self.folder)
+        for above in (root, *root.parents[:2]):
+            place = above / self.folder
+            if place.is_relative_to(root) and any(find_idx(place, name) for name in self.files):
+                return place
+        return Path(self.root) / self.folder
 
     def missing(self) -> list[str]:
         """Names of the set's files that are not there."""
         return [name for name in self.files if find_idx(self.raw_folder(), name) is None]
 
-    def _may_fall_back(self) -> bool:
-        """Whether to use the bundled digits. Not if a folder was named: its name may be mistyped."""
-        return self.data_source == "auto" and self.sample_folder is not None and self.root == DEFAULT_ROOT
-
-    def _lacking(self, reason: str = "") -> UserError:
-        bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
-        return UserError(
-            f"--data.root {self.root}: {self.raw_folder()} lacks {', '.join(self.missing())}{reason}. Put the files "
-            f"there (plain or .gz) or name another --data.root{bundled}."
-        )
-
-    def _choose_source(self) -> None:
-        """``auto`` becomes what there is."""
-        if self.data_source == "sample":
-            return
-        if not self.missing():
-            self.data_source = "mnist"
-        elif self._may_fall_back():
+    def _do_without(self, reason: str = "") -> None:
+        """Take the bundled digits for missing files; a UserError if more than ``auto`` was asked for: the name of a
+        folder may be mistyped.
+        """
+        folder = self.raw_folder()
+        if self.data_source == "auto" and self.sample_folder is not None and self.root == DEFAULT_ROOT:
             self.data_source = "sample"
             warnings.warn(
-                f"\n{'!' * 100}\nFull MNIST was not found in {self.raw_folder()} and could not be downloaded: using "
+                f"\n{'!' * 100}\nFull MNIST was not found in {folder} and could not be downloaded: using "
                 "the bundled 10,000 + 2,000 digits.\nFor the full set name its folder with --data.root, "
                 f"or silence this with --data.source sample.\n{'!' * 100}",
                 stacklevel=2,
             )
-        else:
-            raise self._lacking()
+            return
+        bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
+        raise UserError(
+            f"--data.root {self.root}: {folder} lacks {', '.join(self.missing())}{reason}. Put the files "
+            f"there (plain or .gz) or name another --data.root{bundled}."
+        ) from None
 
     def _download(self) -> None:
         """Torchvision's download, with bounded time-outs, into a folder of its own: no half file in the root."""
@@ -162,11 +157,9 @@ class MNISTDataModule(BatchedDataModule):
         socket.setdefaulttimeout(10)  # seconds, per connection and per read
         try:
             with tempfile.TemporaryDirectory(dir=there, prefix=".download-") as scratch:
-                with contextlib.redirect_stdout(open(os.devnull, "w")):
+                with contextlib.redirect_stdout(io.StringIO()):
                     getattr(datasets, self.torchvision_dataset)(scratch, download=True)
                 fetched, raw = Path(scratch) / self.folder, self.raw_folder()
-                for name, sha256 in self.files.items():
-                    read_idx(fetched / name, sha256)
                 raw.mkdir(parents=True, exist_ok=True)
                 for name in self.files:
                     shutil.move(fetched / name, raw / name)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from project.errors import UserError
+from project.errors import UserError, require
 from project.model.networks import ConvNet, in_eval_mode
 from project.model.supervised import SupervisedModule
 
@@ -40,8 +40,7 @@ class ImageClassifier(SupervisedModule):
         channels_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"--model.label_smoothing must be at least 0 and below 1, got {label_smoothing}.")
+        require(0 <= label_smoothing < 1, "--model.label_smoothing", "be at least 0 and below 1", label_smoothing)
         loss_args = {"label_smoothing": label_smoothing, "weight": class_weights}
         loss_args = {name: value for name, value in loss_args.items() if value}
         # micro: the number of classes is not needed to count what is right

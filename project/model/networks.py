@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from project.errors import UserError
+from project.errors import UserError, require
 
 __all__ = ["MLP", "ConvNet"]
 
@@ -104,8 +104,8 @@ class ConvNet(nn.Module):
 
 def check_sizes(name: str, sizes: list[int], count: int) -> None:
     """One size of at least 1 for each of ``count`` layers, of which there is at least one."""
-    if not sizes or min(sizes) < 1 or len(sizes) != count:
-        raise UserError(f"--model.network.{name} must list {count or 'some'} sizes of at least 1, got {sizes}.")
+    fit = len(sizes) == count and min(sizes, default=0) >= 1
+    require(fit, f"--model.network.{name}", f"list {count or 'some'} sizes of at least 1", sizes)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 from project.model.networks import recompute_activations
 
 SHAPES = ("constant", "cosine", "linear", "onecycle")  # of the learning rate over a run
@@ -84,19 +84,17 @@ class SupervisedModule(LightningModule):
     ) -> None:
         super().__init__()
         is_shape = schedule in SHAPES
-        for name, fits, allowed, value in (
-            ("lr", 0 < lr < math.inf, "above 0", lr),
-            ("weight_decay", 0 <= weight_decay < math.inf, "at least 0", weight_decay),
-            ("warmup_fraction", 0 <= warmup_fraction < 1, "at least 0 and below 1", warmup_fraction),
-            ("schedule_args", not (is_shape and schedule_args), f"empty: {schedule} has none", schedule_args),
-            ("loss_args", "reduction" not in loss_args, "without reduction: the mean is trained", loss_args),
-        ):
-            if not fits:
-                raise UserError(f"--model.{name} must be {allowed}, got {value}.")
+        require(0 < lr < math.inf, "--model.lr", "be above 0", lr)
+        require(0 <= weight_decay < math.inf, "--model.weight_decay", "be at least 0", weight_decay)
+        require(0 <= warmup_fraction < 1, "--model.warmup_fraction", "be at least 0 and below 1", warmup_fraction)
+        must = f"be empty: {schedule} has none"
+        require(not (is_shape and schedule_args), "--model.schedule_args", must, schedule_args)
+        must = "be without reduction: the mean is trained"
+        require("reduction" not in loss_args, "--model.loss_args", must, loss_args)
         self.save_hyperparameters(ignore=["network", "metrics"])
         self.network, self.network_text = network, str(network)  # as it was given
         self.monitor, self.mode, self.lr, self.warmup_fraction = monitor, mode, lr, warmup_fraction
-        self.optimizer_name, self.optimizer_args = optimizer, {"weight_decay": weight_decay, **optimizer_args}
+        self.optimizer_name, self.weight_decay, self.optimizer_args = optimizer, weight_decay, optimizer_args
         self.schedule, self.schedule_args = schedule, schedule_args
         self.schedule_interval = "step" if is_shape else schedule_interval
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -106,28 +104,27 @@ class SupervisedModule(LightningModule):
             recompute_activations(network)
         if compile:
             network.compile()  # in place: torch.compile(network) would prefix every key with `_orig_mod.`
-        self._make_losses(loss, loss_args)
+        loss_class = named_class("--model.loss", loss, nn, nn.Module)
+        self.loss_name = loss_class.__name__
+        trained = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in loss_args.items()}
+        measured = {key: value for key, value in trained.items() if key not in ("weight", "label_smoothing")}
+        # a loss of the subclass's own is logged as it is trained
+        self.measures_apart = len(measured) < len(trained) and type(self).loss is SupervisedModule.loss
+        if "reduction" in inspect.signature(loss_class).parameters:
+            measured["reduction"] = "none"  # a value per sample
+        self.trained_loss, self.measured_loss = (make("--model.loss", loss_class, args) for args in (trained, measured))
+        if any(True for _ in self.trained_loss.parameters()):  # only these weights are trained
+            self.measured_loss, self.measures_apart = self.trained_loss, False
         # compute groups would share one metric's sums, and checkpoints would miss the others'
         self.train_metrics = MetricCollection(dict(metrics), compute_groups=False).clone()
         self.eval_metrics = self.train_metrics.clone()
         self.register_buffer("mean", torch.zeros(1))
         self.register_buffer("std", torch.ones(1))
         self.register_load_state_dict_pre_hook(take_over_standardization)
-        self.undecayed: list[bool] | None = None  # known before a strategy wraps the module
+        self.undecayed: list[bool] = []  # which of parameters() are spared weight decay
         self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # uncounted batches: loss, outputs, targets
-        self.train_sums: Tensor | None = None  # (2, 2): loss sum and samples; since the last log step, in the epoch
-
-    def _make_losses(self, name: str, arguments: dict[str, Any]) -> None:
-        """``trained_loss``, and ``measured_loss``: if possible one value per sample, no weights, no smoothing."""
-        cls = named_class("--model.loss", name, nn, nn.Module)
-        trained = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in arguments.items()}
-        measured = {key: value for key, value in trained.items() if key not in ("weight", "label_smoothing")}
-        # a loss of the subclass's own is logged as it is trained
-        self.measures_apart = len(measured) < len(trained) and type(self).loss is SupervisedModule.loss
-        if "reduction" in inspect.signature(cls).parameters:
-            measured["reduction"] = "none"
-        self.loss_name = cls.__name__
-        self.trained_loss, self.measured_loss = (make("--model.loss", cls, [], args) for args in (trained, measured))
+        # (2,): the loss's sum and samples. "recent" since the last log step, "epoch", and "eval" of an evaluation
+        self.sums: dict[str, Tensor] = {}
 
     # What a subclass may change
 
@@ -166,14 +163,13 @@ class SupervisedModule(LightningModule):
             metrics.set_dtype(widest)  # a resumed run counts its batches in other groups; the sums must not tell
         if stage != "fit":
             return
-        self.window, self.train_sums = [], None
+        self.window, self.sums = [], {}
         self.train_metrics.reset()
-        self.undecayed = [parameter.ndim < 2 for parameter in self.parameters()]
+        self.undecayed = [parameter.ndim < 2 for parameter in self.parameters()]  # before a strategy wraps them
         datamodule = getattr(self.trainer, "datamodule", None)
         mean, std = getattr(datamodule, "mean", None), getattr(datamodule, "std", None)
         if mean is not None and std is not None:
-            if min(std) <= 0:
-                raise UserError(f"{type(datamodule).__name__}.std must be above 0, got {std}.")
+            require(min(std) > 0, f"{type(datamodule).__name__}.std", "be above 0", std)
             self.mean, self.std = (torch.tensor(x, dtype=self.mean.dtype, device=self.device) for x in (mean, std))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -210,18 +206,15 @@ class SupervisedModule(LightningModule):
         # self.log at every step would cost more than the step itself; Lightning drops it between log steps
         if stepped and every > 0 and trainer.global_step % every == 0:
             self.count_window()
-            if self.train_sums is not None:
-                self._log("train", self.train_sums[:, 0])
-                self.train_sums[:, 0] = 0
+            self._log("train", "recent")
 
     def on_train_epoch_end(self) -> None:
         self.count_window()
-        if self.train_sums is not None:  # a training_step of one's own may have counted nothing
-            self._log("train", self.train_sums[:, 1], self.train_metrics)
-            self.train_sums = None
+        self._log("train", "epoch", self.train_metrics)
+        self.sums = {}
 
     def on_validation_epoch_start(self) -> None:
-        self.eval_sums = exact(torch.zeros(2, device=self.device))
+        self.sums["eval"] = exact(torch.zeros(2, device=self.device))
         self.eval_metrics.reset()  # of a validation that was broken off
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -229,11 +222,11 @@ class SupervisedModule(LightningModule):
         if len(self.targets(batch)) == 0:  # more ranks than samples
             return None
         outputs, targets = self._answer(batch)
-        self._count(self.eval_sums, self.eval_metrics, self.loss(outputs, batch), outputs, targets)
+        self._count(["eval"], self.eval_metrics, self.loss(outputs, batch), outputs, targets)
         return outputs
 
     def on_validation_epoch_end(self) -> None:
-        self._log("test" if self.trainer.testing else "val", self.eval_sums, self.eval_metrics)
+        self._log("test" if self.trainer.testing else "val", "eval", self.eval_metrics)
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
@@ -244,12 +237,7 @@ class SupervisedModule(LightningModule):
         return self.predictions(self(self.inputs(batch)))
 
     def configure_optimizers(self) -> Any:
-        # A fused optimizer unscales gradients by itself, too late for clipping and for the gradient norm; Lightning's
-        # mixed precision refuses to clip for it, also where there is no scaler.
-        plugin = self.trainer.precision_plugin
-        clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
-        fused = getattr(plugin, "scaler", None) is None and not clips
-        optimizer = make_optimizer(self.optimizer_name, self, self.lr, self.optimizer_args, fused, self.undecayed)
+        optimizer = self.make_optimizer()
         if self.schedule in SHAPES:
             steps = self.trainer.estimated_stepping_batches  # infinite in a run without end
             factor = partial(rate_factor, self.schedule, self.warmup_fraction, steps)
@@ -257,9 +245,33 @@ class SupervisedModule(LightningModule):
         else:
             cls = named_class("--model.schedule", self.schedule, lr_scheduler, LRScheduler, SHAPES)
             mode = {"mode": self.mode} if issubclass(cls, ReduceLROnPlateau) else {}
-            schedule = make("--model.schedule", cls, [optimizer], mode | self.schedule_args)
+            schedule = make("--model.schedule", cls, mode | self.schedule_args, optimizer)
         settings = {"scheduler": schedule, "interval": self.schedule_interval, "monitor": self.monitor}
         return {"optimizer": optimizer, "lr_scheduler": settings}
+
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do not decay."""
+        cls = named_class("--model.optimizer", self.optimizer_name, torch.optim, Optimizer)
+        must = "take the dense gradients that layers give, as Adam does"
+        require(cls is not torch.optim.SparseAdam, "--model.optimizer", must, cls.__name__)
+        # A fused optimizer unscales gradients by itself, too late for clipping and for the gradient norm; Lightning's
+        # mixed precision refuses to clip for it, also where there is no scaler.
+        plugin = self.trainer.precision_plugin
+        clips = isinstance(plugin, MixedPrecision) and self.trainer.gradient_clip_val
+        accepted, parameters = inspect.signature(cls).parameters, list(self.parameters())
+        if len(self.undecayed) != len(parameters):  # without setup(), or there are new ones since
+            self.undecayed = [parameter.ndim < 2 for parameter in parameters]
+        arguments: dict[str, Any] = {"lr": self.lr}
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]  # with and without weight decay
+        if "fused" in accepted and getattr(plugin, "scaler", None) is None and not clips:
+            arguments["fused"] = True
+        if "weight_decay" in accepted:
+            arguments["weight_decay"], groups[1]["weight_decay"] = self.weight_decay, 0.0
+        for parameter, is_spared in zip(parameters, self.undecayed, strict=True):
+            if parameter.requires_grad:
+                groups[is_spared]["params"].append(parameter)
+        groups = [group for group in groups if group["params"]]
+        return make("--model.optimizer", cls, arguments | self.optimizer_args, groups)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["network"] = self.network_text
@@ -272,12 +284,10 @@ class SupervisedModule(LightningModule):
     def metric_state(self) -> dict[str, Tensor]:
         """What a resumed run goes on from: the sums of ``train/loss``. Those of torchmetrics are saved elsewhere."""
         self.count_window()  # adds to torchmetrics' sums, too
-        return {} if self.train_sums is None else {"train_sums": self.train_sums.cpu()}
+        return {name: sums.cpu() for name, sums in self.sums.items()}
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
-        """Go on with the sums that :meth:`metric_state` returned."""
-        self.window = []
-        self.train_sums = state["train_sums"].to(self.device) if "train_sums" in state else None
+        self.sums = {name: sums.to(self.device) for name, sums in state.items()}
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Outputs and targets of a batch. Outputs (batch, 1) become (batch,) if the targets are (batch,)."""
@@ -302,24 +312,25 @@ class SupervisedModule(LightningModule):
         """Add the waiting batches to the sums of ``train/loss`` and to the training metrics."""
         if not self.window:
             return
-        losses, outputs, targets = (list(parts) for parts in zip(*self.window, strict=True))
+        losses, outputs, targets = zip(*self.window, strict=True)
         self.window = []
         together, wanted = torch.cat(outputs), torch.cat(targets)
         loss = self._loss(self.measured_loss, together, wanted) if self.measures_apart else torch.stack(losses)
-        if self.train_sums is None:
-            self.train_sums = exact(torch.zeros(2, 2, device=self.device))
-        self._count(self.train_sums, self.train_metrics, loss, together, wanted)
+        self._count(["recent", "epoch"], self.train_metrics, loss, together, wanted)
 
-    def _count(self, sums: Tensor, metrics: Any, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        # of the loss: the mean of all samples, the mean of each of several equal parts, or values for each sample
-        sums[0] += exact(loss.detach()).sum() * (len(targets) / loss.numel())
-        sums[1] += len(targets)
+    def _count(self, names: list[str], metrics: Any, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        # the loss is the mean of all samples, the mean of each of several equal parts, or has values for each sample
+        total = exact(loss.detach()).sum() * (len(targets) / loss.numel())
+        for name in names:
+            self.sums[name] = self.sums.get(name, 0) + torch.stack([total, torch.full_like(total, len(targets))])
         both = self.predictions(outputs), self.metric_targets(targets)
         metrics.update(*(map(exact, both) if both[1].is_floating_point() else both))
 
-    def _log(self, split: str, sums: Tensor, metrics: Any = None) -> None:
-        """The mean loss and the metrics, over all ranks."""
-        loss, samples = self.trainer.strategy.reduce(sums.clone(), reduce_op="sum")
+    def _log(self, split: str, counted: str, metrics: Any = None) -> None:
+        """The mean loss and the metrics, over all ranks; what was counted for them is then forgotten."""
+        if counted not in self.sums:  # a training_step of one's own may have counted nothing
+            return
+        loss, samples = self.trainer.strategy.reduce(self.sums.pop(counted), reduce_op="sum")
         values = {"loss": (loss / samples).float(), **(metrics.compute() if metrics else {})}
         self.log_dict({f"{split}/{name}": value.float() for name, value in values.items()}, prog_bar=split == "val")
         if metrics:
@@ -334,10 +345,9 @@ def exact(tensor: Tensor) -> Tensor:
 def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before weights are loaded: give ``mean`` and ``std`` the checkpoint's size; older files lack them."""
     for name in ("mean", "std"):
-        mine, saved = getattr(module, name), state_dict.get(prefix + name)
-        if saved is None:
-            state_dict[prefix + name] = mine
-        elif saved.ndim == 1 and saved.shape != mine.shape and len(saved) <= MOST_CHANNELS:
+        mine = getattr(module, name)
+        saved = state_dict.setdefault(prefix + name, mine)
+        if saved.ndim == 1 and saved.shape != mine.shape and len(saved) <= MOST_CHANNELS:
             setattr(module, name, mine.new_ones(len(saved)))
     if len(module.mean) != len(module.std):  # type: ignore[arg-type]
         raise RuntimeError(f"mean has {len(module.mean)} channels, std {len(module.std)}")  # type: ignore[arg-type]
@@ -360,7 +370,7 @@ def named_class(option: str, name: str, home: ModuleType, base: type, also: tupl
     raise UserError(f"{option} must be {allowed} or an import path, got {name}.{nearest(name, known)}")
 
 
-def make(option: str, cls: Any, first: list[Any], arguments: dict[str, Any]) -> Any:
+def make(option: str, cls: Any, arguments: dict[str, Any], *first: Any) -> Any:
     """``cls(*first, **arguments)``, its refusals as a :class:`UserError`."""
     accepted = inspect.signature(cls).parameters
     for name in arguments:
@@ -372,30 +382,6 @@ def make(option: str, cls: Any, first: list[Any], arguments: dict[str, Any]) -> 
         raise UserError(f"{option} {cls.__name__} refuses its arguments {arguments}: {error}.") from None
 
 
-def make_optimizer(
-    name: str, module: nn.Module, lr: float, arguments: dict[str, Any], fused: bool, undecayed: list[bool] | None = None
-) -> Optimizer:
-    """The optimizer for a module's parameters; ``weight_decay`` and ``fused`` are dropped where the class has none.
-    Weight decay spares the ``undecayed`` of ``module.parameters()``, by default those of less than two dimensions, as
-    every parameter is once FSDP has wrapped the module.
-    """
-    cls = named_class("--model.optimizer", name, torch.optim, Optimizer)
-    if cls is torch.optim.SparseAdam:
-        raise UserError("--model.optimizer SparseAdam takes sparse gradients only, which layers do not give. Use Adam.")
-    accepted = inspect.signature(cls).parameters
-    arguments = {"lr": lr, **({"fused": True} if fused and "fused" in accepted else {}), **arguments}
-    no_decay = {"weight_decay": 0.0} if "weight_decay" in accepted else {}
-    if not no_decay:
-        arguments.pop("weight_decay", None)
-    parameters = list(module.parameters())
-    if undecayed is None or len(undecayed) != len(parameters):
-        undecayed = [parameter.ndim < 2 for parameter in parameters]
-    trained = [(p, spared) for p, spared in zip(parameters, undecayed, strict=True) if p.requires_grad]
-    decayed, rest = ([p for p, spared in trained if spared is wanted] for wanted in (False, True))
-    groups = [group for group in ({"params": decayed}, {"params": rest, **no_decay}) if group["params"]]
-    return make("--model.optimizer", cls, [groups], arguments)
-
-
 def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: int) -> float:
     """Factor on the peak rate at ``step`` (0 is the first); 1 throughout a run without end. Torch's schedules keep the
     run's length and peak in their state, but a resumed run may change both.
@@ -403,11 +389,9 @@ def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: in
     if not 1 <= total_steps < math.inf:
         return 1.0
     done = min(1.0, step / total_steps)
-    if done < warmup_fraction:
-        climbed = done / warmup_fraction
-        if shape == "onecycle":
-            return 0.04 + 0.96 * (1 - math.cos(math.pi * climbed)) / 2
-        return max(climbed, 1 / max(1, warmup_fraction * total_steps))
-    left = (1 - done) / (1 - warmup_fraction)
-    cosine = (1 - math.cos(math.pi * left)) / 2
-    return {"constant": 1.0, "linear": left}.get(shape, cosine)
+    climbs = done < warmup_fraction
+    height = done / warmup_fraction if climbs else (1 - done) / (1 - warmup_fraction)
+    cosine = (1 - math.cos(math.pi * height)) / 2
+    if climbs:
+        return 0.04 + 0.96 * cosine if shape == "onecycle" else max(height, 1 / max(1, warmup_fraction * total_steps))
+    return {"constant": 1.0, "linear": height}.get(shape, cosine)
