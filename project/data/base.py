@@ -151,14 +151,17 @@ class SplitDataModule(LightningDataModule):
         if "train" not in self.splits:  # a test has let go of it
             self.setup("fit")
         # a set smaller than a batch is one batch and is not dropped
-        size = min(self.batch_size, len(self.splits["train"]))
-        return self._loader("train", size, shuffle=True, drop_last=True)
+        return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader("val", self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
         return self._loader("test", self.eval_batch_size)
+
+    def num_samples(self, split: Split) -> int:
+        """Samples in a split that has been set up."""
+        return len(self.splits[split])
 
     def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
         """Whether ``on_device`` keeps a split on this device."""
