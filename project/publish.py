@@ -71,7 +71,7 @@ def summarize(config: Configuration, run: Run, session: Session, finished: bool 
         git_dirty=dirty,
         hardware=f"{processor['name']}, {processor['cores']} core{'s' if processor['cores'] > 1 else ''}",
         metrics=metrics,
-        advice=session.throughput.advice() if session.throughput else None,  # feature: throughput
+        advice=session.throughput.advice(trainer) if session.throughput else None,  # feature: throughput
     )
 
 

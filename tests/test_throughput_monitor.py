@@ -21,7 +21,6 @@ from project.callbacks.throughput import (
     GpuUtilization,
     ThroughputMonitor,
     Window,
-    bottleneck,
     may_use_tf32,
     mfu_per_sample_per_sec,
     peak_flops,
@@ -604,7 +603,9 @@ def test_a_network_that_cannot_be_counted_is_said_and_left_out(monkeypatch):
 def advice(datamodule: Any = None, devices: int = 1, **metrics: float) -> str:
     known = {"data_wait_pct": 1.0, "batches_per_sec": 100.0, **metrics}
     trainer: Any = SimpleNamespace(world_size=devices, datamodule=datamodule)
-    return bottleneck({f"throughput/{name}": value for name, value in known.items()}, trainer)
+    monitor = ThroughputMonitor()
+    monitor.windows = [{f"throughput/{name}": value for name, value in known.items()}]
+    return monitor.advice(trainer)
 
 
 def test_advice_says_what_was_measured():
@@ -623,14 +624,14 @@ def test_a_bound_loader_is_told_and_given_no_workers_that_may_make_it_slower():
 
 
 def test_a_run_that_measured_nothing_has_no_advice():
-    assert ThroughputMonitor().advice() == ""
+    assert ThroughputMonitor().advice(cuda_trainer("32-true")) == ""
     assert ThroughputMonitor().summary() == {}
 
 
 def test_a_run_gives_advice(tmp_path):
     run = Known(tmp_path)
     run.fit()
-    assert run.monitor.advice().startswith("loader-bound: 15.0 ms a batch, 33 % of it")
+    assert run.monitor.advice(run.trainer).startswith("loader-bound: 15.0 ms a batch, 33 % of it")
 
 
 def test_rows_logger_sees_scalars_only(tmp_path):

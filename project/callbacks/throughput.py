@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import statistics
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,11 @@ LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a fl
 FETCHING, BEFORE_VALIDATION, SAVING = ".train_dataloader_next", ".on_validation_model_zero_grad", "save_checkpoint"
 # First word of a Trainer's precision → data type of the matrix products
 MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
-PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
 
 
 class ThroughputMonitor(Callback):
@@ -60,21 +66,19 @@ class ThroughputMonitor(Callback):
         self.window = Window(started=0.0)
         # The pause for a validation. One without a batch has no on_validation_end: the next training batch ends it.
         self.validation = ExitStack()
-        self._device = torch.device("cpu")
-        self._measuring, self._warm_up = False, WARM_UP_STEPS
-        self._last_of_warm_up: Window | None = None
+        self._device, self._measuring = torch.device("cpu"), False
+        self._warm_up: list[Window] = []  # a window for each step
         self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
         self._utilization = GpuUtilization(None)
-        self._trainer: Trainer | None = None
 
     def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
         """The Trainer's profiler, which passes all on to ``chosen``: the user's own, or one of Lightning's by name."""
-        if not isinstance(chosen, str):
-            return LoaderTimer(self, chosen)
-        if chosen.lower() not in PROFILERS:
-            raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
-        return LoaderTimer(self, PROFILERS[chosen.lower()]())
+        if isinstance(chosen, str):
+            if chosen.lower() not in PROFILERS:
+                raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
+            chosen = PROFILERS[chosen.lower()]()
+        return LoaderTimer(self, chosen)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -94,16 +98,26 @@ class ThroughputMonitor(Callback):
 
     def summary(self) -> dict[str, float]:
         """Median over the windows of every metric that was measured."""
-        names = sorted({name for window in self.windows for name in window})
-        return {name: statistics.median(w[name] for w in self.windows if name in w) for name in names}
+        windows = self.windows or self._of_short_run
+        names = sorted({name for window in windows for name in window})
+        return {name: statistics.median(w[name] for w in windows if name in w) for name in names}
 
-    def advice(self) -> str:
-        """What was measured and what to try, in one or two sentences; empty if nothing was measured."""
-        return bottleneck(self.summary(), self._trainer) if self.windows and self._trainer else ""
+    def advice(self, trainer: Trainer) -> str:
+        """Where a run's time went and what to try, in one or two sentences; empty if nothing was measured."""
+        if not (metrics := self.summary()):
+            return ""
+        waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
+        measured = f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"
+        measured += "" if waited is None else f", {waited:.0f} % of it waiting for data"
+        measured += "." if busy is None else f", the GPU idle {100 - busy:.0f} % of the time."
+        if waited is not None and waited >= LOADER_BOUND_PCT:
+            return f"loader-bound: {measured}"  # no flag to try: more workers would make quick data slower
+        if hasattr(getattr(trainer, "datamodule", None), "batch_size"):  # feature: tune
+            measured += " To find the fastest batch size: python -m project.tune batch_size."
+        return measured
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trainer, self._device, self._measuring = trainer, trainer.strategy.root_device, True
-        self._warm_up, self._last_of_warm_up = WARM_UP_STEPS, None
+        self._device, self._measuring, self._warm_up = trainer.strategy.root_device, True, []
         on_gpu = self._device.type == "cuda"
         self._utilization = GpuUtilization(partial(torch.cuda.utilization, self._device) if on_gpu else None)
         self._restart()  # a run resumed in mid-epoch has no start of an epoch
@@ -119,11 +133,10 @@ class ThroughputMonitor(Callback):
         if not is_optimizer_step(trainer, batch_idx):
             return
         self.window.steps += 1
-        if self._warm_up:
-            self._last_of_warm_up = self._close()
-            if self._warm_up == WARM_UP_STEPS:
+        if len(self._warm_up) < WARM_UP_STEPS:
+            self._warm_up.append(self._close())
+            if len(self._warm_up) == 1:
                 self._mfu_per_sample_per_sec = mfu_per_sample_per_sec(trainer, pl_module, batch)
-            self._warm_up -= 1
             self._restart()
         elif is_log_step(trainer, batch_idx):
             self.windows.append(self._log(trainer, self._close()))
@@ -138,11 +151,10 @@ class ThroughputMonitor(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.window.steps:
             self.windows.append(self._log(trainer, self._close()))
-        elif not self.windows and self._last_of_warm_up:
-            self._of_short_run = [self._log(trainer, self._last_of_warm_up)]
+        elif not self.windows and self._warm_up:
+            self._of_short_run = [self._log(trainer, self._warm_up[-1])]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.windows = self.windows or self._of_short_run
         self._measuring = False
         self.validation.close()
         self._utilization.stop()
@@ -166,9 +178,8 @@ class ThroughputMonitor(Callback):
 
     def _log(self, trainer: Trainer, window: Window) -> dict[str, float]:
         metrics = rates(of_all_ranks(window))
-        profiler = trainer.profiler  # type: ignore[attr-defined]
-        if not (isinstance(profiler, LoaderTimer) and profiler.monitor is self):  # nobody has reported the waits
-            metrics.pop("throughput/data_wait_pct", None)
+        if getattr(trainer.profiler, "monitor", None) is not self:  # type: ignore[attr-defined]
+            del metrics["throughput/data_wait_pct"]  # nobody has reported the waits
         if self._mfu_per_sample_per_sec and (rate := metrics.get("throughput/device_samples_per_sec")):
             metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * rate
         log_values(trainer, metrics)
@@ -182,30 +193,29 @@ class LoaderTimer(Profiler):
 
     def __init__(self, monitor: ThroughputMonitor, inner: Profiler | None = None) -> None:
         super().__init__()
-        self.monitor, self.inner = monitor, inner or PassThroughProfiler()
-        self._nothing = None if inner else nullcontext("")  # what nobody reads shares it, some sixty times a step
-        self._fetching, self._saving = 0.0, ExitStack()
+        self.monitor, self.inner, self._fetching = monitor, inner or PassThroughProfiler(), 0.0
+        nothing = nullcontext("")  # what nobody reads shares it, some sixty times a step
+        self._profile = inner.profile if inner else lambda _: nothing
 
-    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
-        if self._nothing and not action_name.endswith((BEFORE_VALIDATION, SAVING)):
-            return self._nothing
-        return super().profile(action_name)
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+        if action_name.endswith(BEFORE_VALIDATION):
+            self.monitor.validation.enter_context(self.monitor.pause())
+        if action_name != SAVING:
+            return self._profile(action_name)
+        saving = ExitStack()
+        saving.enter_context(self.monitor.pause())
+        saving.enter_context(self._profile(action_name))
+        return saving
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
         if action_name.endswith(FETCHING):
             self.monitor.validation.close()
             self._fetching = self.monitor.clock()
-        elif action_name.endswith(BEFORE_VALIDATION):
-            self.monitor.validation.enter_context(self.monitor.pause())
-        elif action_name == SAVING:
-            self._saving.enter_context(self.monitor.pause())
 
     def stop(self, action_name: str) -> None:
         if action_name.endswith(FETCHING):
             self.monitor.window.waited += self.monitor.clock() - self._fetching
-        elif action_name == SAVING:
-            self._saving.close()
         self.inner.stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -256,19 +266,6 @@ def samples_in(batch: Any) -> int:
         if count := samples_in(part):
             return count
     return 0
-
-
-def bottleneck(metrics: Mapping[str, float], trainer: Trainer) -> str:
-    """Where a run's time went, by the medians of ``throughput/*``. More workers would make quick data slower."""
-    waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
-    measured = f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"
-    measured += "" if waited is None else f", {waited:.0f} % of it waiting for data"
-    measured += "." if busy is None else f", the GPU idle {100 - busy:.0f} % of the time."
-    if waited is not None and waited >= LOADER_BOUND_PCT:
-        return f"loader-bound: {measured}"
-    if hasattr(getattr(trainer, "datamodule", None), "batch_size"):  # feature: tune
-        measured += " To find the fastest batch size: python -m project.tune batch_size."
-    return measured
 
 
 class GpuUtilization:
@@ -350,31 +347,14 @@ def may_use_tf32(module: nn.Module) -> bool:
     return products or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
-# Dense TFLOP/s in float32, TF32, and 16 bits with float32 accumulation; 0: the chip has no such mode. From NVIDIA's
-# data sheets (half of what is printed "with sparsity" only) and the white papers on GA102, Ada and RTX Blackwell.
-# "h100" is the SXM form. Lightning's get_available_flops lacks the H200, and is wrong for L40S, A40 and RTX.
-PEAK_TFLOPS = """
-    b200 75 1125 2250, h200 67 494.5 989.5, h200 nvl 60 417.5 835.5, gh200 67 494.5 989.5, h100 66.9 494.7 989.4,
-    h100 pcie 51.2 378 756, h100 nvl 60 417.5 835.5, a100 19.5 156 312, a30 10.3 82 165, a40 37.4 74.8 149.7,
-    a10 31.2 62.5 125, a10g 31.5 35 70, l4 30.3 60 121, l40 90.5 90.5 181, l40s 91.6 183 362, t4 8.1 0 65,
-    v100 sxm2 15.7 0 125, v100 pcie 14 0 112, rtx 5090 104.8 104.8 209.6, rtx 5080 56.3 56.3 112.6,
-    rtx 5070 ti 43.9 43.9 87.8, rtx 4090 82.6 82.6 165.2, rtx 4080 super 52.2 52.2 104.4, rtx 4080 48.7 48.7 97.4,
-    rtx 4070 29.1 29.1 58.2, rtx 4060 15.1 15.1 30.2, rtx 3090 ti 40 40 80, rtx 3090 35.6 35.6 71.2,
-    rtx 3080 29.8 29.8 59.6, rtx 3070 20.3 20.3 40.6, rtx 3060 12.7 12.7 25.4
-"""
-
-
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """FLOP/s of a GPU in dense matrix products, None where unknown; ``tf32``: float32 products may be done in TF32.
     ``device_name`` is CUDA's, such as ``NVIDIA A100-SXM4-40GB``. A laptop's or a slice's (MIG) chip is another one.
+    Lightning's get_available_flops lacks the H200, and is wrong for L40S, A40 and RTX.
     """
-    # without maker, brand, memory size and memory kind: NVIDIA H100 80GB HBM3 → h100
-    words = re.split(r"[\s\-]+", device_name.lower())
-    chip = " ".join(word for word in words if not re.fullmatch(r"nvidia|tesla|geforce|\d+gb|hbm3e?", word))
-    chip = re.sub(r"^(a100|a30) (sxm4|pcie)$", r"\1", chip)  # equally fast in either form
-    rows = (row.strip().rsplit(None, 3) for row in PEAK_TFLOPS.split(","))
-    full, with_tf32, half = map(float, {name: rates for name, *rates in rows}.get(chip, [0, 0, 0]))
-    if dtype is torch.bfloat16 and chip.startswith(("t4", "v100")):  # tensor cores before Ampere do not multiply it
-        half = 0.0
-    rate = {torch.float32: (tf32 and with_tf32) or full, torch.float16: half, torch.bfloat16: half}.get(dtype)
-    return 1e12 * rate if rate else None
+    chip = re.sub(r"\b(nvidia|tesla|geforce|\d+gb|hbm3e?)\b|-", " ", device_name.lower())
+    lines = Path(__file__).with_name("gpu_peaks.csv").read_text().splitlines()
+    chips = {row["chip"]: row for row in csv.DictReader(line for line in lines if not line.startswith("#"))}
+    rates, mode = chips.get(" ".join(chip.split()), {}), str(dtype).removeprefix("torch.")
+    tflops = (tf32 and mode == "float32" and rates.get("tf32")) or rates.get(mode)
+    return 1e12 * float(tflops) if tflops else None
