@@ -8,6 +8,7 @@ torchrun --nproc_per_node 4 -m project.fit --strategy ddp
 """
 
 import os
+import signal
 import tempfile
 from collections.abc import Sequence
 
@@ -15,23 +16,38 @@ from project.engine.command import prepare_process, run
 
 prepare_process(__name__)  # threads and signals, before torch is imported
 
+import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project import threads
 from project.callbacks.memory import MemoryMonitor, MemorySnapshot, is_measurable  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
-from project.engine import signals
+from project.engine import signals, summary
 from project.engine.checkpointing import Best, CheckpointPaths, RunCheckpoint
 from project.engine.cli import Configuration
+from project.engine.lightning_internals import release_child_processes
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run, read_configuration, start_from
-from project.engine.summary import RunTimer, Summary, closing_lines, progress_callback, stopped_lines
-from project.engine.trainer import build_trainer, final_test, further_loggers, refusals_as_errors, trainer_flags
+from project.engine.stop import failure_within  # feature: report
+from project.engine.summary import Summary
+from project.engine.trainer import (
+    build_trainer,
+    final_test,
+    further_loggers,
+    lacks_for_test,
+    refusals_as_errors,
+    trainer_flags,
+)
+from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
-from project.publish import Session, close, next_commands, publish, publish_stopped, summarize
-from project.tables import write_rows
+from project.tables import write_atomically, write_rows
+
+REPORT_PATIENCE = 4.0  # seconds for that of a stopped run, which has ten for everything  # feature: report
+INPUTS = {"prepare_file", "prepare_image", "image_shape"}  # turn a file into an input  # feature: predict
 
 
 def main(argv: list[str]) -> int:
@@ -47,8 +63,8 @@ def main(argv: list[str]) -> int:
             if is_rank_zero():
                 job.create()
             say(*start_from(config.module, config.options.init_weights))
-            session = build(config, job)
-            summary = train(config, job, session)
+            session = Session(config, job)
+            facts = train(config, job, session)
         except BaseException as error:
             if not (isinstance(error, signals.Stopped) and signals.state.begun):
                 job.discard()  # nothing was saved: the name is free again
@@ -56,50 +72,49 @@ def main(argv: list[str]) -> int:
         finally:
             job.release()
         if not config.trainer["fast_dev_run"]:
-            say(closing_lines(summary, job.folder, *next_commands(config)))
+            say(summary.closing_lines(facts, job.folder, *next_commands(config)))
             say(*sync_command(job.folder))  # feature: wandb
     return 0
 
 
-def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Session:
-    """The Trainer of a run; callbacks in ``extra`` come last."""
-    flags, options = trainer_flags(config), config.options
-    timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
-    csv, loggers = MetricsCSV(job.folder / "metrics.csv"), further_loggers(flags, options, job.folder)
-    wandb = make_wandb_logger(config, job, best)  # feature: wandb
-    loggers += [] if wandb is None else [wandb]  # feature: wandb
-    predictions = TestPredictions()  # feature: test_predictions
-    checkpoint = RunCheckpoint(config, job, best, csv)
-    memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
-    throughput = None  # feature: throughput
-    if "throughput" in config.monitors:  # feature: throughput
-        throughput = ThroughputMonitor()
-        checkpoint.exclude, flags["profiler"] = throughput.pause, throughput.profiler(flags["profiler"])
-    callbacks: list[Callback | None] = [
-        wandb,  # feature: wandb
-        timer,
-        checkpoint,
-        OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
-        throughput,  # feature: throughput
-        memory,  # feature: memory
-        MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
-        predictions,  # feature: test_predictions
-        progress_callback(flags),
-        *flags["callbacks"],
-        CheckpointPaths(checkpoint) if checkpoint.saves else None,  # for the module's own code
-        *extra,
-    ]
-    flags["callbacks"] = [callback for callback in callbacks if callback is not None]
-    return Session(
-        build_trainer(flags | {"logger": [*loggers, csv], "default_root_dir": job.folder}),
-        checkpoint,
-        timer,
-        csv,
-        predictions=predictions,  # feature: test_predictions
-        wandb=wandb,  # feature: wandb
-        throughput=throughput,  # feature: throughput
-        memory=memory,  # feature: memory
-    )
+class Session:
+    """A run's Trainer, callbacks and loggers. None is what is switched off. Callbacks in ``extra`` come last."""
+
+    def __init__(self, config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> None:
+        flags, options = trainer_flags(config), config.options
+        self.timer, best = summary.RunTimer(), Best.of(config.module, options.monitor, options.mode)
+        self.csv, loggers = MetricsCSV(job.folder / "metrics.csv"), further_loggers(flags, options, job.folder)
+        self.wandb = make_wandb_logger(config, job, best)  # feature: wandb
+        loggers += [] if self.wandb is None else [self.wandb]  # feature: wandb
+        self.predictions = TestPredictions()  # feature: test_predictions
+        self.checkpoint = RunCheckpoint(config, job, best, self.csv)
+        self.memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
+        self.throughput = ThroughputMonitor() if "throughput" in config.monitors else None  # feature: throughput
+        if self.throughput is not None:  # feature: throughput
+            self.checkpoint.exclude = self.throughput.pause
+            flags["profiler"] = self.throughput.profiler(flags["profiler"])
+        callbacks: list[Callback | None] = [
+            self.wandb,  # feature: wandb
+            self.timer,
+            self.checkpoint,
+            OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
+            self.throughput,  # feature: throughput
+            self.memory,  # feature: memory
+            MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
+            self.predictions,  # feature: test_predictions
+            summary.progress_callback(flags),
+            *flags["callbacks"],
+            CheckpointPaths(self.checkpoint) if self.checkpoint.saves else None,  # for the module's own code
+            *extra,
+        ]
+        flags["callbacks"] = [callback for callback in callbacks if callback is not None]
+        self.trainer = build_trainer(flags | {"logger": [*loggers, self.csv], "default_root_dir": job.folder})
+
+    def close(self, exit_code: int) -> None:
+        """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
+        if self.wandb is not None:  # feature: wandb
+            self.wandb.finish(exit_code)
+        release_child_processes()
 
 
 def train(config: Configuration, job: Run, session: Session) -> Summary:
@@ -108,23 +123,107 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
     try:
         with refusals_as_errors(job.checkpoint, session.timer):
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=job.checkpoint, weights_only=True)
-        summary = summarize(config, job, session)  # before the test's precision is set
-        summary.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)
+        facts = summarize(config, job, session)  # before the test's precision is set
+        facts.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)
         trained = True
         signals.state.deferring = False  # every step is saved
-        publish(config, job, session, summary)
+        publish(config, job, session, facts)
         if trainer.is_global_zero:  # last: a run with a summary is complete
-            write_rows(job.folder / "summary.json", summary.to_plain())
+            write_rows(job.folder / "summary.json", facts.to_plain())
         status = 0
-        return summary
+        return facts
     except signals.Stopped as stop:
         status = stop.exit_code
         if not trained:
             publish_stopped(config, job, session, stop)
-        say(*stopped_lines(job.folder, trainer.global_step))
+        say(*summary.stopped_lines(job.folder, trainer.global_step))
         raise
     finally:
-        close(session, status)
+        session.close(status)
+
+
+def summarize(config: Configuration, job: Run, session: Session, finished: bool = True) -> Summary:
+    """The summary of a run whose training has ended."""
+    trainer, best, timer = session.trainer, session.checkpoint.best, session.timer
+    (commit, dirty), processor = summary.git_state(), cpu()
+    metrics = dict(best.metrics)
+    metrics |= session.throughput.summary() if session.throughput else {}  # feature: throughput
+    metrics |= session.memory.summary() if session.memory else {}  # feature: memory
+    return Summary(
+        run_name=job.name,
+        finished=finished,
+        device=summary.device_name(trainer),
+        precision=str(trainer.precision),
+        world_size=trainer.world_size,
+        data_source=getattr(config.datamodule, "data_source", type(config.datamodule or config.module).__name__),
+        train_samples=summary.training_samples(trainer),
+        parameters=summary.parameter_count(trainer, config.module),
+        epochs=trainer.current_epoch,
+        steps=trainer.global_step,
+        fit_seconds=timer.fit_seconds,
+        start_seconds=timer.start_seconds,
+        busy_seconds=round(threads.waiting.seconds_slept(), 1) or None,
+        monitor=best.monitor if best.score is not None else None,
+        mode=best.mode if best.score is not None else None,
+        best_epoch=best.epoch,
+        best_score=best.score,
+        git_commit=commit,
+        git_dirty=dirty,
+        hardware=f"{processor['name']}, {processor['cores']} core{'s' if processor['cores'] > 1 else ''}",
+        metrics=metrics,
+        advice=session.throughput.advice(trainer) if session.throughput else None,  # feature: throughput
+    )
+
+
+def publish(config: Configuration, job: Run, session: Session, facts: Summary, stopped_by: str | None = None) -> None:
+    """Write the report and complete the W&B run, on rank 0; a failure is a warning. ``stopped_by`` names the signal."""
+    if not session.trainer.is_global_zero:
+        return
+    session.csv.save()
+    # feature: report, wandb
+    record = summary.RunRecord(
+        facts,
+        config=yaml.safe_dump(config.resolved, sort_keys=False),
+        series=summary.read_series(session.csv.path, facts.epochs),
+        class_names=[str(name) for name in getattr(config.datamodule, "class_names", [])],
+        stopped_by=stopped_by,
+        max_epochs=session.trainer.max_epochs,
+        remarks=[facts.advice] if facts.advice else [],
+        confusion=session.predictions.confusion,  # feature: test_predictions
+        mistakes=session.predictions.mistakes,  # feature: test_predictions
+    )
+    if session.memory is not None:  # feature: memory
+        record.breakdown = session.memory.breakdown
+        record.remarks += session.memory.leaks.values()
+    # end feature: report, wandb
+    if session.wandb is not None:  # feature: wandb
+        session.wandb.record = record  # sent when the W&B run is closed
+    if config.options.report:  # feature: report
+
+        def write() -> None:
+            from project.report import render  # matplotlib takes half a second to import
+
+            write_atomically(render(record).encode(), job.folder / "report.html")
+
+        if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
+            rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
+
+
+def publish_stopped(config: Configuration, job: Run, session: Session, stop: signals.Stopped) -> None:
+    """Write the report of a stopped run within the time that is left. A second signal skips it."""
+    release_child_processes()  # the other ranks end now
+    if session.trainer.is_global_zero and session.timer.begun:
+        if session.trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
+            signals.state.deferring = False
+        facts = summarize(config, job, session, finished=False)
+        publish(config, job, session, facts, stopped_by=signal.Signals(stop.signum).name)
+
+
+def next_commands(config: Configuration) -> list[str]:
+    """The commands that a checkpoint of this run can be used with."""
+    can = {"test": lacks_for_test(config.module, config.datamodule) is None}
+    can["predict IMAGE.png"] = bool(INPUTS & {*dir(config.datamodule)})  # feature: predict
+    return [command for command, possible in can.items() if possible]
 
 
 if __name__ == "__main__":

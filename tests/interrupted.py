@@ -43,7 +43,7 @@ def main() -> None:
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]
     del sys.argv[1:3]
-    fit.build = partial(fit.build, extra=[Interrupt(step, number)])  # type: ignore[assignment]
+    fit.Session = partial(fit.Session, extra=[Interrupt(step, number)])  # type: ignore[assignment]
     command.run(fit.main)
 
 

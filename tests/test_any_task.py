@@ -61,7 +61,7 @@ def train_until(batch: int, name: str, *flags: str, dies: bool = False) -> Path:
     """A run that is asked to stop in a batch, and does so after it; or that dies before it is saved."""
     with pytest.MonkeyPatch.context() as patch:
         # the callback comes after the one that listens: it is heard a step later
-        patch.setattr(fit, "build", partial(fit.build, extra=[AskToStop(batch if dies else batch - 1, dies)]))
+        patch.setattr(fit, "Session", partial(fit.Session, extra=[AskToStop(batch if dies else batch - 1, dies)]))
         try:
             assert entry.exit_code(fit.main, [*flags, "--run_name", name]) == (1 if dies else 143)
         finally:
@@ -219,7 +219,7 @@ def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: s
     reference = train("reference", *of(*named))
     if place == "validation":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fit, "build", partial(fit.build, extra=[StopInValidation()]))
+            patch.setattr(fit, "Session", partial(fit.Session, extra=[StopInValidation()]))
             assert entry.exit_code(fit.main, [*of(*named), "--run_name", "stopped"]) == 143
         signals.state.requested = 0
     else:
@@ -315,7 +315,7 @@ def test_a_modules_own_code_finds_the_checkpoints_where_lightnings_are(own: bool
     flags = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT]
     flags += ["--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "mine"] if own else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "build", partial(fit.build, extra=[asks]))
+        patch.setattr(fit, "Session", partial(fit.Session, extra=[asks]))
         run = train("r", *flags)
     assert isinstance(asks.found, ModelCheckpoint) == own
     best, facts = (run / "best.ckpt").absolute(), summary(run)

@@ -46,7 +46,7 @@ class Hit(Callback):
             os.kill(os.getpid(), signal.Signals[number])
 
 number = sys.argv.pop(1)
-fit.build = partial(fit.build, extra=[Hit()])
+fit.Session = partial(fit.Session, extra=[Hit()])
 command.run(fit.main)
 """
 

@@ -38,7 +38,6 @@ from project.engine.restore import choose
 from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError
-from project.publish import close
 from project.tables import Row, format_cell
 
 K = TypeVar("K")
@@ -145,13 +144,13 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
         else:
             run = choose(Path(root), None, None)
             run.create()
-            session = fit.build(config, run, extra=[clock])
+            session = fit.Session(config, run, extra=[clock])
             trainer = session.trainer
         try:
             trainer.fit(config.module, datamodule=config.datamodule)
         finally:
             if session is not None:
-                close(session, 0)
+                session.close(0)
                 run.release()
             signals.state.deferring = False  # between two runs there is no step to wait for
     if not all(epoch.train_s for epoch in clock.epochs):

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from project.engine.lightning_internals import LiveMemory, memory_history
-from project.engine.log_steps import is_log_step, is_optimizer_step, log_values
+from project.engine.log_steps import is_due, is_log_step, is_optimizer_step, log_values
 from project.engine.ranks import of_all_ranks
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
@@ -54,8 +54,7 @@ class MemoryMonitor(Callback):
         self._counting = ExitStack()
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
-        self._parts, self._parts_due = dict[str, float](), SETTLING_STEPS  # GiB by use; steps after which to look
-        self._logged_at, self._logged_peaks = -1, dict[str, float]()
+        self._parts: dict[str, float] = {}  # GiB by use
         self._run: dict[str, float] = {}  # highest values
         self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
         self.leaks: dict[str, str] = {}  # place → the newest report of growth there
@@ -74,8 +73,7 @@ class MemoryMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
-        self._window_peaks, self._step_peak, self._logged_at = {}, None, -1
-        self._parts_due, self._at_epoch_ends = SETTLING_STEPS, {}
+        self._window_peaks, self._step_peak, self._at_epoch_ends = {}, None, {}
         counted = self._read(self._device, reset_peaks=True)  # what came before is not the training's
         # a compiled network would run eagerly while its tensors are counted
         self._live = None if counted or pl_module.hparams.get("compile") else LiveMemory()
@@ -88,21 +86,20 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._counting.close()
-        if self._parts_due and is_optimizer_step(trainer, batch_idx):
-            self._parts_due -= 1
+        settling = trainer.global_step <= SETTLING_STEPS or not self._parts
+        if settling and is_optimizer_step(trainer, batch_idx):
             self._parts = memory_breakdown(trainer)
         if is_log_step(trainer, batch_idx):
             self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._read_peaks(of_training=True)
+        self._read_peaks(of_training=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read_peaks()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log(trainer)
+        self._log(trainer, again=is_due(trainer, trainer.global_step))
         used = {"host": self._read_host()["process"], "device": self._read(self._device).get("allocated", 0)}
         for place, size in used.items():
             self._at_epoch_ends.setdefault(place, []).append(size / MIB)
@@ -128,7 +125,8 @@ class MemoryMonitor(Callback):
             self._step_peak = max(self._step_peak or 0, now["peak_allocated"])
         return now
 
-    def _log(self, trainer: Trainer) -> None:
+    def _log(self, trainer: Trainer, again: bool = False) -> None:
+        """Log a row; ``again``: a log step ended the epoch, and its row is written once more."""
         sizes = self._read_peaks(of_training=True) | self._window_peaks
         self._window_peaks = {}
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
@@ -137,13 +135,13 @@ class MemoryMonitor(Callback):
         host = self._read_host()
         ranks = of_all_ranks({**metrics, "rss": host["rss"] / GIB, "peak_rss": host["peak_rss"] / GIB})
         rss, peak_rss = (sum(rank[name] for rank in ranks) for name in ("rss", "peak_rss"))
-        metrics = {name: max(rank[name] for rank in ranks) for name in metrics}
-        peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
-        for name, value in {**peaks, "memory/peak_rss_gib": max(rss, peak_rss)}.items():
-            self._run[name] = max(self._run.get(name, 0.0), value)
-        if self._logged_at == trainer.global_step:  # a log step ended the epoch: the same row is written again
-            metrics |= {name: max(value, self._logged_peaks[name]) for name, value in peaks.items()}
-        self._logged_at, self._logged_peaks = trainer.global_step, peaks
+        for name in metrics:
+            metrics[name] = max(rank[name] for rank in ranks)
+            if again and name.startswith("memory/peak"):
+                metrics[name] = max(metrics[name], float(trainer.callback_metrics.get(name, 0.0)))
+        for name, value in {**metrics, "memory/peak_rss_gib": max(rss, peak_rss)}.items():
+            if name.startswith("memory/peak"):
+                self._run[name] = max(self._run.get(name, 0.0), value)
         log_values(trainer, {**metrics, "memory/rss_gib": rss})
 
 

@@ -263,7 +263,7 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"--seed_everything must be between 0 and {2**32 - 1}, got {seed}.")
 
     def instantiate_classes(self) -> None:
-        """Make module and data module, not the trainer: it needs the run's folder, see ``fit.build``.
+        """Make module and data module, not the trainer: it needs the run's folder, see ``fit.Session``.
 
         What a constructor refuses becomes one line; jsonargparse wraps it in a list of types.
         """
