@@ -134,8 +134,12 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
         return facts
     except signals.Stopped as stop:
         status = stop.exit_code
-        if not trained:
-            publish_stopped(config, job, session, stop)
+        release_child_processes()  # the other ranks end now
+        if not trained and session.timer.begun and trainer.is_global_zero:
+            if trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
+                signals.state.deferring = False  # a second signal skips the report
+            facts = summarize(config, job, session, finished=False)
+            publish(config, job, session, facts, stopped_by=signal.Signals(stop.signum).name)
         say(*summary.stopped_lines(job.folder, trainer.global_step))
         raise
     finally:
@@ -207,16 +211,6 @@ def publish(config: Configuration, job: Run, session: Session, facts: Summary, s
 
         if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
             rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
-
-
-def publish_stopped(config: Configuration, job: Run, session: Session, stop: signals.Stopped) -> None:
-    """Write the report of a stopped run within the time that is left. A second signal skips it."""
-    release_child_processes()  # the other ranks end now
-    if session.trainer.is_global_zero and session.timer.begun:
-        if session.trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
-            signals.state.deferring = False
-        facts = summarize(config, job, session, finished=False)
-        publish(config, job, session, facts, stopped_by=signal.Signals(stop.signum).name)
 
 
 def next_commands(config: Configuration) -> list[str]:
