@@ -1,8 +1,9 @@
 """Where the time and the memory of a training step go: PyTorch's profiler over a few steps of a run."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,27 @@ class StepProfiler(Profiler):
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
         self._profile: profile | None = None
-        self._in_training_step = False
         self._region: record_function | None = None
-        self._hooks = ExitStack()
+        self._hooks, self._calls = ExitStack(), ExitStack()  # of the recording, and of a training step
 
     def start(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
         if hook == "run_training_epoch" and self._profile is None and self.folder is None:
             self._begin()
-        if self._profile is not None and hook in BEGINS:
+        if self._profile is None:
+            return
+        if hook in BEGINS:
             self._switch(BEGINS[hook])
-        self._in_training_step |= hook == "training_step"
+        if hook == "training_step":
+            for network in profiled_module(self).children():
+                if any(True for _ in network.parameters()):
+                    within = partial(self._switch, "forward"), partial(self._switch, "loss")
+                    self._calls.enter_context(surround_calls(network, *within))
 
     def stop(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
-        self._in_training_step &= hook != "training_step"
+        if hook == "training_step":
+            self._calls.close()
         if hook in ENDS:
             self._switch(None)
         if self._profile is not None and hook == "run_training_batch":
@@ -98,16 +105,8 @@ class StepProfiler(Profiler):
             self._region.__exit__(None, None, None)
         self._region = None if region is None else record_function(region).__enter__()
 
-    def _in_step(self, region: str) -> Callable[..., None]:
-        """What begins a region, where it is called within ``training_step``."""
-        return lambda *_: self._switch(region) if self._in_training_step else None
-
     def _begin(self) -> None:
-        module = profiled_module(self)
-        for network in module.children():
-            if any(True for _ in network.parameters()):
-                self._hooks.enter_context(surround_calls(network, self._in_step("forward"), self._in_step("loss")))
-        for optimizer in module.trainer.optimizers:
+        for optimizer in profiled_module(self).trainer.optimizers:
             # inside PyTorch's own range around step(), which must not end before ours
             self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
         self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)

@@ -33,11 +33,7 @@ LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a fl
 FETCHING, BEFORE_VALIDATION, SAVING = ".train_dataloader_next", ".on_validation_model_zero_grad", "save_checkpoint"
 # First word of a Trainer's precision → data type of the matrix products
 MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
-PROFILERS: dict[str, type[Profiler]] = {
-    "simple": SimpleProfiler,
-    "advanced": AdvancedProfiler,
-    "pytorch": PyTorchProfiler,
-}
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
 class ThroughputMonitor(Callback):
@@ -74,11 +70,11 @@ class ThroughputMonitor(Callback):
 
     def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
         """The Trainer's profiler, which passes all on to ``chosen``: the user's own, or one of Lightning's by name."""
-        if isinstance(chosen, str):
-            if chosen.lower() not in PROFILERS:
-                raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
-            chosen = PROFILERS[chosen.lower()]()
-        return LoaderTimer(self, chosen)
+        if not isinstance(chosen, str):
+            return LoaderTimer(self, chosen)
+        if chosen.lower() not in PROFILERS:
+            raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
+        return LoaderTimer(self, PROFILERS[chosen.lower()]())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -154,13 +150,12 @@ class ThroughputMonitor(Callback):
         elif not self.windows and self._warm_up:
             self._of_short_run = [self._log(trainer, self._warm_up[-1])]
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._measuring = False
         self.validation.close()
         self._utilization.stop()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+    on_exception = on_train_end
 
     def _restart(self) -> None:
         """Begin a window, and forget what the GPU did before it."""
