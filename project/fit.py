@@ -18,6 +18,7 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 
 import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project import threads
@@ -33,14 +34,7 @@ from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run, read_configuration, start_from
 from project.engine.stop import failure_within  # feature: report
 from project.engine.summary import Summary
-from project.engine.trainer import (
-    build_trainer,
-    final_test,
-    further_loggers,
-    lacks_for_test,
-    refusals_as_errors,
-    trainer_flags,
-)
+from project.engine.trainer import build_trainer, final_test, lacks_for_test, refusals_as_errors, trainer_flags
 from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
@@ -83,7 +77,8 @@ class Session:
     def __init__(self, config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> None:
         flags, options = trainer_flags(config), config.options
         self.timer, best = summary.RunTimer(), Best.of(config.module, options.monitor, options.mode)
-        self.csv, loggers = MetricsCSV(job.folder / "metrics.csv"), further_loggers(flags, options, job.folder)
+        self.csv, loggers = MetricsCSV(job.folder / "metrics.csv"), flags["logger"]
+        loggers += [TensorBoardLogger(job.folder, name="tensorboard", version="")] if options.tensorboard else []
         self.wandb = make_wandb_logger(config, job, best)  # feature: wandb
         loggers += [] if self.wandb is None else [self.wandb]  # feature: wandb
         self.predictions = TestPredictions()  # feature: test_predictions
@@ -127,9 +122,9 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
         facts.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)
         trained = True
         signals.state.deferring = False  # every step is saved
-        publish(config, job, session, facts)
-        if trainer.is_global_zero:  # last: a run with a summary is complete
-            write_rows(job.folder / "summary.json", facts.to_plain())
+        if trainer.is_global_zero:
+            publish(config, job, session, facts)
+            write_rows(job.folder / "summary.json", facts.to_plain())  # last: a run with a summary is complete
         status = 0
         return facts
     except signals.Stopped as stop:
@@ -181,8 +176,6 @@ def summarize(config: Configuration, job: Run, session: Session, finished: bool 
 
 def publish(config: Configuration, job: Run, session: Session, facts: Summary, stopped_by: str | None = None) -> None:
     """Write the report and complete the W&B run, on rank 0; a failure is a warning. ``stopped_by`` names the signal."""
-    if not session.trainer.is_global_zero:
-        return
     session.csv.save()
     # feature: report, wandb
     record = summary.RunRecord(

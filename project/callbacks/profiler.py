@@ -63,8 +63,8 @@ class StepProfiler(Profiler):
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
         self._profile: profile | None = None
-        self._region: record_function | None = None
         self._hooks, self._calls = ExitStack(), ExitStack()  # of the recording, and of a training step
+        self._region = ExitStack()
 
     def start(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
@@ -101,9 +101,9 @@ class StepProfiler(Profiler):
 
     def _switch(self, region: str | None) -> None:
         """End the region that is open, and begin another one."""
-        if self._region is not None:
-            self._region.__exit__(None, None, None)
-        self._region = None if region is None else record_function(region).__enter__()
+        self._region.close()
+        if region is not None:
+            self._region.enter_context(record_function(region))
 
     def _begin(self) -> None:
         for optimizer in profiled_module(self).trainer.optimizers:

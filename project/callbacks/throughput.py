@@ -21,7 +21,6 @@ from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, P
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from project.engine.lightning_internals import tell_profiled_module
 from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
 from project.engine.ranks import of_all_ranks
 from project.errors import UserError
@@ -67,14 +66,44 @@ class ThroughputMonitor(Callback):
         self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
         self._utilization = GpuUtilization(None)
+        self._heard: Profiler | None = None
+        self._fetching = 0.0  # the clock's reading when training began to wait for a batch
 
-    def profiler(self, chosen: Profiler | str | None = None) -> LoaderTimer:
-        """The Trainer's profiler, which passes all on to ``chosen``: the user's own, or one of Lightning's by name."""
-        if not isinstance(chosen, str):
-            return LoaderTimer(self, chosen)
-        if chosen.lower() not in PROFILERS:
+    def profiler(self, chosen: Profiler | str | None = None) -> Profiler:
+        """The Trainer's profiler: ``chosen``, the user's own or one of Lightning's by name, from which this monitor hears
+        of waits for a batch, saving, and validations from now on. A profiler is the public way to see them.
+        """
+        if isinstance(chosen, str) and chosen.lower() not in PROFILERS:
             raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
-        return LoaderTimer(self, PROFILERS[chosen.lower()]())
+        profiler: Any = PROFILERS[chosen.lower()]() if isinstance(chosen, str) else chosen or PassThroughProfiler()
+        start, stop, profile = profiler.start, profiler.stop, profiler.profile
+        nothing = nullcontext("")  # what nobody reads shares it, some sixty times a step
+
+        def heard_start(action_name: str) -> None:
+            start(action_name)
+            if action_name.endswith(FETCHING):
+                self.validation.close()
+                self._fetching = self.clock()
+
+        def heard_stop(action_name: str) -> None:
+            if action_name.endswith(FETCHING):
+                self.window.waited += self.clock() - self._fetching
+            stop(action_name)
+
+        def heard_profile(action_name: str) -> AbstractContextManager[Any]:
+            if action_name.endswith(BEFORE_VALIDATION):
+                self.validation.enter_context(self.pause())
+            inside = profile(action_name) if chosen else nothing
+            if action_name != SAVING:
+                return inside
+            saving = ExitStack()
+            saving.enter_context(self.pause())
+            saving.enter_context(inside)
+            return saving
+
+        profiler.start, profiler.stop, profiler.profile = heard_start, heard_stop, heard_profile
+        self._heard = profiler
+        return profiler
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -116,10 +145,10 @@ class ThroughputMonitor(Callback):
         self._device, self._measuring, self._warm_up = trainer.strategy.root_device, True, []
         on_gpu = self._device.type == "cuda"
         self._utilization = GpuUtilization(partial(torch.cuda.utilization, self._device) if on_gpu else None)
-        self._restart()  # a run resumed in mid-epoch has no start of an epoch
+        self._next_window(wait=False)  # a run resumed in mid-epoch has no start of an epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restart()
+        self._next_window(wait=False)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -130,12 +159,12 @@ class ThroughputMonitor(Callback):
             return
         self.window.steps += 1
         if len(self._warm_up) < WARM_UP_STEPS:
-            self._warm_up.append(self._close())
+            self._warm_up.append(self._next_window())
             if len(self._warm_up) == 1:
                 self._mfu_per_sample_per_sec = mfu_per_sample_per_sec(trainer, pl_module, batch)
-            self._restart()
+            self._next_window(wait=False)
         elif is_log_step(trainer, batch_idx):
-            self.windows.append(self._log(trainer, self._close()))
+            self.windows.append(self._log(trainer, self._next_window()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # in the midst of accumulated batches, the profiler does not hear of it sooner
@@ -146,7 +175,7 @@ class ThroughputMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.window.steps:
-            self.windows.append(self._log(trainer, self._close()))
+            self.windows.append(self._log(trainer, self._next_window()))
         elif not self.windows and self._warm_up:
             self._of_short_run = [self._log(trainer, self._warm_up[-1])]
 
@@ -157,71 +186,23 @@ class ThroughputMonitor(Callback):
 
     on_exception = on_train_end
 
-    def _restart(self) -> None:
-        """Begin a window, and forget what the GPU did before it."""
+    def _next_window(self, wait: bool = True) -> Window:
+        """Begin a window; returns the one before it, which ends once the device has caught up, or at once."""
         self.validation.close()
-        self.window = Window(started=self.clock())
-        self._utilization.mean()  # takes what was sampled
-
-    def _close(self) -> Window:
-        """End the window once the device has caught up, and begin the next."""
-        self.validation.close()
-        self.wait_for_device(self._device)
+        if wait:
+            self.wait_for_device(self._device)
         ended, self.window = self.window, Window(started=self.clock())
         ended.seconds, ended.gpu_pct = self.window.started - ended.started, self._utilization.mean()
         return ended
 
     def _log(self, trainer: Trainer, window: Window) -> dict[str, float]:
         metrics = rates(of_all_ranks(window))
-        if getattr(trainer.profiler, "monitor", None) is not self:  # type: ignore[attr-defined]
+        if trainer.profiler is not self._heard:  # type: ignore[attr-defined]
             del metrics["throughput/data_wait_pct"]  # nobody has reported the waits
         if self._mfu_per_sample_per_sec and (rate := metrics.get("throughput/device_samples_per_sec")):
             metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * rate
         log_values(trainer, metrics)
         return metrics
-
-
-class LoaderTimer(Profiler):
-    """Reports waits for a batch, saving, and validations to a :class:`ThroughputMonitor`; a profiler is the public way
-    to see them. Passes everything on to the user's profiler, if there is one.
-    """
-
-    def __init__(self, monitor: ThroughputMonitor, inner: Profiler | None = None) -> None:
-        super().__init__()
-        self.monitor, self.inner, self._fetching = monitor, inner or PassThroughProfiler(), 0.0
-        nothing = nullcontext("")  # what nobody reads shares it, some sixty times a step
-        self._profile = inner.profile if inner else lambda _: nothing
-
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        if action_name.endswith(BEFORE_VALIDATION):
-            self.monitor.validation.enter_context(self.monitor.pause())
-        if action_name != SAVING:
-            return self._profile(action_name)
-        saving = ExitStack()
-        saving.enter_context(self.monitor.pause())
-        saving.enter_context(self._profile(action_name))
-        return saving
-
-    def start(self, action_name: str) -> None:
-        self.inner.start(action_name)
-        if action_name.endswith(FETCHING):
-            self.monitor.validation.close()
-            self._fetching = self.monitor.clock()
-
-    def stop(self, action_name: str) -> None:
-        if action_name.endswith(FETCHING):
-            self.monitor.window.waited += self.monitor.clock() - self._fetching
-        self.inner.stop(action_name)
-
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        tell_profiled_module(self, self.inner)
-        self.inner.setup(stage, local_rank, log_dir)
-
-    def summary(self) -> str:
-        return self.inner.summary()
-
-    def describe(self) -> None:
-        self.inner.describe()  # which also tears it down, as every profiler does
 
 
 @dataclass
@@ -273,15 +254,11 @@ class GpuUtilization:
         self.paused = False  # whether samples are dropped
         self._samples: list[float] = []
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True)
         if read is not None:
-            self._thread.start()
+            threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
 
     def mean(self) -> float | None:
         """Mean (percent) of the samples since the last call; None where there are none."""

@@ -296,11 +296,6 @@ def surround_calls(network: nn.Module, before: Callable[[], Any], after: Callabl
     network._compiled_call_impl = compiled
 
 
-def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:  # feature: throughput
-    """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
-    inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
-
-
 @contextmanager  # feature: memory
 def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     """Record CUDA allocations and frees inside, and write the newest, with their stacks, for PyTorch's memory viewer.
