@@ -425,13 +425,10 @@ def test_two_ranks_report_their_totals_under_the_same_names(tmp_path):
 
 def test_gpu_metrics_join_the_window(tmp_path, monkeypatch):
     class Steady:
-        paused = False
+        paused, ended = False, threading.Event()
 
         def mean(self):
             return 42.0
-
-        def stop(self):
-            pass
 
     monkeypatch.setattr("project.callbacks.throughput.mfu_per_sample_per_sec", lambda *_: 0.001)
     monkeypatch.setattr("project.callbacks.throughput.GpuUtilization", lambda read: Steady())
@@ -466,7 +463,7 @@ def test_utilization_is_the_mean_of_the_samples_since_the_last_window_or_the_las
     assert readings.sampler.mean() == 30.0
     assert readings.sampler.mean() is None
     readings.over.set()
-    readings.sampler.stop()
+    readings.sampler.ended.set()
 
 
 def test_utilization_leaves_out_what_the_gpu_does_meanwhile():
@@ -474,14 +471,14 @@ def test_utilization_leaves_out_what_the_gpu_does_meanwhile():
     assert readings.drained.wait(10)
     assert readings.sampler.mean() == 15.0
     readings.over.set()
-    readings.sampler.stop()
+    readings.sampler.ended.set()
 
 
 def test_a_driver_that_tells_nothing_more_is_not_asked_again_and_nothing_is_made_up():
     readings = Readings(10.0)
     assert readings.drained.wait(10)
     readings.over.set()
-    readings.sampler.stop()
+    readings.sampler.ended.set()
     assert readings.sampler.mean() == 10.0
     assert readings.sampler.mean() is None
 

@@ -58,7 +58,7 @@ class StepProfiler(Profiler):
                 raise UserError(f"--profiler.{name} must be at least {least}, got {value}.")
         # Kineto reports its own start and stop, and every missing GPU as an error, on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self.unrecorded, self.active, self.rows = wait + warmup, active, rows
+        self.unrecorded, self.needed, self.rows = wait + warmup, wait + warmup + active, rows
         self.folder: Path | None = None  # once something is written
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
@@ -69,7 +69,11 @@ class StepProfiler(Profiler):
     def start(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
         if hook == "run_training_epoch" and self._profile is None and self.folder is None:
-            self._begin()
+            for optimizer in profiled_module(self).trainer.optimizers:
+                # inside PyTorch's own range around step(), which must not end before ours
+                self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
+            self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
+            self._profile.start()
         if self._profile is None:
             return
         if hook in BEGINS:
@@ -95,8 +99,7 @@ class StepProfiler(Profiler):
         if self._profile is not None:
             self._end()
             if self.folder is None:
-                steps = self.unrecorded + self.active
-                rank_zero_warn(f"nothing was profiled: wait, warmup and active take {steps} training steps.")
+                rank_zero_warn(f"nothing was profiled: wait, warmup and active take {self.needed} training steps.")
         super().teardown(stage)
 
     def _switch(self, region: str | None) -> None:
@@ -104,13 +107,6 @@ class StepProfiler(Profiler):
         self._region.close()
         if region is not None:
             self._region.enter_context(record_function(region))
-
-    def _begin(self) -> None:
-        for optimizer in profiled_module(self).trainer.optimizers:
-            # inside PyTorch's own range around step(), which must not end before ours
-            self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
-        self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
-        self._profile.start()
 
     def _end(self) -> None:
         assert self._profile is not None

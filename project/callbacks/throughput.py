@@ -66,12 +66,11 @@ class ThroughputMonitor(Callback):
         self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
         self._utilization = GpuUtilization(None)
-        self._heard: Profiler | None = None
         self._fetching = 0.0  # the clock's reading when training began to wait for a batch
 
     def profiler(self, chosen: Profiler | str | None = None) -> Profiler:
-        """The Trainer's profiler: ``chosen``, the user's own or one of Lightning's by name, from which this monitor hears
-        of waits for a batch, saving, and validations from now on. A profiler is the public way to see them.
+        """The Trainer's profiler: ``chosen``, the user's own or one of Lightning's by name. It tells this monitor, too, of
+        waits for a batch, saving, and validations: a profiler is the public way to see them.
         """
         if isinstance(chosen, str) and chosen.lower() not in PROFILERS:
             raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
@@ -87,7 +86,7 @@ class ThroughputMonitor(Callback):
 
         def heard_stop(action_name: str) -> None:
             if action_name.endswith(FETCHING):
-                self.window.waited += self.clock() - self._fetching
+                self.window.waited = (self.window.waited or 0.0) + self.clock() - self._fetching
             stop(action_name)
 
         def heard_profile(action_name: str) -> AbstractContextManager[Any]:
@@ -102,7 +101,6 @@ class ThroughputMonitor(Callback):
             return saving
 
         profiler.start, profiler.stop, profiler.profile = heard_start, heard_stop, heard_profile
-        self._heard = profiler
         return profiler
 
     @contextmanager
@@ -182,7 +180,7 @@ class ThroughputMonitor(Callback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._measuring = False
         self.validation.close()
-        self._utilization.stop()
+        self._utilization.ended.set()
 
     on_exception = on_train_end
 
@@ -197,8 +195,6 @@ class ThroughputMonitor(Callback):
 
     def _log(self, trainer: Trainer, window: Window) -> dict[str, float]:
         metrics = rates(of_all_ranks(window))
-        if trainer.profiler is not self._heard:  # type: ignore[attr-defined]
-            del metrics["throughput/data_wait_pct"]  # nobody has reported the waits
         if self._mfu_per_sample_per_sec and (rate := metrics.get("throughput/device_samples_per_sec")):
             metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * rate
         log_values(trainer, metrics)
@@ -213,7 +209,7 @@ class Window:
     batches: int = 0
     steps: int = 0  # of the optimizer; fewer than batches with --accumulate_grad_batches
     samples: int = 0  # 0 where a batch does not tell
-    waited: float = 0.0  # seconds in which training waited for the next batch
+    waited: float | None = None  # seconds in which training waited for the next batch; None: no profiler told
     seconds: float = 0.0  # known at its end, as is the GPU's utilization
     gpu_pct: float | None = None
 
@@ -221,11 +217,12 @@ class Window:
 def rates(ranks: Sequence[Window]) -> dict[str, float]:
     """The ``throughput/*`` metrics of a window that has ended, as every rank saw it."""
     seconds = statistics.fmean(window.seconds for window in ranks)
-    samples, gpus = sum(w.samples for w in ranks), [w.gpu_pct for w in ranks if w.gpu_pct is not None]
+    samples, waits = sum(w.samples for w in ranks), [w.waited for w in ranks if w.waited is not None]
+    gpus = [w.gpu_pct for w in ranks if w.gpu_pct is not None]
     metrics = {
         "throughput/batches_per_sec": sum(w.batches for w in ranks) / seconds,
         "throughput/step_ms": 1000 * seconds / ranks[0].steps,
-        "throughput/data_wait_pct": 100 * statistics.fmean(w.waited for w in ranks) / seconds,
+        "throughput/data_wait_pct": 100 * statistics.fmean(waits) / seconds if waits else None,
         "throughput/samples_per_sec": samples / seconds if samples else None,
         "throughput/device_samples_per_sec": samples / seconds / len(ranks) if samples else None,
         "throughput/gpu_utilization_pct": statistics.fmean(gpus) if gpus else None,
@@ -253,12 +250,9 @@ class GpuUtilization:
     def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
         self.paused = False  # whether samples are dropped
         self._samples: list[float] = []
-        self._ended = threading.Event()
+        self.ended = threading.Event()  # set: the thread ends
         if read is not None:
             threading.Thread(target=self._run, args=(read, interval_seconds), daemon=True).start()
-
-    def stop(self) -> None:
-        self._ended.set()
 
     def mean(self) -> float | None:
         """Mean (percent) of the samples since the last call; None where there are none."""
@@ -267,7 +261,7 @@ class GpuUtilization:
 
     def _run(self, read: Callable[[], float], interval_seconds: float) -> None:
         with suppress(Exception):  # whatever the driver's library raises: the metric is left out
-            while not self._ended.wait(interval_seconds):
+            while not self.ended.wait(interval_seconds):
                 sample = float(read())
                 if not self.paused:
                     self._samples.append(sample)

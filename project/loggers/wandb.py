@@ -226,16 +226,13 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
     """
     import wandb
 
-    def bars(title: str, name: str, value: str, rows: Any, *more: str) -> Any:
-        table = wandb.Table(columns=[name, value, *more], data=[list(row) for row in rows])
-        return wandb.plot.bar(table, name, value, title=title)
-
     pictures: dict[str, Any] = {}
     if (folder / "report.html").exists():
         pictures["report"] = wandb.Html(folder / "report.html", inject=False)
     if record.confusion is not None:
-        names, accuracies = record.names, record.class_accuracy
-        pictures["test/class_accuracy"] = bars("Accuracy per class", "class", "accuracy", accuracies, "samples")
+        names = record.names
+        table = wandb.Table(columns=["class", "accuracy", "samples"], data=[*map(list, record.class_accuracy)])
+        pictures["test/class_accuracy"] = wandb.plot.bar(table, "class", "accuracy", title="Accuracy per class")
         table = pictures["test/mistakes"] = wandb.Table(columns=["image", "label", "prediction", "probability"])
         for each in record.mistakes:
             picture = wandb.Image(each.image.squeeze())
@@ -246,7 +243,8 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
             matrix = wandb.plot.confusion_matrix(None, labels, guesses, class_names=names, title="Confusion matrix")
             pictures["test/confusion_matrix"] = matrix
     if record.breakdown:
-        pictures["memory/breakdown"] = bars("Memory by use", "use", "GiB", record.breakdown.items())
+        table = wandb.Table(columns=["use", "GiB"], data=[*map(list, record.breakdown.items())])
+        pictures["memory/breakdown"] = wandb.plot.bar(table, "use", "GiB", title="Memory by use")
     run.log(pictures)
     facts = record.summary.to_plain()
     # what was logged over time has its last or best value there already
