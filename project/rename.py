@@ -41,7 +41,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "dashboard": ("project/dashboard.py",),
     "runs": ("project/runs.py", "project/runs.html.j2"),
     "wandb": ("project/loggers/wandb.py", "tests/wandb_server.py", "tests/test_wandb_account.py"),  # and dashboard
-    "throughput": ("project/callbacks/throughput.py",),
+    "throughput": ("project/callbacks/throughput.py", "project/callbacks/gpu_peaks.csv"),
     "memory": ("project/callbacks/memory.py",),
     "optimizer": ("project/callbacks/optimizer.py",),
     "test_predictions": ("project/callbacks/test_predictions.py",),

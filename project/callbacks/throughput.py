@@ -69,8 +69,8 @@ class ThroughputMonitor(Callback):
         self._fetching = 0.0  # the clock's reading when training began to wait for a batch
 
     def profiler(self, chosen: Profiler | str | None = None) -> Profiler:
-        """The Trainer's profiler: ``chosen``, the user's own or one of Lightning's by name. It tells this monitor, too, of
-        waits for a batch, saving, and validations: a profiler is the public way to see them.
+        """The Trainer's profiler: ``chosen``, the user's own or one of Lightning's by name. It tells this monitor, too,
+        of waits for a batch, saving, and validations: a profiler is the public way to see them.
         """
         if isinstance(chosen, str) and chosen.lower() not in PROFILERS:
             raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
