@@ -47,7 +47,7 @@ class TestPredictions(Callback):
         if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3):
             sureness = torch.where(known & (predictions != labels), probabilities, 0.0)
             surest = sureness.topk(min(self.most, len(sureness))).indices
-            shown = images.cpu()[surest]
+            shown = images[surest].cpu()
             if shown.dtype is not torch.uint8:
                 shown = (shown.float().clamp(0, 1) * 255).round().byte()
             pictures = shown.permute(0, 2, 3, 1).numpy()
