@@ -50,7 +50,7 @@ class MemoryMonitor(Callback):
     def __init__(self, read: Reader | None = None, host: Reader | None = None) -> None:
         self._read, self._read_host = read or device_memory, host or host_memory
         self._device = torch.device("cpu")
-        self._live, self._counts_tensors = LiveMemory(), False  # of a step, where no allocator does
+        self._live, self._counts_tensors = LiveMemory(), False  # of a step, if no allocator does it
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
         self._parts: dict[str, float] = {}  # GiB by use

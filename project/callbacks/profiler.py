@@ -58,7 +58,7 @@ class StepProfiler(Profiler):
                 raise UserError(f"--profiler.{name} must be at least {least}, got {value}.")
         # Kineto reports its own start and stop, and every missing GPU as an error, on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self.unrecorded, self.needed, self.rows = wait + warmup, wait + warmup + active, rows
+        self.unrecorded, self.needed, self.rows = wait + warmup, wait + warmup + active, rows  # steps
         self.folder: Path | None = None  # once something is written
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}

@@ -72,9 +72,11 @@ class ThroughputMonitor(Callback):
         """The Trainer's profiler: ``chosen``, the user's own or one of Lightning's by name. It tells this monitor, too,
         of waits for a batch, saving, and validations: a profiler is the public way to see them.
         """
-        if isinstance(chosen, str) and chosen.lower() not in PROFILERS:
-            raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
-        profiler: Any = PROFILERS[chosen.lower()]() if isinstance(chosen, str) else chosen or PassThroughProfiler()
+        if isinstance(chosen, str):
+            if chosen.lower() not in PROFILERS:
+                raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
+            chosen = PROFILERS[chosen.lower()]()
+        profiler: Any = chosen or PassThroughProfiler()
         start, stop, profile = profiler.start, profiler.stop, profiler.profile
         nothing = nullcontext("")  # what nobody reads shares it, some sixty times a step
 

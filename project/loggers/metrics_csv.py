@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from project.errors import UserError
 from project.tables import columns_of, write_atomically
 
-FIRST = {"step": 0, "epoch": 0}  # the names of the first columns
+FIRST = {"step": 0, "epoch": 0}  # the first columns, of whole numbers
 
 
 class MetricsCSV(Logger):
@@ -47,13 +47,12 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        step = int(step or 0)
-        if self._row and int(float(self._row["step"])) != step:  # text after a resume
+        metrics = {**metrics, "step": step or 0}
+        if self._row and int(float(self._row["step"])) != metrics["step"]:  # text after a resume
             self.save()
             self._row, self._before = {}, self._before + 1
             self._row_start = self.path.stat().st_size if self.path.exists() else 0
-        self._row |= {key: int(value) if key == "epoch" else float(value) for key, value in metrics.items()}
-        self._row |= {"step": step}
+        self._row |= {key: int(value) if key in FIRST else float(value) for key, value in metrics.items()}
         self._row_changed = True
 
     def save(self, to_disk: bool = False) -> int:  # type: ignore[override] # finalize calls it, too

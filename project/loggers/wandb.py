@@ -101,9 +101,8 @@ class WandbRunLogger(WandbLogger, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
-        self.config |= {"device": trainer.strategy.root_device.type, "data_source": source}
-        self.config |= {"precision": trainer.precision, "world_size": trainer.world_size}
-        self.config["parameters"] = parameter_count(trainer, pl_module)
+        self.config |= {"device": trainer.strategy.root_device.type, "parameters": parameter_count(trainer, pl_module)}
+        self.config |= {"precision": trainer.precision, "world_size": trainer.world_size, "data_source": source}
         self.begin()
 
     def begin(self) -> None:
