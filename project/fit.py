@@ -8,6 +8,7 @@ torchrun --nproc_per_node 4 -m project.fit --strategy ddp
 """
 
 import os
+import signal
 import tempfile
 from collections.abc import Sequence
 
@@ -16,21 +17,23 @@ from project.engine.command import prepare_process, run
 prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from project.callbacks.memory import MemoryMonitor, MemorySnapshot, is_measurable  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
-from project.engine import signals
+from project.engine import signals, summary
 from project.engine.checkpointing import Best, CheckpointPaths, RunCheckpoint
 from project.engine.cli import Configuration
+from project.engine.lightning_internals import release_child_processes
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run, read_configuration, start_from
-from project.engine.summary import RunTimer, Summary, closing_lines, progress_callback, stopped_lines
-from project.engine.trainer import build_trainer, final_test, further_loggers, refusals_as_errors, trainer_flags
+from project.engine.summary import Summary
+from project.engine.trainer import build_trainer, final_test, refusals_as_errors, trainer_flags
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
-from project.publish import Session, close, next_commands, publish, publish_stopped, summarize
+from project.publish import Session, next_commands
 from project.tables import write_rows
 
 
@@ -48,7 +51,7 @@ def main(argv: list[str]) -> int:
                 job.create()
             say(*start_from(config.module, config.options.init_weights))
             session = build(config, job)
-            summary = train(config, job, session)
+            facts = train(config, job, session)
         except BaseException as error:
             if not (isinstance(error, signals.Stopped) and signals.state.begun):
                 job.discard()  # nothing was saved: the name is free again
@@ -56,50 +59,44 @@ def main(argv: list[str]) -> int:
         finally:
             job.release()
         if not config.trainer["fast_dev_run"]:
-            say(closing_lines(summary, job.folder, *next_commands(config)))
+            say(summary.closing_lines(facts, job.folder, *next_commands(config)))
             say(*sync_command(job.folder))  # feature: wandb
     return 0
 
 
 def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Session:
-    """The Trainer of a run; callbacks in ``extra`` come last."""
+    """The Trainer of a run with its callbacks and loggers; callbacks in ``extra`` come last."""
+    session = Session()
     flags, options = trainer_flags(config), config.options
-    timer, best = RunTimer(), Best.of(config.module, options.monitor, options.mode)
-    csv, loggers = MetricsCSV(job.folder / "metrics.csv"), further_loggers(flags, options, job.folder)
-    wandb = make_wandb_logger(config, job, best)  # feature: wandb
-    loggers += [] if wandb is None else [wandb]  # feature: wandb
-    predictions = TestPredictions()  # feature: test_predictions
-    checkpoint = RunCheckpoint(config, job, best, csv)
-    memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
-    throughput = None  # feature: throughput
-    if "throughput" in config.monitors:  # feature: throughput
-        throughput = ThroughputMonitor()
-        checkpoint.exclude, flags["profiler"] = throughput.pause, throughput.profiler(flags["profiler"])
+    session.timer, best = summary.RunTimer(), Best.of(config.module, options.monitor, options.mode)
+    session.csv, loggers = MetricsCSV(job.folder / "metrics.csv"), flags["logger"]
+    loggers += [TensorBoardLogger(job.folder, name="tensorboard", version="")] if options.tensorboard else []
+    session.wandb = make_wandb_logger(config, job, best)  # feature: wandb
+    loggers += [] if session.wandb is None else [session.wandb]  # feature: wandb
+    session.predictions = TestPredictions()  # feature: test_predictions
+    session.checkpoint = RunCheckpoint(config, job, best, session.csv)
+    session.memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
+    session.throughput = ThroughputMonitor() if "throughput" in config.monitors else None  # feature: throughput
+    if session.throughput is not None:  # feature: throughput
+        session.checkpoint.exclude = session.throughput.pause
+        flags["profiler"] = session.throughput.profiler(flags["profiler"])
     callbacks: list[Callback | None] = [
-        wandb,  # feature: wandb
-        timer,
-        checkpoint,
+        session.wandb,  # feature: wandb
+        session.timer,
+        session.checkpoint,
         OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
-        throughput,  # feature: throughput
-        memory,  # feature: memory
+        session.throughput,  # feature: throughput
+        session.memory,  # feature: memory
         MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
-        predictions,  # feature: test_predictions
-        progress_callback(flags),
+        session.predictions,  # feature: test_predictions
+        summary.progress_callback(flags),
         *flags["callbacks"],
-        CheckpointPaths(checkpoint) if checkpoint.saves else None,  # for the module's own code
+        CheckpointPaths(session.checkpoint) if session.checkpoint.saves else None,  # for the module's own code
         *extra,
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
-    return Session(
-        build_trainer(flags | {"logger": [*loggers, csv], "default_root_dir": job.folder}),
-        checkpoint,
-        timer,
-        csv,
-        predictions=predictions,  # feature: test_predictions
-        wandb=wandb,  # feature: wandb
-        throughput=throughput,  # feature: throughput
-        memory=memory,  # feature: memory
-    )
+    session.trainer = build_trainer(flags | {"logger": [*loggers, session.csv], "default_root_dir": job.folder})
+    return session
 
 
 def train(config: Configuration, job: Run, session: Session) -> Summary:
@@ -108,23 +105,27 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
     try:
         with refusals_as_errors(job.checkpoint, session.timer):
             trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=job.checkpoint, weights_only=True)
-        summary = summarize(config, job, session)  # before the test's precision is set
-        summary.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)
+        facts = session.summarize(config, job)  # before the test's precision is set
+        facts.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)
         trained = True
         signals.state.deferring = False  # every step is saved
-        publish(config, job, session, summary)
-        if trainer.is_global_zero:  # last: a run with a summary is complete
-            write_rows(job.folder / "summary.json", summary.to_plain())
+        if trainer.is_global_zero:
+            session.publish(config, job, facts)
+            write_rows(job.folder / "summary.json", facts.to_plain())  # last: a run with a summary is complete
         status = 0
-        return summary
+        return facts
     except signals.Stopped as stop:
         status = stop.exit_code
-        if not trained:
-            publish_stopped(config, job, session, stop)
-        say(*stopped_lines(job.folder, trainer.global_step))
+        release_child_processes()  # the other ranks end now
+        if not trained and session.timer.begun and trainer.is_global_zero:
+            if trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
+                signals.state.deferring = False  # a second signal skips the report
+            facts = session.summarize(config, job, finished=False)
+            session.publish(config, job, facts, stopped_by=signal.Signals(stop.signum).name)
+        say(*summary.stopped_lines(job.folder, trainer.global_step))
         raise
     finally:
-        close(session, status)
+        session.close(status)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """What a run leaves at its end: its summary, ``report.html``, and the same pictures and tables in W&B."""
 
-import signal
-from dataclasses import dataclass
-
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -11,7 +8,7 @@ from project import threads
 from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
-from project.engine import signals, summary
+from project.engine import summary
 from project.engine.checkpointing import RunCheckpoint
 from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
@@ -28,95 +25,86 @@ REPORT_PATIENCE = 4.0  # seconds for that of a stopped run, which has ten for ev
 INPUTS = {"prepare_file", "prepare_image", "image_shape"}  # turn a file into an input  # feature: predict
 
 
-@dataclass
 class Session:
-    """A run's Trainer, callbacks and loggers. None is what is switched off."""
+    """A run's Trainer, callbacks and loggers, which ``fit.build`` makes. None is what is switched off."""
 
     trainer: Trainer
     checkpoint: RunCheckpoint
     timer: summary.RunTimer
     csv: MetricsCSV
     predictions: TestPredictions  # feature: test_predictions
-    wandb: WandbRunLogger | None = None  # feature: wandb
-    throughput: ThroughputMonitor | None = None  # feature: throughput
-    memory: MemoryMonitor | None = None  # feature: memory
+    wandb: WandbRunLogger | None  # feature: wandb
+    throughput: ThroughputMonitor | None  # feature: throughput
+    memory: MemoryMonitor | None  # feature: memory
 
+    def summarize(self, config: Configuration, job: Run, finished: bool = True) -> Summary:
+        """The summary of a run whose training has ended."""
+        trainer, best, timer = self.trainer, self.checkpoint.best, self.timer
+        (commit, dirty), processor = summary.git_state(), cpu()
+        metrics = dict(best.metrics)
+        metrics |= self.throughput.summary() if self.throughput else {}  # feature: throughput
+        metrics |= self.memory.summary() if self.memory else {}  # feature: memory
+        return Summary(
+            run_name=job.name,
+            finished=finished,
+            device=summary.device_name(trainer),
+            precision=str(trainer.precision),
+            world_size=trainer.world_size,
+            data_source=getattr(config.datamodule, "data_source", type(config.datamodule or config.module).__name__),
+            train_samples=summary.training_samples(trainer),
+            parameters=summary.parameter_count(trainer, config.module),
+            epochs=trainer.current_epoch,
+            steps=trainer.global_step,
+            fit_seconds=timer.fit_seconds,
+            start_seconds=timer.start_seconds,
+            busy_seconds=round(threads.waiting.seconds_slept(), 1) or None,
+            monitor=best.monitor if best.score is not None else None,
+            mode=best.mode if best.score is not None else None,
+            best_epoch=best.epoch,
+            best_score=best.score,
+            git_commit=commit,
+            git_dirty=dirty,
+            hardware=f"{processor['name']}, {processor['cores']} core{'s' if processor['cores'] > 1 else ''}",
+            metrics=metrics,
+            advice=self.throughput.advice(trainer) if self.throughput else None,  # feature: throughput
+        )
 
-def summarize(config: Configuration, run: Run, session: Session, finished: bool = True) -> Summary:
-    """The summary of a run whose training has ended."""
-    trainer, best, timer = session.trainer, session.checkpoint.best, session.timer
-    (commit, dirty), processor = summary.git_state(), cpu()
-    metrics = dict(best.metrics)
-    metrics |= session.throughput.summary() if session.throughput else {}  # feature: throughput
-    metrics |= session.memory.summary() if session.memory else {}  # feature: memory
-    return Summary(
-        run_name=run.name,
-        finished=finished,
-        device=summary.device_name(trainer),
-        precision=str(trainer.precision),
-        world_size=trainer.world_size,
-        data_source=getattr(config.datamodule, "data_source", type(config.datamodule or config.module).__name__),
-        train_samples=summary.training_samples(trainer),
-        parameters=summary.parameter_count(trainer, config.module),
-        epochs=trainer.current_epoch,
-        steps=trainer.global_step,
-        fit_seconds=timer.fit_seconds,
-        start_seconds=timer.start_seconds,
-        busy_seconds=round(threads.waiting.seconds_slept(), 1) or None,
-        monitor=best.monitor if best.score is not None else None,
-        mode=best.mode if best.score is not None else None,
-        best_epoch=best.epoch,
-        best_score=best.score,
-        git_commit=commit,
-        git_dirty=dirty,
-        hardware=f"{processor['name']}, {processor['cores']} core{'s' if processor['cores'] > 1 else ''}",
-        metrics=metrics,
-        advice=session.throughput.advice() if session.throughput else None,  # feature: throughput
-    )
+    def publish(self, config: Configuration, job: Run, facts: Summary, stopped_by: str | None = None) -> None:
+        """Write the report and complete the W&B run; a failure is a warning. ``stopped_by``: the signal's name."""
+        self.csv.save()
+        # feature: report, wandb
+        record = summary.RunRecord(
+            facts,
+            config=yaml.safe_dump(config.resolved, sort_keys=False),
+            series=summary.read_series(self.csv.path, facts.epochs),
+            class_names=[str(name) for name in getattr(config.datamodule, "class_names", [])],
+            stopped_by=stopped_by,
+            max_epochs=self.trainer.max_epochs,
+            remarks=[facts.advice] if facts.advice else [],
+            confusion=self.predictions.confusion,  # feature: test_predictions
+            mistakes=self.predictions.mistakes,  # feature: test_predictions
+        )
+        if self.memory is not None:  # feature: memory
+            record.breakdown = self.memory.breakdown
+            record.remarks += self.memory.leaks.values()
+        # end feature: report, wandb
+        if self.wandb is not None:  # feature: wandb
+            self.wandb.record = record  # sent when the W&B run is closed
+        if config.options.report:  # feature: report
 
+            def write() -> None:
+                from project.report import render  # matplotlib takes half a second to import
 
-def publish(config: Configuration, run: Run, session: Session, facts: Summary, stopped_by: str | None = None) -> None:
-    """Write the report and complete the W&B run, on rank 0; a failure is a warning. ``stopped_by`` names the signal."""
-    if not session.trainer.is_global_zero:
-        return
-    session.csv.save()
-    # feature: report, wandb
-    record = summary.RunRecord(
-        facts,
-        config=yaml.safe_dump(config.resolved, sort_keys=False),
-        series=summary.read_series(session.csv.path, facts.epochs),
-        class_names=[str(name) for name in getattr(config.datamodule, "class_names", [])],
-        stopped_by=stopped_by,
-        max_epochs=session.trainer.max_epochs,
-        remarks=[facts.advice] if facts.advice else [],
-        confusion=session.predictions.confusion,  # feature: test_predictions
-        mistakes=session.predictions.mistakes,  # feature: test_predictions
-    )
-    if session.memory is not None:  # feature: memory
-        record.breakdown = session.memory.breakdown
-        record.remarks += session.memory.leaks.values()
-    # end feature: report, wandb
-    if session.wandb is not None:  # feature: wandb
-        session.wandb.record = record  # sent when the W&B run is closed
-    if config.options.report:  # feature: report
+                write_atomically(render(record).encode(), job.folder / "report.html")
 
-        def write() -> None:
-            from project.report import render  # matplotlib takes half a second to import
+            if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
+                rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
 
-            write_atomically(render(record).encode(), run.folder / "report.html")
-
-        if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
-            rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
-
-
-def publish_stopped(config: Configuration, run: Run, session: Session, stop: signals.Stopped) -> None:
-    """Write the report of a stopped run within the time that is left. A second signal skips it."""
-    release_child_processes()  # the other ranks end now
-    if session.trainer.is_global_zero and session.timer.begun:
-        if session.trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
-            signals.state.deferring = False
-        facts = summarize(config, run, session, finished=False)
-        publish(config, run, session, facts, stopped_by=signal.Signals(stop.signum).name)
+    def close(self, exit_code: int) -> None:
+        """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
+        if self.wandb is not None:  # feature: wandb
+            self.wandb.finish(exit_code)
+        release_child_processes()
 
 
 def next_commands(config: Configuration) -> list[str]:
@@ -124,10 +112,3 @@ def next_commands(config: Configuration) -> list[str]:
     can = {"test": lacks_for_test(config.module, config.datamodule) is None}
     can["predict IMAGE.png"] = bool(INPUTS & {*dir(config.datamodule)})  # feature: predict
     return [command for command, possible in can.items() if possible]
-
-
-def close(session: Session, exit_code: int) -> None:
-    """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""
-    if session.wandb is not None:  # feature: wandb
-        session.wandb.finish(exit_code)
-    release_child_processes()

@@ -142,13 +142,13 @@ def test_a_checkpoint_waits_until_the_rows_that_it_counts_are_on_the_disk(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[bool] = []
-    flush_rows = MetricsCSV.flush_rows
+    save = MetricsCSV.save
 
     def noted(self: MetricsCSV, to_disk: bool = False) -> int:
         waited.append(to_disk)
-        return flush_rows(self, to_disk)
+        return save(self, to_disk)
 
-    monkeypatch.setattr(MetricsCSV, "flush_rows", noted)
+    monkeypatch.setattr(MetricsCSV, "save", noted)
     assert entry.exit_code(fit.main, [*SMALL, "--run_name", "r", "--max_epochs", "1"]) == 0
     assert any(waited)
 

@@ -28,8 +28,8 @@ from project.engine import command as entry
 from project.engine.cli import configure, differences
 from project.engine.restore import choose, load
 from project.engine.summary import Summary, closing_lines, stopped_lines
+from project.fit import next_commands
 from project.model import MLP, MNISTClassifier
-from project.publish import next_commands
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
 from tests.trained import trained_checkpoint
 

@@ -46,7 +46,7 @@ def test_mfu_and_utilization_are_within_what_a_gpu_can_do(tmp_path):
         0 < row["gpu_utilization_pct"] <= 100 for _, row in rows.of("throughput") if "gpu_utilization_pct" in row
     )
     assert any("gpu_utilization_pct" in row for _, row in rows.of("throughput"))
-    assert monitor.advice()
+    assert monitor.advice(trainer)
 
 
 # end feature: throughput

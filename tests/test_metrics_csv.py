@@ -84,10 +84,10 @@ def test_rows_that_a_checkpoint_counts_are_on_the_disk(path: Path, monkeypatch: 
     logger.log_metrics({"a": 2}, 2)
     logger.save()
     assert not on_disk, "a log step need not wait for the disk"
-    assert logger.flush_rows(to_disk=True) == 2
+    assert logger.save(to_disk=True) == 2
     assert on_disk == [path.stat().st_size]
     path.unlink()
-    assert logger.flush_rows(to_disk=True) == 2
+    assert logger.save(to_disk=True) == 2
 
 
 def test_any_metric_name_is_kept_and_none_takes_the_place_of_the_step(path: Path) -> None:

@@ -63,12 +63,12 @@ def test_inputs_that_are_no_pictures_are_counted_without_them(tmp_path):
         assert callback.mistakes == []
 
 
-def test_pictures_of_several_sizes_are_counted_without_them(tmp_path):
+def test_pictures_of_several_sizes_are_shown_as_they_are(tmp_path):
     batches = [batch_of([1], [[0.9, 0.1]], torch.zeros(1, 1, size, size)) for size in (2, 3)]
     callback = pass_over(tmp_path, *batches)
     assert callback.confusion is not None
     assert callback.confusion.tolist() == [[0, 0], [2, 0]]
-    assert callback.mistakes == []
+    assert [mistake.image.shape for mistake in callback.mistakes] == [(2, 2, 1), (3, 3, 1)]
 
 
 def test_samples_that_do_not_count_are_left_out(tmp_path):
@@ -111,7 +111,7 @@ def test_a_batch_that_is_a_dictionary_is_left_alone(tmp_path):
 
 
 def test_results_of_all_ranks_are_put_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(test_predictions, "of_all_ranks", lambda mine: [mine, None, mine])
+    monkeypatch.setattr(test_predictions, "of_all_ranks", lambda mine: [mine, (None, []), mine])
     callback = pass_over(tmp_path, batch_of([1, 0], [[0.9, 0.1], [0.4, 0.6]]), most=3)
     assert callback.confusion is not None
     assert callback.confusion.tolist() == [[0, 2], [2, 0]]

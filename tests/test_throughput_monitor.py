@@ -21,7 +21,6 @@ from project.callbacks.throughput import (
     GpuUtilization,
     ThroughputMonitor,
     Window,
-    bottleneck,
     may_use_tf32,
     mfu_per_sample_per_sec,
     peak_flops,
@@ -426,13 +425,10 @@ def test_two_ranks_report_their_totals_under_the_same_names(tmp_path):
 
 def test_gpu_metrics_join_the_window(tmp_path, monkeypatch):
     class Steady:
-        paused = False
+        paused, ended = False, threading.Event()
 
         def mean(self):
             return 42.0
-
-        def stop(self):
-            pass
 
     monkeypatch.setattr("project.callbacks.throughput.mfu_per_sample_per_sec", lambda *_: 0.001)
     monkeypatch.setattr("project.callbacks.throughput.GpuUtilization", lambda read: Steady())
@@ -467,7 +463,7 @@ def test_utilization_is_the_mean_of_the_samples_since_the_last_window_or_the_las
     assert readings.sampler.mean() == 30.0
     assert readings.sampler.mean() is None
     readings.over.set()
-    readings.sampler.stop()
+    readings.sampler.ended.set()
 
 
 def test_utilization_leaves_out_what_the_gpu_does_meanwhile():
@@ -475,14 +471,14 @@ def test_utilization_leaves_out_what_the_gpu_does_meanwhile():
     assert readings.drained.wait(10)
     assert readings.sampler.mean() == 15.0
     readings.over.set()
-    readings.sampler.stop()
+    readings.sampler.ended.set()
 
 
 def test_a_driver_that_tells_nothing_more_is_not_asked_again_and_nothing_is_made_up():
     readings = Readings(10.0)
     assert readings.drained.wait(10)
     readings.over.set()
-    readings.sampler.stop()
+    readings.sampler.ended.set()
     assert readings.sampler.mean() == 10.0
     assert readings.sampler.mean() is None
 
@@ -604,7 +600,9 @@ def test_a_network_that_cannot_be_counted_is_said_and_left_out(monkeypatch):
 def advice(datamodule: Any = None, devices: int = 1, **metrics: float) -> str:
     known = {"data_wait_pct": 1.0, "batches_per_sec": 100.0, **metrics}
     trainer: Any = SimpleNamespace(world_size=devices, datamodule=datamodule)
-    return bottleneck({f"throughput/{name}": value for name, value in known.items()}, trainer)
+    monitor = ThroughputMonitor()
+    monitor.windows = [{f"throughput/{name}": value for name, value in known.items()}]
+    return monitor.advice(trainer)
 
 
 def test_advice_says_what_was_measured():
@@ -623,14 +621,14 @@ def test_a_bound_loader_is_told_and_given_no_workers_that_may_make_it_slower():
 
 
 def test_a_run_that_measured_nothing_has_no_advice():
-    assert ThroughputMonitor().advice() == ""
+    assert ThroughputMonitor().advice(cuda_trainer("32-true")) == ""
     assert ThroughputMonitor().summary() == {}
 
 
 def test_a_run_gives_advice(tmp_path):
     run = Known(tmp_path)
     run.fit()
-    assert run.monitor.advice().startswith("loader-bound: 15.0 ms a batch, 33 % of it")
+    assert run.monitor.advice(run.trainer).startswith("loader-bound: 15.0 ms a batch, 33 % of it")
 
 
 def test_rows_logger_sees_scalars_only(tmp_path):

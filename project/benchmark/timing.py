@@ -39,7 +39,6 @@ from project.engine.restore import choose
 from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError
-from project.publish import close
 from project.tables import Row, format_cell
 
 K = TypeVar("K")
@@ -150,7 +149,7 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
             run.create()
             ends.callback(run.release)
             session = fit.build(config, run, extra=[clock])
-            ends.callback(close, session, 0)
+            ends.callback(session.close, 0)
             trainer = session.trainer
         trainer.fit(config.module, datamodule=config.datamodule)
     if not all(epoch.train_s for epoch in clock.epochs):

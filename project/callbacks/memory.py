@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from project.engine.lightning_internals import LiveMemory, memory_history
-from project.engine.log_steps import is_log_step, is_optimizer_step, log_values
+from project.engine.log_steps import is_due, is_log_step, is_optimizer_step, log_values
 from project.engine.ranks import of_all_ranks
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
@@ -50,12 +50,10 @@ class MemoryMonitor(Callback):
     def __init__(self, read: Reader | None = None, host: Reader | None = None) -> None:
         self._read, self._read_host = read or device_memory, host or host_memory
         self._device = torch.device("cpu")
-        self._live: LiveMemory | None = None  # counts a step's tensors where no allocator does
-        self._counting = ExitStack()
+        self._live, self._counts_tensors = LiveMemory(), False  # of a step, if no allocator does it
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
-        self._parts, self._parts_due = dict[str, float](), SETTLING_STEPS  # GiB by use; steps after which to look
-        self._logged_at, self._logged_peaks = -1, dict[str, float]()
+        self._parts: dict[str, float] = {}  # GiB by use
         self._run: dict[str, float] = {}  # highest values
         self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
         self.leaks: dict[str, str] = {}  # place → the newest report of growth there
@@ -66,43 +64,45 @@ class MemoryMonitor(Callback):
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """GiB by use on this rank, see :func:`memory_breakdown`; empty before the first step."""
-        peak = self._step_peak
-        if self._live is not None and self._live.peak_bytes and self._parts:  # weights and state were there before
-            peak = self._live.peak_bytes + int(GIB * (self._parts["weights"] + self._parts["optimizer state"]))
-        return add_activations(self._parts, peak)
+        """GiB by use on this rank, see :func:`memory_breakdown`, and of ``activations and the rest``: the training peak
+        less those, where it is known. Empty before the first step.
+        """
+        parts, peak = self._parts, self._step_peak
+        if self._live.peak_bytes and parts:  # weights and state were there before
+            peak = self._live.peak_bytes + int(GIB * (parts["weights"] + parts["optimizer state"]))
+        if peak is None or not parts:
+            return parts
+        return {**parts, ACTIVATIONS: max(0.0, peak / GIB - sum(parts.values()))}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
-        self._window_peaks, self._step_peak, self._logged_at = {}, None, -1
-        self._parts_due, self._at_epoch_ends = SETTLING_STEPS, {}
+        self._window_peaks, self._step_peak, self._at_epoch_ends = {}, None, {}
         counted = self._read(self._device, reset_peaks=True)  # what came before is not the training's
         # a compiled network would run eagerly while its tensors are counted
-        self._live = None if counted or pl_module.hparams.get("compile") else LiveMemory()
+        self._live, self._counts_tensors = LiveMemory(), not counted and not pl_module.hparams.get("compile")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._live is not None and trainer.global_step == 1:  # the first step makes the optimizer's state
-            self._counting.enter_context(self._live)
+        if self._counts_tensors and trainer.global_step == 1:  # the first step makes the optimizer's state
+            self._live.__enter__()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._counting.close()
-        if self._parts_due and is_optimizer_step(trainer, batch_idx):
-            self._parts_due -= 1
+        self._live.close()
+        settling = trainer.global_step <= SETTLING_STEPS or not self._parts
+        if settling and is_optimizer_step(trainer, batch_idx):
             self._parts = memory_breakdown(trainer)
         if is_log_step(trainer, batch_idx):
             self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._read_peaks(of_training=True)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read_peaks()
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._read_peaks(of_training=False)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log(trainer)
+        self._log(trainer, again=is_due(trainer, trainer.global_step))
         used = {"host": self._read_host()["process"], "device": self._read(self._device).get("allocated", 0)}
         for place, size in used.items():
             self._at_epoch_ends.setdefault(place, []).append(size / MIB)
@@ -112,14 +112,13 @@ class MemoryMonitor(Callback):
                 self.leaks[place] = report
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._counting.close()
+        self._live.close()
         if is_out_of_memory(exception) and HEADLINE not in str(exception):
-            now = self._read(self._device)
-            peak_gib = max(self._run.get("memory/peak_allocated_gib", 0.0), now.get("peak_allocated", 0) / GIB)
+            total, self._parts = self._read_peaks().get("total"), memory_breakdown(trainer)
             # in the message, so that it is the last thing on the screen whoever prints the error
-            exception.args = (f"{exception}\n\n{explain(trainer, peak_gib, now.get('total'))}",)
+            exception.args = (f"{exception}\n\n{explain(trainer, self.breakdown, self._step_peak, total)}",)
 
-    def _read_peaks(self, of_training: bool = False) -> dict[str, int]:
+    def _read_peaks(self, of_training: bool = True) -> dict[str, int]:
         """Read the allocator, keep its peaks for the window, and reset them."""
         now = self._read(self._device, reset_peaks=True)
         for name in now.keys() & {"peak_allocated", "peak_reserved"}:
@@ -128,8 +127,9 @@ class MemoryMonitor(Callback):
             self._step_peak = max(self._step_peak or 0, now["peak_allocated"])
         return now
 
-    def _log(self, trainer: Trainer) -> None:
-        sizes = self._read_peaks(of_training=True) | self._window_peaks
+    def _log(self, trainer: Trainer, again: bool = False) -> None:
+        """Log a row; ``again``: a log step ended the epoch, and its row is written once more."""
+        sizes = self._read_peaks() | self._window_peaks
         self._window_peaks = {}
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
         if "peak_reserved" in sizes:
@@ -137,13 +137,13 @@ class MemoryMonitor(Callback):
         host = self._read_host()
         ranks = of_all_ranks({**metrics, "rss": host["rss"] / GIB, "peak_rss": host["peak_rss"] / GIB})
         rss, peak_rss = (sum(rank[name] for rank in ranks) for name in ("rss", "peak_rss"))
-        metrics = {name: max(rank[name] for rank in ranks) for name in metrics}
-        peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak")}
-        for name, value in {**peaks, "memory/peak_rss_gib": max(rss, peak_rss)}.items():
-            self._run[name] = max(self._run.get(name, 0.0), value)
-        if self._logged_at == trainer.global_step:  # a log step ended the epoch: the same row is written again
-            metrics |= {name: max(value, self._logged_peaks[name]) for name, value in peaks.items()}
-        self._logged_at, self._logged_peaks = trainer.global_step, peaks
+        for name in metrics:
+            metrics[name] = max(rank[name] for rank in ranks)
+            if again and name.startswith("memory/peak"):
+                metrics[name] = max(metrics[name], float(trainer.callback_metrics.get(name, 0.0)))
+        for name, value in {**metrics, "memory/peak_rss_gib": max(rss, peak_rss)}.items():
+            if name.startswith("memory/peak"):
+                self._run[name] = max(self._run.get(name, 0.0), value)
         log_values(trainer, {**metrics, "memory/rss_gib": rss})
 
 
@@ -221,23 +221,15 @@ def memory_breakdown(trainer: Trainer) -> dict[str, float]:
     return parts | {"data": data} if data and trainer.strategy.root_device.type != "cpu" else parts
 
 
-def add_activations(parts: dict[str, float], peak_bytes: int | None) -> dict[str, float]:
-    """The parts with ``activations and the rest``: the training peak less those, where it is known."""
-    if peak_bytes is None or not parts:
-        return parts
-    return {**parts, ACTIVATIONS: max(0.0, peak_bytes / GIB - sum(parts.values()))}
-
-
-def explain(trainer: Trainer, peak_gib: float, total_bytes: int | None) -> str:
-    """The advice after an out-of-memory error: batch size, peak (0: unknown), memory by use, three things to try."""
+def explain(trainer: Trainer, parts: dict[str, float], peak_bytes: int | None, total_bytes: int | None) -> str:
+    """The advice after an out-of-memory error: batch size, peak, memory by use (GiB), three things to try."""
     evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
     flag = "eval_batch_size" if evaluating else "batch_size"
     size = getattr(getattr(trainer, "datamodule", None), flag, None)
     facts = f"{HEADLINE} in {'evaluation' if evaluating else 'training'}"
     facts += f"; --data.{flag} is {size}" if size else ""
-    facts += f"; the peak was {peak_gib:.2f} GiB" if peak_gib else ""
-    facts += f" of {total_bytes / GIB:.2f} GiB" if peak_gib and total_bytes else ""
-    parts = add_activations(memory_breakdown(trainer), int(peak_gib * GIB) or None)
+    facts += f"; the peak was {peak_bytes / GIB:.2f} GiB" if peak_bytes else ""
+    facts += f" of {total_bytes / GIB:.2f} GiB" if peak_bytes and total_bytes else ""
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
     used = [f"{use} {gib:.2f} GiB" if gib >= 1 else f"{use} {1024 * gib:.1f} MiB" for use, gib in largest_first]
     tries = [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
@@ -283,8 +275,7 @@ class MemorySnapshot(Callback):
             self._recording.callback(print, f"memory snapshot: {where}", flush=True)
         self._recording.enter_context(memory_history(path, 100_000))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._recording.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+    on_exception = on_train_end

@@ -1,19 +1,19 @@
 """Where the time and the memory of a training step go: PyTorch's profiler over a few steps of a run."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerAction, profile, record_function, schedule, tensorboard_trace_handler
+from torch.profiler import profile, record_function, schedule, tensorboard_trace_handler
 
-from project.engine.lightning_internals import profiled_module, surround_compiled_call
+from project.engine.lightning_internals import profiled_module, surround_calls
 from project.errors import UserError
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
@@ -58,94 +58,72 @@ class StepProfiler(Profiler):
                 raise UserError(f"--profiler.{name} must be at least {least}, got {value}.")
         # Kineto reports its own start and stop, and every missing GPU as an error, on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self.steps_needed, self.rows = wait + warmup + active, rows
-        self.folder: Path | None = None
+        self.unrecorded, self.needed, self.rows = wait + warmup, wait + warmup + active, rows  # steps
+        self.folder: Path | None = None  # once something is written
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
-        self._module: LightningModule | None = None
         self._profile: profile | None = None
-        self._finished = False
-        self._recorded = 0  # steps
-        self._in_training_step = False
-        self._region: record_function | None = None
-        self._hooks = ExitStack()
+        self._hooks, self._calls = ExitStack(), ExitStack()  # of the recording, and of a training step
+        self._region = ExitStack()
 
     def start(self, action_name: str) -> None:
-        if action_name == "run_training_epoch" and self._profile is None and not self._finished:
-            self._begin()
+        hook = action_name.rpartition(".")[2]
+        if hook == "run_training_epoch" and self._profile is None and self.folder is None:
+            for optimizer in profiled_module(self).trainer.optimizers:
+                # inside PyTorch's own range around step(), which must not end before ours
+                self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
+            self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
+            self._profile.start()
         if self._profile is None:
             return
-        hook = action_name.rpartition(".")[2]
-        self._in_training_step |= hook == "training_step"
         if hook in BEGINS:
             self._switch(BEGINS[hook])
+        if hook == "training_step":
+            for network in profiled_module(self).children():
+                if any(True for _ in network.parameters()):
+                    within = partial(self._switch, "forward"), partial(self._switch, "loss")
+                    self._calls.enter_context(surround_calls(network, *within))
 
     def stop(self, action_name: str) -> None:
-        if self._profile is None:
-            return
         hook = action_name.rpartition(".")[2]
-        self._in_training_step &= hook != "training_step"
+        if hook == "training_step":
+            self._calls.close()
         if hook in ENDS:
             self._switch(None)
-        if hook == "run_training_batch":
-            self._recorded += self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        if self._profile is not None and hook == "run_training_batch":
             self._profile.step()
-            if self._finished:
+            if self.folder is not None:
                 self._end()
 
     def teardown(self, stage: str | None) -> None:
         if self._profile is not None:
             self._end()
             if self.folder is None:
-                rank_zero_warn(
-                    f"nothing was profiled: wait, warmup and active take {self.steps_needed} training steps."
-                )
+                rank_zero_warn(f"nothing was profiled: wait, warmup and active take {self.needed} training steps.")
         super().teardown(stage)
 
     def _switch(self, region: str | None) -> None:
         """End the region that is open, and begin another one."""
-        if self._region is not None:
-            self._region.__exit__(None, None, None)
-        self._region = None if region is None else record_function(region).__enter__()
-
-    def _in_step(self, region: str) -> Callable[..., None]:
-        """What begins a region, where it is called within ``training_step``."""
-        return lambda *_: self._switch(region) if self._in_training_step else None
-
-    def _begin(self) -> None:
-        self._module, enter, leave = profiled_module(self), self._in_step("forward"), self._in_step("loss")
-        for network in self._module.children():
-            if not any(True for _ in network.parameters()):
-                continue
-            if (undo := surround_compiled_call(network, enter, leave)) is not None:
-                self._hooks.callback(undo)  # hooks would be compiled as well
-            else:
-                self._hooks.callback(network.register_forward_pre_hook(enter).remove)
-                self._hooks.callback(network.register_forward_hook(leave).remove)
-        for optimizer in self._module.trainer.optimizers:
-            # inside PyTorch's own range around step(), which must not end before ours
-            self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
-        self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
-        self._profile.start()
+        self._region.close()
+        if region is not None:
+            self._region.enter_context(record_function(region))
 
     def _end(self) -> None:
         assert self._profile is not None
         self._switch(None)
-        running, self._profile, self._finished = self._profile, None, True
+        running, self._profile = self._profile, None
         running.stop()
         self._hooks.close()
 
     def _write(self, finished: profile) -> None:
-        self._finished = True
-        assert self._module is not None
-        trainer = self._module.trainer
+        trainer, steps = profiled_module(self).trainer, finished.step_num - self.unrecorded
         self.folder = Path(trainer.default_root_dir) / "profile"
         tensorboard_trace_handler(str(self.folder), worker_name=f"rank{trainer.global_rank}")(finished)
         if not trainer.is_global_zero:
             return
-        lines = [f"{self._recorded} steps. Milliseconds per step:", f"{'region':<10} {'CPU':>10} {'device':>10}"]
+        lines = [f"{steps} steps. Milliseconds per step:", f"{'region':<10} {'CPU':>10} {'device':>10}"]
         for name, microseconds in region_times(finished.events()).items():
-            cpu_ms, device_ms = (us / 1000 / max(1, self._recorded) for us in microseconds)
+            cpu_ms, device_ms = (us / 1000 / max(1, steps) for us in microseconds)
             lines.append(f"{name:<10} {cpu_ms:>10.3f} {device_ms:>10.3f}")
         kind = "cuda" if trainer.strategy.root_device.type == "cuda" else None
         averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])

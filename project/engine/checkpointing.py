@@ -366,7 +366,7 @@ class RunCheckpoint(GracefulStop):
             "place": self._place,
             "ranks": of_all_ranks(self._mine.gather(trainer, pl_module, self._place), self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
-            "metric_rows": self.rows.flush_rows(to_disk=True),
+            "metric_rows": self.rows.save(to_disk=True),
             "followed": self._followed,
             "groups": self._fresh_groups,
         }

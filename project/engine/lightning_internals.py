@@ -44,7 +44,7 @@ NAMES = {
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
     "jsonargparse._optionals": ["_config_read_mode"],
-    "torch.nn": ["Module._compiled_call_impl"],  # feature: profiler
+    "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],  # feature: profiler
     "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
     "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, memory
     "torch.utils._pytree": ["tree_leaves"],  # feature: tune, memory
@@ -276,30 +276,24 @@ def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
     return profiler._lightning_module  # type: ignore[attr-defined]
 
 
-def surround_compiled_call(  # feature: profiler
-    network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
-) -> Callable[[], None] | None:
-    """Call ``before`` and ``after`` around a compiled network; returns what undoes it, None if it is not compiled.
+@contextmanager  # feature: profiler
+def surround_calls(network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
+    """Inside, call ``before`` and ``after`` around every call of a network, compiled or not.
 
-    Buys the time of its forward pass: hooks would be compiled. ``nn.Module.compile`` tells nobody what it made.
+    Buys the time of its forward pass. Public way missing: ``nn.Module.compile`` would compile hooks as well.
     """
     compiled = network._compiled_call_impl
-    if compiled is None:
-        return None
+    call = compiled or network._call_impl
 
     def surrounded(*args: Any, **kwargs: Any) -> Any:
         before()
-        outputs = compiled(*args, **kwargs)
+        outputs = call(*args, **kwargs)
         after()
         return outputs
 
     network._compiled_call_impl = surrounded
-    return lambda: setattr(network, "_compiled_call_impl", compiled)
-
-
-def tell_profiled_module(profiler: Profiler, inner: Profiler) -> None:  # feature: throughput
-    """Tell a profiler that stands behind another one what the Trainer told the first: see :func:`profiled_module`."""
-    inner._lightning_module = profiler._lightning_module  # type: ignore[attr-defined]
+    yield
+    network._compiled_call_impl = compiled
 
 
 @contextmanager  # feature: memory

@@ -56,6 +56,7 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
         ShardedStrategy.replace_lightnings()
     flags["plugins"] = [*as_list(flags["plugins"]), AtomicCheckpointIO()]
     flags["callbacks"] = as_list(flags["callbacks"])
+    flags["logger"] = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
     flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the run's first line says the same
     if (precision := config.options.matmul_precision) is not None:
         torch.set_float32_matmul_precision(precision)
@@ -121,16 +122,6 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
 def as_list(value: Any) -> list[Any]:
     """The value of a flag that takes none, one or several objects, as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
-
-
-def further_loggers(flags: dict[str, Any], options: Any, folder: Path) -> list[Logger]:
-    """The user's loggers, and with ``--tensorboard true`` TensorBoard's."""
-    loggers = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
-    if options.tensorboard:
-        from lightning.pytorch.loggers import TensorBoardLogger  # imports TensorBoard, an optional package
-
-        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
-    return loggers
 
 
 @contextmanager

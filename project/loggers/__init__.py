@@ -1,9 +1,10 @@
 """Where metrics go, metrics.csv and W&B, and which of them share a chart in ``report.html`` and the W&B dashboard."""
 
+import contextlib  # feature: wandb
 import netrc  # feature: wandb
 import os  # feature: wandb
 from dataclasses import dataclass  # feature: report, dashboard, wandb
-from typing import Literal  # feature: report, dashboard
+from typing import Any, Literal  # feature: report, dashboard, wandb
 from urllib.parse import urlparse  # feature: wandb
 
 STEP = "trainer/global_step"  # W&B's key of the optimizer step, the axis of every chart  # feature: wandb
@@ -61,7 +62,12 @@ class WandbState:
 
 def wandb_state() -> WandbState:
     """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc), else offline."""
-    key_from = "WANDB_API_KEY" if os.environ.get("WANDB_API_KEY") else _netrc_with_key()
+    path, hosts = os.environ.get("NETRC") or os.path.expanduser("~/.netrc"), dict[str, Any]()
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        hosts = netrc.netrc(path).hosts
+    own_server = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
+    has_key = any(host == own_server or "wandb" in host for host in hosts)
+    key_from = "WANDB_API_KEY" if os.environ.get("WANDB_API_KEY") else path if has_key else None
     asked = os.environ.get("WANDB_MODE", "").lower()
     mode = "offline" if asked in ("offline", "dryrun") or not key_from else "online"
     if asked == "disabled" or os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
@@ -70,16 +76,6 @@ def wandb_state() -> WandbState:
         mode = "refused"
     login = f"logged in ({key_from})" if key_from else "not logged in (wandb login)"
     return WandbState(mode, key_from is not None, f"{login}: {MEANINGS[mode]}")
-
-
-def _netrc_with_key() -> str | None:
-    path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
-    try:
-        hosts = netrc.netrc(path).hosts
-    except (OSError, netrc.NetrcParseError):
-        return None
-    own_server = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
-    return path if any(host == own_server or "wandb" in host for host in hosts) else None
 
 
 # end feature: wandb

@@ -12,7 +12,9 @@ from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from project.errors import UserError
-from project.tables import write_atomically
+from project.tables import columns_of, write_atomically
+
+FIRST = {"step": 0, "epoch": 0}  # the first columns, of whole numbers
 
 
 class MetricsCSV(Logger):
@@ -28,10 +30,11 @@ class MetricsCSV(Logger):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._row: dict[str, float] = {}  # the row being gathered
-        self._row_start: int | None = None  # where its earlier state begins in the file, in bytes; None: not in it
+        rows = self._read()
+        self._columns, self._before = columns_of([FIRST, *rows]), len(rows)  # rows before the one being gathered
+        self._row: dict[str, Any] = {}  # being gathered
+        self._row_start = path.stat().st_size if path.exists() else 0  # where it begins in the file, in bytes
         self._row_changed = False
-        self._adopt(self._read())
 
     @property
     def save_dir(self) -> str:
@@ -44,50 +47,45 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        step = int(step or 0)
-        if self._row and self._row["step"] != step:
-            self.flush_rows()
-            self._row, self._row_start = {}, None
-        self._row |= {key: int(value) if key == "epoch" else float(value) for key, value in metrics.items()}
-        self._row |= {"step": step}
+        metrics = {**metrics, "step": step or 0}
+        if self._row and int(float(self._row["step"])) != metrics["step"]:  # text after a resume
+            self.save()
+            self._row, self._before = {}, self._before + 1
+            self._row_start = self.path.stat().st_size if self.path.exists() else 0
+        self._row |= {key: int(value) if key in FIRST else float(value) for key, value in metrics.items()}
         self._row_changed = True
 
-    def save(self) -> None:  # finalize calls it, too
-        self.flush_rows()
-
-    def flush_rows(self, to_disk: bool = False) -> int:
+    def save(self, to_disk: bool = False) -> int:  # type: ignore[override] # finalize calls it, too
         """Write the row being gathered, which may still grow; returns the number of rows. ``to_disk``: they survive a
         power cut, as a checkpoint that counts them does.
         """
         if self._row_changed:
-            self._count += self._row_start is None
-            new = sorted(self._row.keys() - set(self._columns))
-            self._columns += new
+            new = sorted(self._row.keys() - {*self._columns})
             if new or not self.path.exists():
-                rows = self._read()
-                self._rewrite([*(rows if self._row_start is None else rows[:-1]), self._row])
+                self._columns += new
+                self._rewrite([*self._read()[: self._before], self._row])
             else:  # append the row, or put it over its earlier state: the file may be long, and is not written anew
                 with open(self.path, "r+b") as file:
-                    end = file.seek(0, os.SEEK_END)
-                    self._row_start = file.seek(end if self._row_start is None else self._row_start)
+                    file.seek(self._row_start)
                     file.write(self._as_text([self._row]))
                     file.truncate()
             self._row_changed = False
-        if to_disk and self._row_start is not None and self.path.exists():
+        if to_disk and self._row and self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
-        return self._count
+        return self._before + bool(self._row)
 
     @rank_zero_only
     def keep_rows(self, count: int) -> None:
-        """Go on after the first ``count`` rows of the file; the resumed run repeats the steps of the others."""
+        """Go on after the first ``count`` rows of the file; the resumed run repeats the steps of the others. What is
+        still logged at the step of the last one joins it.
+        """
         rows = self._read()[:count]
-        self._adopt(rows)
+        self._columns = columns_of([FIRST, *rows])
+        self._row = {key: value for row in rows[-1:] for key, value in row.items() if value}
+        self._row_changed = False
         if self.path.exists():
             self._rewrite(rows)
-        # what is still logged at its step joins the last row
-        self._row = {key: float(value) for row in rows[-1:] for key, value in row.items() if value}
-        self._row_start, self._row_changed = self._row_start if rows else None, False
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
@@ -102,15 +100,11 @@ class MetricsCSV(Logger):
             raise UserError(f"{self.path} is damaged ({error}). Move it away and go on: its rows begin anew.") from None
         return rows
 
-    def _adopt(self, rows: list[dict[str, str]]) -> None:
-        """Take over columns and number of the file's rows."""
-        self._columns = list(dict.fromkeys(["step", "epoch", *(key for row in rows for key in row)]))
-        self._count = len(rows)
-
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the whole file anew. Its last row may still grow."""
         head = self._as_text([dict(zip(self._columns, self._columns, strict=True)), *rows[:-1]])
         write_atomically(head + self._as_text(rows[-1:]), self.path)
-        self._row_start = len(head)
+        self._before, self._row_start = len(rows[:-1]), len(head)
 
     def _as_text(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
         text = io.StringIO()

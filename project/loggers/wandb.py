@@ -48,22 +48,21 @@ def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLo
     """A run's W&B logger, which does nothing on ranks above 0 and with ``WANDB_MODE=disabled``; None with ``--logger
     false`` and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
     """
-    asked, chosen = os.environ.get("WANDB_MODE", ""), config.trainer["logger"]
-    replaced = chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
-    if not is_rank_zero():
-        return None if replaced else WandbRunLogger(run, DEFAULT_PROJECT, {}, "disabled")
-    if asked and asked.lower() not in MODES:
-        raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {asked}.")
-    finish_timeout()
-    mode = wandb_state().mode
-    if mode == "refused":
-        raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
-    os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
-    project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
-    if mode != "disabled" and set(project) & set(REFUSED_IN_PROJECT):
-        raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
+    mode, project = "disabled", os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
+    if is_rank_zero():
+        asked = os.environ.get("WANDB_MODE", "")
+        if asked and asked.lower() not in MODES:
+            raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {asked}.")
+        finish_timeout()
+        mode = wandb_state().mode
+        if mode == "refused":
+            raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
+        os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
+        if mode != "disabled" and set(project) & set(REFUSED_IN_PROJECT):
+            raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
     logger = WandbRunLogger(run, project, config.resolved, mode, best)  # its settings serve the user's, too
-    return None if replaced else logger
+    chosen = config.trainer["logger"]
+    return None if chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen)) else logger
 
 
 class WandbRunLogger(WandbLogger, Callback):
@@ -84,10 +83,7 @@ class WandbRunLogger(WandbLogger, Callback):
         self.record: RunRecord | None = None  # what the report shows: W&B gets its pictures at the end
         self._run: Future[Any] = Future()
         self._begun, self._given_up = mode == "disabled", False
-        self._row: dict[str, Any] = {}  # of the latest step, may still grow
-        self._rows: list[dict[str, Any]] = []  # waiting for the run to be up
-        # Files for upload are copied beside the run, not into the home folder, unless the user chose a place.
-        self._staging = "WANDB_DATA_DIR" not in os.environ
+        self._rows: list[dict[str, Any]] = [{}]  # wait for the run to be up; the last, of this step, may still grow
         if mode == "disabled":
             self._run.set_result(DummyExperiment())
             return
@@ -105,17 +101,16 @@ class WandbRunLogger(WandbLogger, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
-        self.config |= {"device": trainer.strategy.root_device.type, "data_source": source}
-        self.config |= {"precision": trainer.precision, "world_size": trainer.world_size}
-        self.config["parameters"] = parameter_count(trainer, pl_module)
+        self.config |= {"device": trainer.strategy.root_device.type, "parameters": parameter_count(trainer, pl_module)}
+        self.config |= {"precision": trainer.precision, "world_size": trainer.world_size, "data_source": source}
         self.begin()
 
     def begin(self) -> None:
         """Start the W&B run."""
         if not self._begun:
             self._begun = True
-            if self._staging:
-                os.environ["WANDB_DATA_DIR"] = str(self.folder / "wandb")
+            # Files for upload are copied beside the run, not into the home folder, unless the user chose a place.
+            os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb"))
             threading.Thread(target=self._start, daemon=True).start()
 
     def wait(self) -> Any:
@@ -127,19 +122,11 @@ class WandbRunLogger(WandbLogger, Callback):
         """Nothing: the resolved configuration holds them."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if step is not None and self._row.get(STEP, step) != step:
-            self.send()
-        self._row |= metrics if step is None else {**metrics, STEP: step}
-
-    def send(self) -> None:
-        """Give W&B all that was logged, or keep it until the run is up."""
-        if self._row:
-            self._rows.append(self._row)
-            self._row = {}
-        if self._run.done():
-            for row in self._rows:
-                self._run.result().log(row)
-            self._rows = []
+        if step is not None and self._rows[-1].get(STEP, step) != step:
+            self._rows.append({})
+        self._rows[-1] |= metrics if step is None else {**metrics, STEP: step}
+        while self._run.done() and len(self._rows) > 1:
+            self._run.result().log(self._rows.pop(0))
 
     def finish(self, exit_code: int) -> None:
         """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
@@ -158,12 +145,13 @@ class WandbRunLogger(WandbLogger, Callback):
                 lost = f"W&B did not take everything in time. To complete it: wandb sync {place}"
             rank_zero_warn(lost)
             failure_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
-        if self._staging:  # it names this run's folder; later runs of this process have others
-            os.environ.pop("WANDB_DATA_DIR", None)
+        if os.environ.get("WANDB_DATA_DIR") == str(self.folder / "wandb"):  # later runs of this process have others
+            del os.environ["WANDB_DATA_DIR"]
 
     def _finish(self, exit_code: int) -> None:
         run = self.wait()
-        self.send()
+        for row in filter(None, self._rows):
+            run.log(row)
         if self.record is not None and not isinstance(run, DummyExperiment):
             try:
                 log_record(run, self.record, self.folder)
@@ -237,16 +225,13 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
     """
     import wandb
 
-    def bars(title: str, name: str, value: str, rows: Any, *more: str) -> Any:
-        table = wandb.Table(columns=[name, value, *more], data=[list(row) for row in rows])
-        return wandb.plot.bar(table, name, value, title=title)
-
     pictures: dict[str, Any] = {}
     if (folder / "report.html").exists():
         pictures["report"] = wandb.Html(folder / "report.html", inject=False)
     if record.confusion is not None:
-        names, accuracies = record.names, record.class_accuracy
-        pictures["test/class_accuracy"] = bars("Accuracy per class", "class", "accuracy", accuracies, "samples")
+        names = record.names
+        table = wandb.Table(columns=["class", "accuracy", "samples"], data=[*map(list, record.class_accuracy)])
+        pictures["test/class_accuracy"] = wandb.plot.bar(table, "class", "accuracy", title="Accuracy per class")
         table = pictures["test/mistakes"] = wandb.Table(columns=["image", "label", "prediction", "probability"])
         for each in record.mistakes:
             picture = wandb.Image(each.image.squeeze())
@@ -257,7 +242,8 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
             matrix = wandb.plot.confusion_matrix(None, labels, guesses, class_names=names, title="Confusion matrix")
             pictures["test/confusion_matrix"] = matrix
     if record.breakdown:
-        pictures["memory/breakdown"] = bars("Memory by use", "use", "GiB", record.breakdown.items())
+        table = wandb.Table(columns=["use", "GiB"], data=[*map(list, record.breakdown.items())])
+        pictures["memory/breakdown"] = wandb.plot.bar(table, "use", "GiB", title="Memory by use")
     run.log(pictures)
     facts = record.summary.to_plain()
     # what was logged over time has its last or best value there already
