@@ -235,8 +235,6 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._resume = None  # also where it went on in the validation
-        lightning_internals.log_training_sums(trainer, self._mine.sums)
-        self._mine.sums = {}
         lightning_internals.share_sums(trainer)
         lightning_internals.end_restart(trainer)
 
@@ -258,8 +256,6 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._resume, self._validated = None, False
-        if self._mine.sums:
-            lightning_internals.add_training_sums(trainer, self._mine.sums)
         if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
             return  # a partly accumulated gradient cannot be saved
         overdue = self.every_steps is None and time.monotonic() - self._last_save >= self.every_seconds

@@ -50,7 +50,6 @@ class RankState:
         self.loading = loading
         self._random: dict[str, Any] | None = None
         self._loaders: list[tuple[int, Any]] = []
-        self.sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
         # sums_of() before the last validation, which a resumed run begins again
         self.held: tuple[dict[str, Any], dict[str, Any]] = {}, {}
 
@@ -92,7 +91,7 @@ class RankState:
         lightning_internals.restore_metric_states(module, state["metrics"])
         if state["module"]:
             module.load_metric_state(state["module"])  # type: ignore[operator]
-        self.sums = state["logged"]
+        lightning_internals.restore_training_sums(trainer, state["logged"])
         for name, gradient in state["gradients"].items():
             module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
         for name, parameter in module.named_parameters():  # a callback or hook may have thawed them in an earlier epoch
