@@ -183,7 +183,7 @@ def loaders(config: Any, samples: timing.InMemory, options: Namespace, pinned: b
     plain = partial(DataLoader, timing.PerSampleImages(samples), options.batch_size, shuffle=True)
 
     def ours(**asked: Any) -> DataLoader[Any]:
-        return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
+        return ExactLoader(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
 
     tensors = TensorDataset(samples.images, samples.labels)
     ways: dict[str, DataLoader[Any]] = {"ours": ours(pin_memory=pinned)}

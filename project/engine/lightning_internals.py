@@ -50,9 +50,6 @@ NAMES = {
     "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, memory
     "torch.utils._pytree": ["tree_leaves"],  # feature: tune, memory
 }
-# How a value is logged, as its entry remembers it
-HOW_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
-HOW_LOGGED += ("enable_graph",)
 # Name in a checkpoint → where an entry keeps its sum, the samples in it, and its value of the last step
 SUMMED = {"value": "value", "samples": "cumulated_batch_size", "step": "_forward_cache"}
 
@@ -130,27 +127,25 @@ def release_child_processes() -> list[Any]:
     return released
 
 
-def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
-    """The averaged weights that ``WeightAveraging`` callbacks hold. Buys: the same running statistics on every rank.
-    Public way missing: the callback has no attribute for its model.
+def averaged_models(trainer: Trainer) -> dict[Any, Any]:
+    """The averaged weights that ``WeightAveraging`` callbacks hold, and the device that the callback was told, if any.
+    Buys: the same running statistics on every rank. Public way missing: the callback has no attribute for its model.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            yield callback._average_model
+    found = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]  # type: ignore[attr-defined]
+    return {each._average_model: each._device for each in found if each._average_model is not None}
 
 
 def average_on_the_device(trainer: Trainer) -> None:
     """Put averaged weights where the trained ones are, unless the callback was told where, and their count on the host.
 
     Buys: no copy of all weights to the CPU, and no wait for the device, which torch asks for the count, at every step.
-    Public way missing: the callback has no attribute for its model, and torch no switch.
+    Public way missing: torch has no switch.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and (average := callback._average_model) is not None:
-            count: Any = average.n_averaged.cpu()
-            average.to(callback._device or trainer.strategy.root_device)
-            count.to = lambda *_, count=count: count  # a number on the host may be added to numbers on a device
-            average.n_averaged = count
+    for average, device in averaged_models(trainer).items():
+        count: Any = average.n_averaged.cpu()
+        average.to(device or trainer.strategy.root_device)
+        count.to = lambda *_, count=count: count  # a number on the host may be added to numbers on a device
+        average.n_averaged = count
 
 
 def parts_in_eval_mode(trainer: Trainer, within_validation: bool) -> list[str]:
@@ -191,11 +186,13 @@ def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         meta = logged.meta
         if not logged.has_reset and meta.sync.group is None:  # a group cannot be saved, and must be the same later
-            how = {name: getattr(meta, name) for name in HOW_LOGGED} | {"reduce_fx": meta.reduce_fx.__name__}
-            how |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
-            parts = {name: getattr(logged, attribute, None) for name, attribute in SUMMED.items()}
-            # the sums of a torchmetrics metric are the metric's: see metric_states
-            sums[key] = {"how": how} | {name: x.detach().cpu() for name, x in parts.items() if isinstance(x, torch.Tensor)}
+            how = {name: value for name, value in vars(meta).items() if isinstance(value, (bool, str))}
+            how |= {"reduce_fx": meta.reduce_fx.__name__, "sync_dist": meta.sync.should}
+            how |= {"rank_zero_only": meta.sync.rank_zero_only}
+            sums[key] = {"how": how}
+            for name, attribute in SUMMED.items():  # the sums of a torchmetrics metric are the metric's: metric_states
+                if isinstance(part := getattr(logged, attribute, None), torch.Tensor):
+                    sums[key][name] = part.detach().cpu()
     return sums
 
 
