@@ -303,8 +303,8 @@ class RunCheckpoint(GracefulStop):
         """Save, and stop if asked to."""
         stop = self._request if self._request > SAVE_DUE else 0
         with self.exclude():
-            # at an epoch's end, and before a step that reads its batches itself, nothing has been drawn since
-            self._noted = self._noted or exact_resume.note(trainer, self.loading, place)
+            if place == "epoch" or not self._noted:  # the last: before a step that reads its batches itself
+                self._noted = exact_resume.note(trainer, self.loading, place)
             # loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best
             if self.saves and (place == "epoch" or self.loading.anywhere or self._best_due):
                 self._save(trainer, place)

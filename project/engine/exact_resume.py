@@ -129,23 +129,19 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     begun, validation = [batches["total"], batches["current"]], fit["epoch_loop.val_loop.batch_progress"]
     begun += [*fit["epoch_progress"].values(), validation["total"]] if place == "epoch" else []
     for counters in begun:
-        _set_all(counters, counters["completed"])
+        counters.update(dict.fromkeys(counters, counters["completed"]))
     if place == "epoch":
         optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         for progress in (batches, fit["epoch_loop.scheduler_progress"], optimizer["step"], optimizer["zero_grad"]):
-            _set_all(progress["current"], 0)
+            progress["current"].update(dict.fromkeys(progress["current"], 0))
     if place == "batch" and validated:  # Lightning's restart finds a validation due, ends this batch again, counts it
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":  # it has begun, with no batch done: the resumed run starts it again
-        _set_all(validation["current"], 0)
-        _set_all(validation["total"], 0)
+        for counters in (validation["current"], validation["total"]):
+            counters.update(dict.fromkeys(counters, 0))
         validation["total"].update(ready=1, started=1)
     else:
         batches["is_last_batch"] = False
-
-
-def _set_all(counters: dict[str, int], value: int) -> None:
-    counters.update(dict.fromkeys(counters, value))
 
 
 def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
