@@ -237,7 +237,7 @@ class ExactLoader(DataLoader[Any]):
             size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
         device = getattr(dataset, "device", None) if gathers(dataset) else None
         batches = ExactBatches(source, size, drop_last, training, gathers(dataset), seed, rank, world_size, device)
-        vars(self).update(vars(loader), sampler=batches)
+        vars(self).update(vars(loader), sampler=batches)  # DataLoader.__init__ would take other arguments
         self.fetching: DataLoader[Any] = DataLoader(
             Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),  # type: ignore[arg-type]
             sampler=batches,
