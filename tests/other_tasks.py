@@ -413,6 +413,9 @@ class OwnWays(Side):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.ranks.update(self.last(self.first(batch[0])).squeeze(1), batch[1])
         self.log("train_rank", self.ranks, on_step=False, on_epoch=True)
+        if batch_idx == 0:  # a later log step of the epoch has it, too
+            self.log("train_first", batch[1].mean(), on_step=True, on_epoch=True)
+            self.log("train_first_alone", batch[1].mean(), on_step=True, on_epoch=False)
         return Line.training_step(self, batch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
@@ -511,6 +514,19 @@ class Reloads(Side):
         return DataLoader(table(101), 8, sampler=WithState(101))
 
     training_step = Line.training_step
+
+
+class ReadsItself(Side):
+    """Its step takes its batch from the loader; it draws after each."""
+
+    train_dataloader = Reloads.train_dataloader
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return nn.functional.mse_loss(self.last(self.first(batch[0] + torch.randn(4))).squeeze(1), batch[1])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.randn(3)
 
 
 class TwoSteps(Side):

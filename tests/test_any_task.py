@@ -205,14 +205,14 @@ SIDE = [
     ["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state", "no length")
 ]
 OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"]]
-OTHERS += [["OwnWays"], ["OwnPace"]]
+OTHERS += [["OwnWays"], ["OwnPace"], ["ReadsItself"]]
 COMPOSED = ["Composed", "--model.net", "torch.nn.Linear", "--model.net.in_features", "4", "--model.rates.later", "0.03"]
 COMPOSED += ["--model.net.out_features", "6"]
 OTHERS += [COMPOSED]
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all")
-@pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance of `nn.Module`")
+@pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance", "ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("named", [*SIDE, *OTHERS], ids=" ".join)
 @pytest.mark.parametrize("place", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.nightly)])
 def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: str) -> None:
@@ -386,7 +386,7 @@ def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
     facts = summary(resume("r", "--max_epochs", "5", "--mode", "min"))
     assert (facts["mode"], facts["best_epoch"], facts["val_told"]) == ("min", 3, pytest.approx(min(Told.errors)))
     assert Best.of(Told(), None, "max").mode == "max"
-    by_default = Best(mode="max", mode_is_named=True)
+    by_default = Best(named_mode="max")
     by_default.take({"val/loss": 0.5}, 0)
     assert (by_default.monitor, by_default.mode) == ("val/loss", "max")
 

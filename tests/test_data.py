@@ -263,8 +263,8 @@ def test_data_on_the_device_are_uploaded_whole_and_batches_are_made_there() -> N
     assert loader.dataset.device.type == "meta"  # type: ignore[attr-defined]
     assert loader.dataset.images.dtype == torch.uint8  # type: ignore[attr-defined]
     assert [(images.device.type, len(labels)) for images, labels in loader] == [("meta", 2)] * 3
-    exact = ExactLoader.of(loader, training=True, seed=0)
-    orders = [part.device.type for _, _, part in exact.batches]
+    exact = ExactLoader(loader, training=True, seed=0)
+    orders = [part.device.type for _, _, part in exact.sampler]
     assert orders == ["meta"] * 3  # the epoch's order is uploaded once, and cut there
     assert module.splits["train"].images.device.type == "cpu"  # for whoever looks at samples
     assert module.bytes_on_device == {"train": 6 * 4 + 6 * 8}

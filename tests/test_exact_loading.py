@@ -61,7 +61,7 @@ def indices(loader: Any) -> list[list[int]]:
 
 
 def exact(loader: DataLoader[Any], training: bool = True, **kwargs: Any) -> ExactLoader:
-    return ExactLoader.of(loader, training, kwargs.pop("seed", 0), **kwargs)
+    return ExactLoader(loader, training, kwargs.pop("seed", 0), **kwargs)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -78,9 +78,9 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     first = indices(ours)
     torch.manual_seed(99)
     assert indices(ours) == first
-    ours.batches.set_epoch(1)
+    ours.sampler.set_epoch(1)
     assert indices(ours) != first
-    ours.batches.set_epoch(0)
+    ours.sampler.set_epoch(0)
     assert indices(ours) == first
     assert indices(exact(DataLoader(Numbers(40), batch_size=8, shuffle=True), seed=1)) != first
 
@@ -102,11 +102,11 @@ def test_a_start_inside_an_epoch_gives_exactly_the_rest_of_it(kind: str, workers
         return exact(DataLoader(data, num_workers=workers, **options))
 
     whole = loader()
-    whole.batches.set_epoch(3)
+    whole.sampler.set_epoch(3)
     batches = list(whole)
     rest = loader()
-    rest.start_at(Start(epoch=3, batches=2, samples_per_batch=rest.batches.global_batch_size))
-    rest.batches.set_epoch(3)  # as Lightning does once more
+    rest.sampler.start_at(Start(epoch=3, batches=2, samples_per_batch=rest.sampler.global_batch_size))
+    rest.sampler.set_epoch(3)  # as Lightning does once more
     resumed = list(rest)
     assert len(resumed) == len(batches) - 2
     assert all(torch.equal(a, b) for a, b in zip(batches[2:], resumed, strict=True))  # transforms included
@@ -151,7 +151,7 @@ def test_evaluation_sees_every_sample_once_on_any_number_of_ranks(
 
 
 def test_a_tensor_is_a_dataset() -> None:
-    batches = list(ExactLoader.of(DataLoader(torch.arange(10).view(5, 2), batch_size=2), training=True, seed=0))
+    batches = list(ExactLoader(DataLoader(torch.arange(10).view(5, 2), batch_size=2), training=True, seed=0))
     assert [batch.tolist() for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
 
 
@@ -181,13 +181,13 @@ def test_random_transforms_of_an_evaluation_do_not_depend_on_how_the_set_is_cut(
 
 NAMED_KEYS = """
 import random
-from project.engine.exact_loading import Fetch, Request
+from project.engine.exact_loading import Fetch
 
 class Drawn:
     def __getitem__(self, key):
         return random.random()
 
-print(hash("left"), *Fetch(Drawn(), list, seed=1, rank=None, batched=True)[Request(0, 0, ["left", ("right", 2)])])
+print(hash("left"), *Fetch(Drawn(), list, seed=1, rank=None, batched=True)[0, 0, ["left", ("right", 2)]])
 """
 
 
@@ -210,9 +210,9 @@ def test_what_is_fetched_here_leaves_the_generators_of_training_alone() -> None:
 def test_another_batch_size_on_resume_sees_no_sample_twice() -> None:
     order = flat(indices(exact(DataLoader(Numbers(96), batch_size=8, shuffle=True))))
     later = exact(DataLoader(Numbers(96), batch_size=16, shuffle=True))
-    later.start_at(Start(epoch=0, batches=3, samples_per_batch=8))
+    later.sampler.start_at(Start(epoch=0, batches=3, samples_per_batch=8))
     assert flat(indices(later)) == order[24:]
-    assert later.batches.start_batch == 0  # begins at its beginning when it is cycled through
+    assert later.sampler.start_batch == 0  # begins at its beginning when it is cycled through
 
 
 def test_the_loader_keeps_what_was_asked_of_it() -> None:
@@ -228,9 +228,12 @@ def test_the_loader_keeps_what_was_asked_of_it() -> None:
         timeout=7,
     )
     ours = exact(plain)
-    assert (ours.num_workers, ours.prefetch_factor, ours.persistent_workers, ours.timeout) == (1, 3, True, 7)
+    for each in (ours, ours.fetching):
+        assert (each.num_workers, each.prefetch_factor, each.persistent_workers, each.timeout) == (1, 3, True, 7)
+    assert ours.dataset is plain.dataset
+    assert (ours.batch_size, ours.drop_last, ours.collate_fn) == (4, False, list)
     assert isinstance(next(iter(ours)), list)
-    ours.worker_init_fn(0)  # type: ignore[misc]
+    ours.fetching.worker_init_fn(0)  # type: ignore[misc]
     assert seen == [0]
 
 
@@ -288,7 +291,7 @@ def test_what_cannot_be_made_exact_is_said_in_one_line(loader: Any, anywhere: bo
     loading.exact(loader, trainer)
     loading.exact(loader, trainer)
     assert loading.anywhere is anywhere
-    assert len(loading.notes) == (said is not None)
+    assert len({*loading.notes}) == (said is not None)
     assert said is None or said in loading.notes[0]
 
 
@@ -317,7 +320,7 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
 
         def on_train_batch_end(self, *_: Any) -> None:
             if self.trainer.fit_loop.total_batch_idx == 4:
-                states.append(loading.states(5))
+                states.append(loading.training[0].state_after(5, epoch_ends=False))
 
     states: list[Any] = []
     loading = ExactLoading(seed=0)
@@ -331,10 +334,10 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     )
     loading.install(trainer)
     trainer.fit(Looks(), DataLoader(ResumableStream(), batch_size=2))
-    assert states == [[(0, {"next": 10})]]  # Lightning itself had fetched one batch more
+    assert states == [(5, {"next": 10})]  # Lightning itself had fetched one batch more
     trainer.training = True
     rest = loading.exact(DataLoader(ResumableStream(), batch_size=2), trainer)
-    rest.start_at(Start(batches=5), *states[0][0])
+    rest.sampler.start_at(Start(batches=5), *states[0])
     assert [int(x) for batch in rest for x in batch] == Looks.seen[10:]
 
 

@@ -184,7 +184,7 @@ def loaders(data: Any, samples: Any, options: Namespace, pinned: bool) -> dict[s
     plain = partial(DataLoader, timing.PerSampleImages(data, samples), options.batch_size, shuffle=True)
 
     def ours(**asked: Any) -> DataLoader[Any]:
-        return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
+        return ExactLoader(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
 
     tensors = TensorDataset(samples.images, samples.labels)
     ways: dict[str, DataLoader[Any]] = {"ours": ours(pin_memory=pinned)}

@@ -9,7 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,8 +30,7 @@ from project.errors import UserError
 from project.tables import flat, write_atomically
 
 Mode = Literal["min", "max"]
-# The default metrics to follow: the first of these that is logged.
-FOLLOWED: dict[str, Mode] = {"val/accuracy": "max", "val/loss": "min", "val_loss": "min"}
+FOLLOWED = ("val/accuracy", "val/loss", "val_loss")  # by default: the first of these that is logged
 # Whose hooks change no weights for a validation; the rest of model/ is the user's
 OURS = __name__.split(".")[0]
 KEEP_WEIGHTS = ("lightning.", f"{OURS}.engine.", f"{OURS}.callbacks.", f"{OURS}.model.supervised")
@@ -48,31 +48,33 @@ class Best:
     """The metric that a run follows, and its best value so far."""
 
     monitor: str | None = None  # None: not known yet, or nothing is logged that could be followed
-    mode: Mode = "max"  # whether the largest or the smallest value is the best
+    named_mode: Mode | None = None  # by the command line or the module
     asked: Literal["typed", "module"] | None = None  # who named it: it must be logged; a module's after a validation
-    mode_is_named: bool = False  # by the command line or the module
     score: float | None = None
     epoch: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # logged by its validation
 
     @classmethod
-    def of(cls, module: LightningModule, monitor: str | None, mode: str | None) -> Best:
-        """The metric named on the command line, else by the module. Without a mode, its name decides."""
+    def of(cls, module: LightningModule, monitor: str | None, mode: Any) -> Best:
+        """The metric named on the command line, else by the module."""
         theirs, direction = getattr(module, "monitor", None), getattr(module, "mode", None)
         is_theirs = not monitor and isinstance(theirs, str)  # a module may have other things of these names
-        named = theirs if is_theirs else monitor
-        chosen: Any = mode or (direction if is_theirs and direction in ("min", "max") else None)
-        if chosen not in ("min", "max", None):
-            raise UserError(f"--mode must be min or max, got {chosen}.")
-        guess: Mode = "min" if named and any(word in named for word in ("loss", "error", "mae", "mse")) else "max"
-        asked: Any = "typed" if monitor else "module" if named else None
-        return cls(named, chosen or FOLLOWED.get(named or "", guess), asked, mode_is_named=chosen is not None)
+        if is_theirs:
+            monitor, mode = theirs, mode or (direction if direction in ("min", "max") else None)
+        if mode not in ("min", "max", None):
+            raise UserError(f"--mode must be min or max, got {mode}.")
+        return cls(monitor or None, mode, "module" if is_theirs else "typed" if monitor else None)
+
+    @property
+    def mode(self) -> Mode:
+        """Whether the largest or the smallest value is the best. Where nobody says it, the metric's name does."""
+        is_cost = any(word in (self.monitor or "") for word in ("loss", "error", "mae", "mse"))
+        return self.named_mode or ("min" if is_cost else "max")
 
     def take(self, logged: dict[str, Any], epoch: int) -> bool:
         """Note a value; returns whether it is the best so far. Of equal values the later wins, as more trained."""
         if self.monitor is None:
             self.monitor = next((name for name in FOLLOWED if name in logged), None)
-            self.mode = self.mode if self.mode_is_named else FOLLOWED.get(self.monitor or "", self.mode)
         if self.monitor not in logged:
             return False
         score = float(logged[self.monitor])
@@ -95,15 +97,14 @@ class RunCheckpoint(GracefulStop):
     """
 
     def __init__(self, config: Configuration, run: Run, best: Best, rows: Any) -> None:
-        super().__init__(requeue_signal(config))
-        signals.watch(run.discard)
+        super().__init__(requeue_signal(config), run.discard)
         self.folder, self.best, self.rows, self.changed = run.folder, best, rows, bool(run.changes)
         self.best_path, self.last_path = self.folder / "best.ckpt", self.folder / "last.ckpt"
         self.record = dict[str, Any](run_name=run.name, run_id=run.run_id, config=config.resolved, versions=versions())
         self.every_seconds, self.every_steps = parse_interval(config.options.checkpoint_every)
         self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext  # around saving: throughput leaves it out
         self.saves = config.trainer["enable_checkpointing"] is not False
-        self._mine = exact_resume.RankState(self.loading)
+        self._noted: dict[str, Any] = {}  # what a save that is due needs of an earlier moment, see exact_resume.note
         self._place: exact_resume.Place | None = None
         self._best_due = False
         self._validated = False  # whether a validation has followed the last batch, which ended a step
@@ -134,40 +135,29 @@ class RunCheckpoint(GracefulStop):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict["score"], float | None) or state_dict["mode"] not in ("min", "max"):
             raise TypeError("the best value so far is no number")
-        best, same_mode = self.best, not self.best.mode_is_named or self.best.mode == state_dict["mode"]
-        if best.monitor in (None, state_dict["monitor"]) and same_mode:  # unless another one is named now
-            vars(best).update({name: state_dict[name] for name in ("monitor", "mode", "score", "epoch", "metrics")})
+        kept = {name: state_dict[name] for name in ("monitor", "score", "epoch", "metrics")}
+        best = replace(self.best, **kept)
+        if self.best.monitor in (None, best.monitor) and best.mode == state_dict["mode"]:  # else another is named now
+            vars(self.best).update(kept)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self.best))
+        return {name: getattr(self.best, name) for name in ("monitor", "mode", "score", "epoch", "metrics")}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         groups = [optimizer.param_groups for optimizer in trainer.optimizers]  # the checkpoint's come next
         self._fresh_groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups]
         lightning_internals.average_on_the_device(trainer)
         plugin, strategy = trainer.precision_plugin, trainer.strategy
-        convert, further = plugin.convert_input, strategy.on_train_start
+        convert = plugin.convert_input
 
         def note_and_convert(batch: Any) -> Any:
             # the module's hooks of the step before are done, and its hooks for this batch may draw random numbers
             if trainer.training and (self._request or self._best_due):
-                self._mine.note_random(trainer)
+                self._noted = exact_resume.note(trainer, self.loading, "batch")
             return convert(batch)
 
-        def start_and_restore() -> None:
-            further()
-            if self._resume is not None and self._resume["place"] != "epoch":
-                for loader in self.loading.training:
-                    loader.sampler.set_epoch(trainer.current_epoch)  # type: ignore[attr-defined]
-                lightning_internals.begin_epoch_again(trainer)
-            if not self.loading.read_early:  # a module's own hooks may have read whole epochs
-                self.loading.begin()
-            if self._resume is not None:
-                self._restore(trainer, pl_module, self._resume)
-            say(*self.loading.notes)
-
         plugin.convert_input = note_and_convert  # type: ignore
-        strategy.on_train_start = start_and_restore  # type: ignore # the last hook of this name
+        strategy.on_train_start = partial(self._start, trainer, strategy.on_train_start)  # type: ignore
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
@@ -197,28 +187,35 @@ class RunCheckpoint(GracefulStop):
         if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
             notes.append("a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew.")
 
-    def _restore(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
-        """What the module's own hooks must not change: generators, unfinished sums."""
-        if note := exact_resume.settle_place(trainer, self.loading, state):
-            self.loading.notes.append(note)
-        if len(state["ranks"]) == trainer.world_size:
-            self._mine.restore(trainer, pl_module, state["ranks"][trainer.global_rank])
-        # files are changed last: what cannot be restored is refused before
-        self._set_aside_unusable_best(trainer)
-        self.rows.keep_rows(state["metric_rows"])
+    def _start(self, trainer: Trainer, further: Callable[[], None]) -> None:
+        """Called as the last hook of its name: what the module's own hooks do must change nothing of this."""
+        further()
+        state = self._resume
+        if state is not None and state["place"] != "epoch":
+            for loader in self.loading.training:
+                loader.set_epoch(trainer.current_epoch)
+            lightning_internals.begin_epoch_again(trainer)
+        if not self.loading.read_early:  # a module's own hooks may have read whole epochs
+            self.loading.begin()
+        if state is not None:
+            exact_resume.settle_place(trainer, self.loading, state)
+            if len(state["ranks"]) == trainer.world_size:
+                exact_resume.restore(trainer, state["ranks"][trainer.global_rank])
+            # files are changed last: what cannot be restored is refused before
+            self._set_aside_unusable_best(trainer)
+            self.rows.keep_rows(state["metric_rows"])
+        say(*dict.fromkeys(self.loading.notes))
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
         """Rename a ``best.ckpt`` that is damaged or belongs to another run, and look for the best anew."""
         reason, path = None, self.best_path
         if self.best.score is not None and trainer.is_global_zero:
-            reason = damage(path)
+            reason = damage(path) if path.exists() else f"{path} is missing;"
             if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.record["run_id"]:
                 reason = f"{path} belongs to another run"
             if reason and path.exists():
                 os.replace(path, path.with_suffix(".ckpt.set-aside"))
                 reason += " It was set aside;"
-            elif reason:
-                reason = f"{path} is missing;"
         if reason := trainer.strategy.broadcast(reason):
             say(f"{reason} the best is looked for anew.")
             self.best.score, self.best.epoch, self.best.metrics = None, None, {}
@@ -235,13 +232,11 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._resume = None  # also where it went on in the validation
-        lightning_internals.log_training_sums(trainer, self._mine.sums)
-        self._mine.sums = {}
         lightning_internals.share_sums(trainer)
         lightning_internals.end_restart(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._request = max(self._request, self.agreement.settle(signals.state.requested))
+        self._request = max(self._request, *of_all_ranks(signals.state.requested, self.agreement.group))
         self._follow_training(trainer)
         if self.best.score is None:
             self._best_due = True  # no metric was followed: the last is the best
@@ -258,8 +253,6 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._resume, self._validated = None, False
-        if self._mine.sums:
-            lightning_internals.add_training_sums(trainer, self._mine.sums)
         if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
             return  # a partly accumulated gradient cannot be saved
         overdue = self.every_steps is None and time.monotonic() - self._last_save >= self.every_seconds
@@ -268,13 +261,11 @@ class RunCheckpoint(GracefulStop):
         before, self._steps = self._steps, trainer.global_step  # a batch may have several steps
         if self.every_steps is not None and before // self.every_steps < self._steps // self.every_steps:
             self._request = max(self._request, SAVE_DUE)
-        if self._request:
-            self._mine.note(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         exact_resume.share_running_statistics(trainer, pl_module, self.agreement.group)
-        self._mine.note(trainer)
-        self._mine.held = copy.deepcopy(exact_resume.sums_of(pl_module))
+        # a resumed run begins the validation again; a copy, for the sums are changed in place
+        self._noted = copy.deepcopy(exact_resume.note(trainer, self.loading, "validation"))
         parts, names = (*trainer.callbacks, pl_module), ("on_validation_start", "on_validation_epoch_start")  # type: ignore[attr-defined]
         # the user's own may validate other weights than are trained
         if not all(getattr(part, name).__module__.startswith(KEEP_WEIGHTS) for part in parts for name in names):
@@ -290,13 +281,12 @@ class RunCheckpoint(GracefulStop):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        self._trained = []
+        self._trained, self._noted = [], {}
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
         self._best_due |= self.best.take(trainer.callback_metrics, trainer.current_epoch)
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
-        self._mine.note(trainer)
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
@@ -313,8 +303,8 @@ class RunCheckpoint(GracefulStop):
         """Save, and stop if asked to."""
         stop = self._request if self._request > SAVE_DUE else 0
         with self.exclude():
-            if place == "epoch":  # nothing has drawn a random number since the epoch ended
-                self._mine.note(trainer, place)
+            if place == "epoch" or not self._noted:  # the last: before a step that reads its batches itself
+                self._noted = exact_resume.note(trainer, self.loading, place)
             # loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best
             if self.saves and (place == "epoch" or self.loading.anywhere or self._best_due):
                 self._save(trainer, place)
@@ -322,7 +312,7 @@ class RunCheckpoint(GracefulStop):
                 if trainer.is_global_zero:
                     requeue_job()
                 stop = signal.SIGTERM
-        self._request, self._best_due = 0, False
+        self._request, self._best_due, self._noted = 0, False, {}
         if stop:
             lightning_internals.release_child_processes()
             raise signals.Stopped(stop)
@@ -362,9 +352,10 @@ class RunCheckpoint(GracefulStop):
         if self._place is None:
             return  # a checkpoint of another callback, saved inside a hook: a resume from it is not exact
         exact_resume.clean_place(checkpoint["loops"], self._place, self._validated)
+        mine = self._noted | exact_resume.gather(trainer, self._place)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
-            "ranks": of_all_ranks(self._mine.gather(trainer, pl_module, self._place), self.agreement.group),
+            "ranks": of_all_ranks(mine, self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
             "metric_rows": self.rows.save(to_disk=True),
             "followed": self._followed,

@@ -43,97 +43,79 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state[device.type])
 
 
-class RankState:
-    """This rank's part of a checkpoint: generators, unfinished sums, the states of its loaders."""
-
-    def __init__(self, loading: ExactLoading) -> None:
-        self.loading = loading
-        self._random: dict[str, Any] | None = None
-        self._loaders: list[tuple[int, Any]] = []
-        self.sums: dict[str, Any] = {}  # of a resumed epoch, to be added to what is logged next
-        # sums_of() before the last validation, which a resumed run begins again
-        self.held: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-
-    def note(self, trainer: Trainer, place: Place = "batch") -> None:
-        """Remember generators and loaders as they are now: before the next batch is fetched."""
-        self.note_random(trainer)
-        batches = trainer.fit_loop.epoch_loop.batch_progress
-        over = place == "epoch" or batches.is_last_batch  # then the next epoch's start is what counts
-        self._loaders = self.loading.states(batches.current.ready, over)
-
-    def note_random(self, trainer: Trainer) -> None:
-        """Remember the generators alone: also what the module's last hooks drew."""
-        self._random = random_state(trainer.strategy.root_device)
-
-    def gather(self, trainer: Trainer, module: LightningModule, place: Place) -> dict[str, Any]:
-        """The noted state and the current sums: plain values and tensors on the CPU."""
-        sums, metrics = self.held if place == "validation" else sums_of(module)
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        inside_step = done % trainer.accumulate_grad_batches and done < trainer.num_training_batches
-        inside_step = inside_step or not module.automatic_optimization  # whose steps nobody knows
-        gradients = {name: p.grad.cpu() for name, p in module.named_parameters() if inside_step and p.grad is not None}
-        return {
-            "random": self._random,
-            "loaders": [state for _, state in self._loaders],
-            "passed": [began for began, _ in self._loaders],
-            "metrics": metrics,
-            "logged": lightning_internals.training_sums(trainer),
-            "module": sums,
-            "gradients": gradients,  # between the batches of one step
-            "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-            "eval": lightning_internals.parts_in_eval_mode(trainer, within_validation=place == "validation"),
-            "untracked": [n for n, part in module.named_modules() if not getattr(part, "track_running_stats", True)],
-            "device": trainer.strategy.root_device.type,
-        }
-
-    def restore(self, trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
-        """Restore generators and sums, at the start of training. What an older checkpoint lacks stays as it is."""
-        state = self.gather(trainer, module, "epoch") | state
-        lightning_internals.restore_metric_states(module, state["metrics"])
-        if state["module"]:
-            module.load_metric_state(state["module"])  # type: ignore[operator]
-        self.sums = state["logged"]
-        for name, gradient in state["gradients"].items():
-            module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
-        for name, parameter in module.named_parameters():  # a callback or hook may have thawed them in an earlier epoch
-            parameter.requires_grad = name not in state["frozen"]
-        for name, part in module.named_modules():
-            part.training = name not in state["eval"]
-            if hasattr(part, "track_running_stats"):
-                part.track_running_stats = name not in state["untracked"]
-        if state["device"] == trainer.strategy.root_device.type:
-            restore_random_state(state["random"], trainer.strategy.root_device)
-
-
-def sums_of(module: LightningModule) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own unfinished sums (its ``metric_state()``) and those of its torchmetrics."""
+def note(trainer: Trainer, loading: ExactLoading, place: Place) -> dict[str, Any]:
+    """What changes first: generators, loaders and the sums of metrics, as this rank has them now."""
+    module, batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress
     own = getattr(module, "metric_state", None)
     sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
-    return sums, lightning_internals.metric_states(module)
+    # at an epoch's end the next epoch's start is what counts
+    epoch_ends = place == "epoch" or (place == "validation" and batches.is_last_batch)
+    loaders = [loader.state_after(batches.current.completed, epoch_ends) for loader in loading.training]
+    return {
+        "random": random_state(trainer.strategy.root_device),
+        "loaders": [state for _, state in loaders],
+        "passed": [began for began, _ in loaders],
+        "metrics": lightning_internals.metric_states(module),
+        "module": sums,
+    }
+
+
+def gather(trainer: Trainer, place: Place) -> dict[str, Any]:
+    """The rest of this rank's part of a checkpoint: plain values and tensors on the CPU."""
+    module, done = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    inside_step = done % trainer.accumulate_grad_batches and done < trainer.num_training_batches
+    inside_step = inside_step or not module.automatic_optimization  # whose steps nobody knows
+    gradients = {name: p.grad.cpu() for name, p in module.named_parameters() if inside_step and p.grad is not None}
+    return {
+        "logged": lightning_internals.training_sums(trainer),
+        "gradients": gradients,  # between the batches of one step
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "eval": lightning_internals.parts_in_eval_mode(trainer, within_validation=place == "validation"),
+        "untracked": [n for n, part in module.named_modules() if not getattr(part, "track_running_stats", True)],
+        "device": trainer.strategy.root_device.type,
+    }
+
+
+def restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Restore a rank's part at the start of training. What an older checkpoint lacks stays as it is."""
+    state, module = gather(trainer, "epoch") | state, trainer.lightning_module
+    lightning_internals.restore_metric_states(module, state["metrics"])
+    if state["module"]:
+        module.load_metric_state(state["module"])  # type: ignore[operator]
+    lightning_internals.restore_training_sums(trainer, state["logged"])
+    for name, gradient in state["gradients"].items():
+        module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
+    for name, parameter in module.named_parameters():  # a callback or hook may have thawed them in an earlier epoch
+        parameter.requires_grad = name not in state["frozen"]
+    for name, part in module.named_modules():
+        part.training = name not in state["eval"]
+        if hasattr(part, "track_running_stats"):
+            part.track_running_stats = name not in state["untracked"]
+    if state["device"] == trainer.strategy.root_device.type:
+        restore_random_state(state["random"], trainer.strategy.root_device)
 
 
 def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> Start:
     """Where a rank's training loaders begin in a resumed run; ``state`` is what this project added for the resume."""
     of_rank = state["ranks"][rank] if rank < len(state["ranks"]) else {"loaders": []}
-    loaders = list(zip(of_rank.get("passed", [0] * len(of_rank["loaders"])), of_rank["loaders"], strict=True))
+    loaders = list(zip(of_rank.get("passed", repeat(0)), of_rank["loaders"], strict=False))
     batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     done = batches["current"]["completed"] if state["place"] != "epoch" else 0
     over = state["place"] == "validation" and batches["is_last_batch"]
     return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders, over)
 
 
-def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any]) -> str | None:
-    """Make Lightning's count of batches agree with the loader's; returns what to say where it is not exact."""
+def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any]) -> None:
+    """Where a run had other ranks or batches, make Lightning's count of batches agree with the loader's, and say so."""
     before = len(state["ranks"]), state["samples_per_batch"]
     now = trainer.world_size, loading.samples_per_batch
-    if not all(before) or not all(now) or before == now:
-        return None
-    if state["place"] != "epoch" and loading.training:
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        done = loading.training[0].batches.start_batch  # type: ignore[union-attr]
-        batches.ready = batches.started = batches.processed = batches.completed = done
-    what = f"resumed with {now[0]} device(s) and global batch {now[1]} instead of {before[0]} and {before[1]}"
-    return f"{what}: it goes on from the right sample, not exactly."
+    if all(before) and all(now) and before != now:
+        if state["place"] != "epoch" and loading.training:
+            batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+            done = loading.training[0].start_batch  # type: ignore[attr-defined]
+            batches.ready = batches.started = batches.processed = batches.completed = done
+        what = f"resumed with {now[0]} device(s) and global batch {now[1]} instead of {before[0]} and {before[1]}"
+        loading.notes.append(f"{what}: it goes on from the right sample, not exactly.")
 
 
 def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
@@ -142,28 +124,24 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     Inside a hook some counters are advanced, and Lightning's restart repeats or skips a validation, epoch or log step.
     """
     fit = loops["fit_loop"]
-    fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see RankState
+    fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see note
     batches = fit["epoch_loop.batch_progress"]
     begun, validation = [batches["total"], batches["current"]], fit["epoch_loop.val_loop.batch_progress"]
     begun += [*fit["epoch_progress"].values(), validation["total"]] if place == "epoch" else []
     for counters in begun:
-        _set_all(counters, counters["completed"])
+        counters.update(dict.fromkeys(counters, counters["completed"]))
     if place == "epoch":
         optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         for progress in (batches, fit["epoch_loop.scheduler_progress"], optimizer["step"], optimizer["zero_grad"]):
-            _set_all(progress["current"], 0)
+            progress["current"].update(dict.fromkeys(progress["current"], 0))
     if place == "batch" and validated:  # Lightning's restart finds a validation due, ends this batch again, counts it
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":  # it has begun, with no batch done: the resumed run starts it again
-        _set_all(validation["current"], 0)
-        _set_all(validation["total"], 0)
+        for counters in (validation["current"], validation["total"]):
+            counters.update(dict.fromkeys(counters, 0))
         validation["total"].update(ready=1, started=1)
     else:
         batches["is_last_batch"] = False
-
-
-def _set_all(counters: dict[str, int], value: int) -> None:
-    counters.update(dict.fromkeys(counters, value))
 
 
 def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
@@ -185,28 +163,30 @@ def apply_typed_hyperparameters(
     them: what differs was typed; the rest goes on. Where the configuration is not ``changed``, only the kernels are
     chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision.
     """
-    schedulers = {id(config.scheduler.optimizer): config.scheduler for config in trainer.lr_scheduler_configs}
-    for optimizer, groups, earlier in zip(trainer.optimizers, fresh, before or repeat(None), strict=False):
-        saved = optimizer.param_groups if earlier is None else earlier
-        if not len(groups) == len(optimizer.param_groups) == len(saved):
-            continue
-        scheduler: Any = schedulers.get(id(optimizer))
-        for group, wanted, was in zip(optimizer.param_groups, groups, saved, strict=True):
-            rate = _first_rate(wanted) / (_first_rate(was) or 1.0)
-            differ = [key for key in wanted if changed and key != "lr" and wanted[key] != was.get(key)]
-            group.update({key: wanted[key] for key in wanted if key in differ or key in KERNELS})
-            if changed and rate != 1.0:
-                group["lr"] *= rate
-            on_device = group.get("fused") or group.get("capturable")
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                if isinstance(step := state.get("step"), torch.Tensor):  # fused kernels need it on the device
-                    state["step"] = step.to(parameter.device if on_device else "cpu")
-        if changed and hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [_first_rate(group) for group in optimizer.param_groups]
+    now = [optimizer.param_groups for optimizer in trainer.optimizers]
+    for optimizer, groups, saved in zip(trainer.optimizers, fresh, (before or now) if changed else fresh, strict=False):
+        if len(groups) == len(optimizer.param_groups) == len(saved):
+            for group, wanted, was in zip(optimizer.param_groups, groups, saved, strict=True):
+                _apply_typed(optimizer, group, wanted, was)
+    for scheduler in [config.scheduler for config in trainer.lr_scheduler_configs] if changed else ():
+        if hasattr(scheduler, "base_lrs"):
+            groups = scheduler.optimizer.param_groups
+            scheduler.base_lrs = [_first_rate(group) for group in groups]
             if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
-                for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+                for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
                     group["lr"] = _first_rate(group) * factor(scheduler.last_epoch)
+
+
+def _apply_typed(optimizer: Any, group: dict[str, Any], wanted: dict[str, Any], was: dict[str, Any]) -> None:
+    rate, earlier = _first_rate(wanted), _first_rate(was)  # first: an older checkpoint gives the group itself
+    group.update({k: v for k, v in wanted.items() if k in KERNELS or (k != "lr" and v != was.get(k))})
+    if rate != earlier:
+        group["lr"] *= rate / (earlier or 1.0)
+    on_device = group.get("fused") or group.get("capturable")
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        if isinstance(step := state.get("step"), torch.Tensor):  # fused kernels need it on the device
+            state["step"] = step.to(parameter.device if on_device else "cpu")
 
 
 def _first_rate(group: dict[str, Any]) -> float:

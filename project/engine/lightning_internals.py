@@ -33,6 +33,7 @@ KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 # module: names in it that are used here. For an attribute of instances, another name of the same file.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
+    "lightning.pytorch.trainer.connectors.logger_connector": ["_LoggerConnector.should_reset_tensors"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
     "lightning.pytorch.loops.evaluation_loop": ["_EvaluationLoop._is_sequential", "_ModuleMode.restore"],
     "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
@@ -49,8 +50,8 @@ NAMES = {
     "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, memory
     "torch.utils._pytree": ["tree_leaves"],  # feature: tune, memory
 }
-# How a value is logged, as its entry remembers it
-HOW_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
+# Name in a checkpoint → where an entry keeps its sum, the samples in it, and its value of the last step
+SUMMED = {"value": "value", "samples": "cumulated_batch_size", "step": "_forward_cache"}
 
 
 def check() -> None:
@@ -126,27 +127,25 @@ def release_child_processes() -> list[Any]:
     return released
 
 
-def averaged_models(trainer: Trainer) -> Iterator[nn.Module]:
-    """The averaged weights that ``WeightAveraging`` callbacks hold. Buys: the same running statistics on every rank.
-    Public way missing: the callback has no attribute for its model.
+def averaged_models(trainer: Trainer) -> dict[Any, Any]:
+    """The averaged weights that ``WeightAveraging`` callbacks hold, and the device that the callback was told, if any.
+    Buys: the same running statistics on every rank. Public way missing: the callback has no attribute for its model.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            yield callback._average_model
+    found = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]  # type: ignore[attr-defined]
+    return {each._average_model: each._device for each in found if each._average_model is not None}
 
 
 def average_on_the_device(trainer: Trainer) -> None:
     """Put averaged weights where the trained ones are, unless the callback was told where, and their count on the host.
 
     Buys: no copy of all weights to the CPU, and no wait for the device, which torch asks for the count, at every step.
-    Public way missing: the callback has no attribute for its model, and torch no switch.
+    Public way missing: torch has no switch.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and (average := callback._average_model) is not None:
-            count: Any = average.n_averaged.cpu()
-            average.to(callback._device or trainer.strategy.root_device)
-            count.to = lambda *_, count=count: count  # a number on the host may be added to numbers on a device
-            average.n_averaged = count
+    for average, device in averaged_models(trainer).items():
+        count: Any = average.n_averaged.cpu()
+        average.to(device or trainer.strategy.root_device)
+        count.to = lambda *_, count=count: count  # a number on the host may be added to numbers on a device
+        average.n_averaged = count
 
 
 def parts_in_eval_mode(trainer: Trainer, within_validation: bool) -> list[str]:
@@ -179,48 +178,35 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
 
 
 def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch of training so far, and how it was logged.
+    """What ``self.log`` has summed up in this epoch of training so far, how it was logged, and its value of a step.
 
     Buys the logged mean of an interrupted epoch. Public way missing: a checkpoint does not hold it (issue 17543).
     """
     sums: dict[str, dict[str, Any]] = {}
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         meta = logged.meta
-        if meta.on_epoch and not logged.has_reset:
-            how = {name: getattr(meta, name) for name in HOW_LOGGED} | {"reduce_fx": meta.reduce_fx.__name__}
-            how |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        if not logged.has_reset and meta.sync.group is None:  # a group cannot be saved, and must be the same later
+            how = {name: value for name, value in vars(meta).items() if isinstance(value, (bool, str))}
+            how |= {"reduce_fx": meta.reduce_fx.__name__, "sync_dist": meta.sync.should}
+            how |= {"rank_zero_only": meta.sync.rank_zero_only}
             sums[key] = {"how": how}
-            if logged.is_tensor:  # the sums of a torchmetrics metric are the metric's: see metric_states
-                sums[key]["value"] = logged.value.detach().cpu()
-                if meta.is_mean_reduction:
-                    sums[key]["samples"] = logged.cumulated_batch_size.cpu()
+            for name, attribute in SUMMED.items():  # the sums of a torchmetrics metric are the metric's: metric_states
+                if isinstance(part := getattr(logged, attribute, None), torch.Tensor):
+                    sums[key][name] = part.detach().cpu()
     return sums
 
 
-def add_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
-    """Add sums of :func:`training_sums` to what has been logged since; what has been added is taken out of ``sums``.
-    Lightning makes an entry when its value is logged for the first time, so this is called after the next batches.
+def restore_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
+    """Restore sums of :func:`training_sums` before the first batch, which then counts as a later one of the epoch: at
+    an epoch's first batch Lightning forgets what was logged before.
     """
-    for key, logged in trainer.fit_loop.epoch_loop._results.items():
-        if key in sums and not logged.has_reset:
-            saved = sums.pop(key)
-            if logged.is_tensor:
-                meta = logged.meta
-                join = meta.reduce_fx if meta.is_max_reduction or meta.is_min_reduction else torch.add
-                logged.value = join(logged.value, saved["value"].to(logged.value.device))
-            if "samples" in saved:
-                logged.cumulated_batch_size = logged.cumulated_batch_size + saved["samples"].to(logged.value.device)
-
-
-def log_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> None:
-    """Log sums of :func:`training_sums` that nobody has logged again: the epoch ended with a stop in its validation."""
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for key, saved in sums.items():
-        how = saved["how"]
-        value = saved["value"].to(module.device) if "value" in saved else module.get_submodule(how["metric_attribute"])
-        results.log(value=value, **how, sync_dist_fn=trainer.strategy.reduce, batch_size=1)
-        if "samples" in saved:
-            results[key].cumulated_batch_size = saved["samples"].to(module.device)
+        parts = {SUMMED[name]: saved[name].to(module.device) for name in SUMMED.keys() & saved.keys()}
+        value = parts["value"] if "value" in parts else module.get_submodule(saved["how"]["metric_attribute"])
+        results.log(value=value, **saved["how"], sync_dist_fn=trainer.strategy.reduce, batch_size=1)
+        vars(results[key]).update(parts)
+        trainer._logger_connector._first_loop_iter = False
 
 
 def share_sums(trainer: Trainer) -> None:

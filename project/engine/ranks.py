@@ -92,13 +92,13 @@ def _broadcast(decide: Callable[[], Any], rank: int, world_size: int) -> Any:
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))
         # NCCL warns of a group that is left behind; Lightning takes down only groups that it has made itself
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-    told: list[Any] = [None]
+    decision = None
     if rank == 0:
         try:
-            told = [decide()]
+            decision = decide()
         except UserError as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], UserError):
-        raise told[0]
-    return told[0]
+            decision = error
+    decision = of_all_ranks(decision)[0]
+    if isinstance(decision, UserError):
+        raise decision
+    return decision

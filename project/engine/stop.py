@@ -43,21 +43,12 @@ class Agreement:
         """Give this rank's request; returns what all ranks agreed on one call ago (one rank: the request itself)."""
         if self.group is None:
             return request
-        agreed = self._outcome()
-        value = torch.tensor([request])
+        before, value = self._pending, torch.tensor([request])
         self._pending = (dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group, async_op=True), value)
-        return agreed
-
-    def settle(self, request: int) -> int:
-        """Agree now, waiting for the other ranks. Every rank must call it."""
-        return max(self.latest(request), self._outcome())
-
-    def _outcome(self) -> int:
-        if self._pending is None:
+        if before is None:
             return 0
-        (work, value), self._pending = self._pending, None
-        work.wait()
-        return int(value)
+        before[0].wait()
+        return int(before[1])
 
 
 class GracefulStop(Callback):
@@ -68,13 +59,13 @@ class GracefulStop(Callback):
     module logs in an evaluation.
     """
 
-    def __init__(self, requeue_signal: int | None = None) -> None:
+    def __init__(self, requeue_signal: int | None = None, clean_up: Callable[[], None] | None = None) -> None:
         self.loading = ExactLoading()
         self.requeue_signal = requeue_signal
         self.agreement: Agreement
         self._request = 0  # agreed upon: the signal to stop by, or SAVE_DUE
         self._told: set[str] = set()  # metrics of rank 0 alone
-        signals.watch()
+        signals.watch(clean_up)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not hasattr(self, "agreement"):  # else the test after a training

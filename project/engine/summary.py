@@ -270,7 +270,7 @@ def samples_of(loader: Any) -> int | None:
 
 def training_samples(trainer: Trainer) -> int | None:
     """Samples that an epoch draws from: of the dataset, with ``--overfit_batches`` of its first batches."""
-    samples, batches = samples_of(trainer.train_dataloader), getattr(trainer.train_dataloader, "batches", None)
+    samples, batches = samples_of(trainer.train_dataloader), getattr(trainer.train_dataloader, "sampler", None)
     if trainer.overfit_batches and samples and getattr(batches, "batch_size", None):  # type: ignore[attr-defined]
         return min(samples, int(trainer.num_training_batches) * batches.global_batch_size)  # type: ignore[union-attr]
     return samples
