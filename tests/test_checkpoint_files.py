@@ -82,9 +82,15 @@ def test_a_best_of_another_run_is_set_aside_not_lost(copied: Path, capsys: pytes
     foreign = Path("checkpoints/other/best.ckpt").read_bytes()
     (copied / "best.ckpt").write_bytes(foreign)
     assert fit.main(["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "4"]) == 0
-    assert "another run" in capsys.readouterr().out
+    assert "best.ckpt belongs to another run. It was set aside; the best" in capsys.readouterr().out
     assert (copied / "best.ckpt.set-aside").read_bytes() == foreign
     assert checkpoint(copied / "best.ckpt")["run"]["run_id"] == checkpoint(copied / "last.ckpt")["run"]["run_id"]
+
+
+def test_a_best_that_names_no_run_is_set_aside(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(checkpoint(copied / "best.ckpt") | {"run": ["none"]}, copied / "best.ckpt")
+    assert fit.main(["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "4"]) == 0
+    assert "best.ckpt belongs to another run. It was set aside; the best" in capsys.readouterr().out
 
 
 def test_a_best_that_is_missing_is_not_said_to_be_set_aside(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

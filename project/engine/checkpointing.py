@@ -211,8 +211,9 @@ class RunCheckpoint(GracefulStop):
         reason, path = None, self.best_path
         if self.best.score is not None and trainer.is_global_zero:
             reason = damage(path) if path.exists() else f"{path} is missing;"
-            if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.record["run_id"]:
-                reason = f"{path} belongs to another run"
+            theirs = read(path).get(RUN_KEY) if reason is None else None
+            if reason is None and not (isinstance(theirs, dict) and theirs.get("run_id") == self.record["run_id"]):
+                reason = f"{path} belongs to another run."
             if reason and path.exists():
                 os.replace(path, path.with_suffix(".ckpt.set-aside"))
                 reason += " It was set aside;"

@@ -120,7 +120,6 @@ def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any])
 
 def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     """Rewrite the fit loop's counters, in place, so that all is done or not begun. ``validated``: the last step was.
-
     Inside a hook some counters are advanced, and Lightning's restart repeats or skips a validation, epoch or log step.
     """
     fit = loops["fit_loop"]
@@ -157,11 +156,10 @@ def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_grou
 def apply_typed_hyperparameters(
     trainer: Trainer, fresh: list[list[dict[str, Any]]], before: list[list[dict[str, Any]]] | None, changed: bool
 ) -> None:
-    """Let typed hyperparameters win over those in the checkpoint's optimizer state.
-
-    ``fresh`` are the optimizers' parameter groups as configured now, ``before`` as the checkpoint's run had configured
-    them: what differs was typed; the rest goes on. Where the configuration is not ``changed``, only the kernels are
-    chosen anew: a checkpoint of 16-mixed, not fused, may go on in another precision.
+    """Let typed hyperparameters win over those in the checkpoint's optimizer state. ``fresh`` are the optimizers'
+    parameter groups as configured now, ``before`` as the checkpoint's run had configured them: what differs was typed;
+    the rest goes on. Where the configuration is not ``changed``, only the kernels are chosen anew: a checkpoint of
+    16-mixed, not fused, may go on in another precision.
     """
     now = [optimizer.param_groups for optimizer in trainer.optimizers]
     for optimizer, groups, saved in zip(trainer.optimizers, fresh, (before or now) if changed else fresh, strict=False):

@@ -68,10 +68,9 @@ def check() -> None:
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from handling SIGTERM and SLURM's signal, and from a broadcast between ranks at every step.
-
-    Buys: a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time in 8), no wait for
-    the device. Public way missing: the Trainer has no switch for its handlers (Lightning issues 20806, 21406, 21487).
+    """Keep Lightning from handling SIGTERM and SLURM's signal, and from a broadcast between ranks at every step. Buys:
+    a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time in 8), no wait for the
+    device. Public way missing: the Trainer has no switch for its handlers (Lightning issues 20806, 21406, 21487).
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -89,10 +88,9 @@ def values_are_no_files() -> Iterator[None]:
 
 
 def begin_epoch_again(trainer: Trainer) -> None:
-    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on.
-
-    Buys what they set for an epoch, such as frozen layers in eval mode. Weights and buffers stay as they are. Public
-    way missing: Lightning leaves the hook out there, and only its own call tells ``self.log`` where it is.
+    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on. Buys what
+    they set for an epoch, such as frozen layers in eval mode. Weights and buffers stay as they are. Public way missing:
+    Lightning leaves the hook out there, and only its own call tells ``self.log`` where it is.
     """
     module, not_again = trainer.lightning_module, ("lightning.", __name__.rpartition(".")[0])
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
@@ -114,10 +112,9 @@ def end_restart(trainer: Trainer) -> None:
 
 
 def release_child_processes() -> list[Any]:
-    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code.
-
-    Returns the ranks' :class:`subprocess.Popen`. Buys: exit code 143 instead of 137 for a DDP run. Public way missing:
-    the observer's thread cannot be stopped.
+    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code. Returns the
+    ranks' :class:`subprocess.Popen`. Buys: exit code 143 instead of 137 for a DDP run. Public way missing: the
+    observer's thread cannot be stopped.
     """
     released: list[Any] = []
     for thread in threading.enumerate():
@@ -137,7 +134,6 @@ def averaged_models(trainer: Trainer) -> dict[Any, Any]:
 
 def average_on_the_device(trainer: Trainer) -> None:
     """Put averaged weights where the trained ones are, unless the callback was told where, and their count on the host.
-
     Buys: no copy of all weights to the CPU, and no wait for the device, which torch asks for the count, at every step.
     Public way missing: torch has no switch.
     """
@@ -179,7 +175,6 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
 
 def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """What ``self.log`` has summed up in this epoch of training so far, how it was logged, and its value of a step.
-
     Buys the logged mean of an interrupted epoch. Public way missing: a checkpoint does not hold it (issue 17543).
     """
     sums: dict[str, dict[str, Any]] = {}
@@ -211,7 +206,6 @@ def restore_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> 
 
 def share_sums(trainer: Trainer) -> None:
     """Add up over all ranks, weighted by samples, what ``self.log`` has summed in steps of an epoch, or of this loader.
-
     Buys: metrics that do not depend on the number of devices. Public way missing: only the module's author could set
     ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each.
     """
@@ -236,7 +230,6 @@ def share_sums(trainer: Trainer) -> None:
 
 def of_rank_zero_alone(trainer: Trainer) -> list[str]:
     """What an evaluation logged outside of its step, with another value on each rank: nobody can tell how to join them.
-
     Buys a line about a wrong value. Public way missing: ``trainer.callback_metrics`` holds the training's values, too.
     """
     items = trainer._results.valid_items() if trainer._results is not None else ()
@@ -264,9 +257,8 @@ def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
 
 @contextmanager  # feature: profiler
 def surround_calls(network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
-    """Inside, call ``before`` and ``after`` around every call of a network, compiled or not.
-
-    Buys the time of its forward pass. Public way missing: ``nn.Module.compile`` would compile hooks as well.
+    """Inside, call ``before`` and ``after`` around every call of a network, compiled or not. Buys the time of its
+    forward pass. Public way missing: ``nn.Module.compile`` would compile hooks as well.
     """
     compiled = network._compiled_call_impl
     call = compiled or network._call_impl
@@ -285,7 +277,6 @@ def surround_calls(network: nn.Module, before: Callable[[], Any], after: Callabl
 @contextmanager  # feature: memory
 def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     """Record CUDA allocations and frees inside, and write the newest, with their stacks, for PyTorch's memory viewer.
-
     Buys ``--memory_snapshot``. PyTorch documents these underscored names, and has no others.
     """
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")

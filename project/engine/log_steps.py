@@ -17,7 +17,6 @@ def is_optimizer_step(trainer: Trainer, batch_idx: int) -> bool:
 
 def is_log_step(trainer: Trainer, batch_idx: int) -> bool:
     """Whether ``on_train_batch_end`` of this batch logs: every ``--log_every_n_steps``-th optimizer step, on all ranks.
-
     Lightning's own rule also logs once ``should_stop`` is set, which ranks learn at different times and would wait.
     """
     return is_optimizer_step(trainer, batch_idx) and is_due(trainer, trainer.global_step)
@@ -35,10 +34,9 @@ def _counted(trainer: Trainer, steps: int) -> int:
 
 
 def log_values(trainer: Trainer, values: Mapping[str, float | Tensor]) -> None:
-    """Log scalars that are the same on every rank, in ``on_train_batch_end`` or ``on_train_epoch_end``.
-
-    To all loggers at the step that the module's own values have, a call for each monitor, as Lightning's monitors do:
-    ``module.log`` takes a tenth of a millisecond for a value, and looks at each again at every later step.
+    """Log scalars that are the same on every rank, in ``on_train_batch_end`` or ``on_train_epoch_end``. To all loggers
+    at the step that the module's own values have, a call for each monitor, as Lightning's monitors do: ``module.log``
+    takes a tenth of a millisecond for a value, and looks at each again at every later step.
     """
     numbers = {name: float(value) for name, value in values.items()}
     trainer.callback_metrics.update({name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()})

@@ -58,9 +58,8 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
 
 
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
-    """``decide()`` of rank 0, known to every rank: JSON, whose paths may become text, or the UserError raised.
-
-    Ranks started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
+    """``decide()`` of rank 0, known to every rank: JSON, whose paths may become text, or the UserError raised. Ranks
+    started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
     """
     if is_child():
         try:
