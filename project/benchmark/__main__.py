@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 from project.tables import Row, check_output, flat, format_cell, format_table, write_rows
 
 # Table → the column that its chart shows, and what it says.
@@ -78,8 +78,7 @@ def read_options(argv: list[str]) -> Namespace:
     options.fit_flags = fit_flags
     counts = {"n": (1, [options.n]), "batch_sizes": (1, options.batch_sizes), "workers": (0, options.workers)}
     for name, (least, values) in counts.items():
-        if min(values, default=least) < least:
-            raise UserError(f"--{name} must be at least {least}, got {min(values)}.")
+        require((lowest := min(values, default=least)) >= least, f"--{name}", f"be at least {least}", lowest)
     if options.output and not options.plot:
         options.plot = check_output(options.output.with_suffix(".png"), (".png",), "--plot")
     return options

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -35,10 +35,10 @@ from project.engine import signals
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
-from project.engine.restore import choose
+from project.engine.restore import Run
 from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
 from project.engine.trainer import build_trainer, trainer_flags
-from project.errors import UserError
+from project.errors import UserError, require
 from project.tables import Row, format_cell
 
 K = TypeVar("K")
@@ -73,8 +73,7 @@ def wanted_devices(config: Configuration) -> list[str]:
     found = ["cpu", *([accelerator.type] if accelerator is not None and accelerator.type in ("cuda", "mps") else [])]
     asked = config.trainer["accelerator"]
     wanted = [name for name in found if asked in ("auto", name) or (asked == "gpu" and name != "cpu")]
-    if not wanted:
-        raise UserError(f"--accelerator must be auto or what this machine has ({', '.join(found)}), got {asked}.")
+    require(bool(wanted), "--accelerator", f"be auto or what this machine has ({', '.join(found)})", asked)
     return wanted
 
 
@@ -127,9 +126,8 @@ class RunClock(Callback):
 
 
 def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: Connection | None = None) -> RunClock:
-    """Train a new module for some epochs as ``fit`` does, in a folder that is deleted.
-
-    ``bare``: only the module, the data and the user's callbacks, Lightning's loop alone. ``turn``: see RunClock.
+    """Train a new module for some epochs as ``fit`` does, in a folder that is deleted. ``bare``: only the module, the
+    data and the user's callbacks, Lightning's loop alone. ``turn``: see RunClock.
     """
     unused = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
     asked = config.trainer | {"max_epochs": epochs, "max_steps": -1, "max_time": None, "callbacks": unused}
@@ -145,9 +143,8 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
             trainer = build_trainer(flags | {"callbacks": [*flags["callbacks"], clock]})
             ExactLoading().install(trainer)  # the loaders that all the others train with
         else:
-            run = choose(Path(root), None, None)
-            run.create()
-            ends.callback(run.release)
+            run = Run(Path(root) / "run")
+            run.folder.mkdir()
             session = fit.build(config, run, extra=[clock])
             ends.callback(session.close, 0)
             trainer = session.trainer
@@ -161,34 +158,29 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
 
 
 def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int) -> dict[str, list[Epoch]]:
-    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), in turn, after one to warm up.
-
-    In turn, because a machine's speed may change within seconds (virtual cores move). Each loop has a process, threads
-    and memory of its own.
+    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), after one to warm up. In turn: a machine's speed may change
+    within seconds (virtual cores move). Each loop has a process, threads and memory of its own.
     """
 
-    def epoch_of(loop: str) -> Epoch:
-        connections[loop].send(None)
-        answer = connections[loop].recv()
+    def epoch_of(turn: Connection) -> Epoch:
+        turn.send(None)
+        answer = turn.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    spawn, processes, connections = multiprocessing.get_context("spawn"), [], {}
-    try:
+    spawn, turns = multiprocessing.get_context("spawn"), {}
+    with ExitStack() as ends:
         for loop in loops:
-            connections[loop], its = spawn.Pipe()
-            processes.append(spawn.Process(target=take_turns, args=(its, loop, fit_flags, n + 1)))
-            processes[-1].start()
+            connection, its = spawn.Pipe()
+            process = spawn.Process(target=take_turns, args=(its, loop, fit_flags, n + 1))
+            process.start()
             its.close()  # else the end of its process would not be seen
-        turns = {loop: partial(epoch_of, loop) for loop in loops}
+            ends.callback(process.kill)
+            ends.callback(process.join, 60)
+            ends.callback(connection.close)  # comes first: the process ends before its next epoch
+            turns[loop] = partial(epoch_of, connection)
         return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}
-    finally:
-        for connection in connections.values():
-            connection.close()  # its process ends before its next epoch
-        for process in processes:
-            process.join(60)
-            process.kill()
 
 
 def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: int) -> None:
@@ -248,8 +240,7 @@ def in_memory(config: Configuration, split: str) -> Any:
     """The dataset of a split ("train" or "val"). Its ``images`` are uint8 in 0-255 or float in 0-1, (count, channels,
     height, width), its ``labels`` int64 (count,). A UserError where the configured data are not of this kind.
     """
-    data: Any = config.datamodule
-    dataset: Any = None
+    data, dataset = cast(Any, config.datamodule), None
     with suppress(MisconfigurationException, AttributeError):  # no loader, or one without a dataset
         data.prepare_data()
         data.setup("fit")
@@ -286,14 +277,11 @@ class PerSampleImages(TensorDataset):
 
 def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     """The floor and the plain PyTorch loop: name → function that trains one epoch, on copies of the module's network.
-
     The floor is the least a training loop can do: gather a batch by index from data on the device, forward, backward, a
-    fused step of Adam, and after every epoch a validation, batched as ours. Cross-entropy without label smoothing, a
-    new permutation every epoch; no metric, logging, progress or checkpoint. A UserError where the module has no
-    ``network``, or for data that are not :func:`in_memory`.
+    fused step of Adam, and after every epoch a validation, batched as ours; no metric, logging, progress or checkpoint.
+    A UserError where the module has no ``network``, or for data that are not :func:`in_memory`.
     """
-    module: Any = config.module
-    data: Any = config.datamodule
+    module, data = cast(Any, config.module), cast(Any, config.datamodule)
     if not isinstance(getattr(module, "network", None), nn.Module):
         raise UserError(f"--model: loops written by hand train module.network, {type(module).__name__} has none.")
     device = torch.device(wanted_devices(config)[-1])

@@ -16,7 +16,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 from project.tables import check_output, write_rows
 
 if TYPE_CHECKING:
@@ -31,15 +31,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("what", metavar="lr|batch_size", help="what to find")
     add_output(parser)
     add_output(parser, "--plot", (".png",), "the picture (default: tune_lr.png or tune_batch_size.png)")
-    lr, size = parser.add_argument_group("lr"), parser.add_argument_group("batch_size")
-    lr.add_argument("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
-    lr.add_argument("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
-    lr.add_argument("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
-    size.add_argument("--max_batch_size", type=int, help="largest size to try (default: the training set)")
-    memory = "device memory to stay within (default: all of a GPU's, 60 %% of free RAM)"
-    size.add_argument("--memory_limit_gib", type=float, help=memory)
-    seconds = "try no size whose step takes longer (default: 2)"
-    size.add_argument("--max_step_seconds", type=float, default=2.0, help=seconds)
+    add = parser.add_argument_group("lr").add_argument
+    add("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
+    add("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
+    add("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
+    add = parser.add_argument_group("batch_size").add_argument
+    add("--max_batch_size", type=int, help="largest size to try (default: the training set)")
+    add("--memory_limit_gib", type=float, help="memory to stay within (default: all of a GPU's, 60 %% of free RAM)")
+    add("--max_step_seconds", type=float, default=2.0, help="try no size whose step takes longer (default: 2)")
     what, rest = take_word(argv, WHAT)
     options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
     check(options, fit_flags)
@@ -63,12 +62,10 @@ def check(options: argparse.Namespace, fit_flags: list[str]) -> None:
         raise UserError(f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}")
     for name in ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds"):
         value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name} must be above 0, got {value}.")
-    if options.min_lr >= options.max_lr:
-        raise UserError(f"--min_lr must be below --max_lr ({options.max_lr:g}), got {options.min_lr:g}.")
-    if options.steps < 20:
-        raise UserError(f"--steps must be at least 20, got {options.steps}. Fewer make no curve.")
+        require(value is None or 0 < value < math.inf, f"--{name}", "be above 0", value)
+    below = f"be below --max_lr ({options.max_lr:g})"
+    require(options.min_lr < options.max_lr, "--min_lr", below, f"{options.min_lr:g}")
+    require(options.steps >= 20, "--steps", "be at least 20", f"{options.steps} (fewer make no curve)")
     for name in (word.split("=")[0] for word in fit_flags):
         close = difflib.get_close_matches(name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85)
         if close and name != "--max_steps":  # a Trainer flag
