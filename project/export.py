@@ -54,18 +54,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data.source", metavar="auto|mnist|sample", help="which test set (default: as in training)")
     args = parser.parse_args(argv)
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        needs = f"{', '.join(missing)}, which training does not"
-        raise UserError(f"export needs {needs}. Run pip install '.[export]' first.")
+        raise UserError(f"export needs {', '.join(missing)}, which training does not. Run pip install '.[export]'.")
     checkpoint = find_checkpoint(args.ckpt_path)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
     typed = {name: value for name, value in vars(args).items() if name.startswith(("data.", "allow_")) and value}
     loaded = load(checkpoint, [f"--{name}={value}" for name, value in typed.items()])
     data: Any = loaded.datamodule
-    as_in_training = not typed.keys() - {"allow_imports"}
-    if as_in_training and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
+    if typed.keys() <= {"allow_imports"} and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
         data.stay_with("sample")  # `auto` would look for the full set first
     samples = find_samples(loaded)
-    exported, facts = trace(loaded, samples), metadata(loaded, samples)
+    exported = trace(loaded, samples)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -73,7 +71,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({error.strerror}).") from None
     print(f"{checkpoint}: comparing the exports on {len(samples.inputs[0]):,} samples ({samples.source})", flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
-        write_files(Path(scratch), loaded, exported, samples, facts)
+        write_files(Path(scratch), loaded, exported, samples)
         print(format_table(rows := compare(Path(scratch), loaded, samples)))
         if args.output:
             write_rows(args.output, rows)
@@ -180,20 +178,16 @@ def answer(model: Callable[..., Any], inputs: tuple[Tensor, ...], size: int = 10
 def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
     """The module's forward as a graph with a free batch size; outputs in float32."""
 
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = loaded.module
-
+    class Graph(nn.ModuleDict):
         def forward(self, *inputs: Tensor) -> Any:
-            outputs = named(self.module(*inputs))
+            outputs = named(self["module"](*inputs))
             return outputs["output"] if list(outputs) == ["output"] else outputs
 
     example = tuple(x[:2].clone() for x in samples.exported)
     sizes = ({0: torch.export.Dim("batch", min=1)},) * len(example)
     try:
         with torch.no_grad():
-            exported = torch.export.export(Graph().eval(), example, dynamic_shapes=(sizes,))
+            exported = torch.export.export(Graph({"module": loaded.module}).eval(), example, dynamic_shapes=(sizes,))
     except Exception as error:
         raise UserError(f"{type(loaded.module).__name__}.forward cannot be exported: {first_line(error)}") from error
     for node in exported.graph.nodes:
@@ -227,13 +221,12 @@ def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
     return {key: str(value) for key, value in facts.items() if value is not None}
 
 
-def write_files(
-    folder: Path, loaded: Loaded, exported: torch.export.ExportedProgram, samples: Samples, facts: dict[str, str]
-) -> None:
+def write_files(folder: Path, loaded: Loaded, exported: torch.export.ExportedProgram, samples: Samples) -> None:
     """Write ONNX (graph and weights in one file), torch.export (``metadata.json`` inside) and the network's weights."""
     import onnx
     from safetensors.torch import save
 
+    facts = metadata(loaded, samples)
     names: dict[str, Any] = {"input_names": samples.names, "output_names": samples.outputs}
     names["dynamic_shapes"] = [{0: "batch"} for _ in samples.names]
     with warnings.catch_warnings():

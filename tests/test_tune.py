@@ -22,7 +22,6 @@ from project.engine.cli import Configuration, configure
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tune import __main__ as tune
-from project.tune.__main__ import one_device_flags
 from project.tune.short_trainings import (
     Measured,
     RateRamp,
@@ -30,6 +29,7 @@ from project.tune.short_trainings import (
     advice_lines,
     advise,
     find_largest,
+    one_device_flags,
     read_curve,
     train_shortly,
 )

@@ -12,19 +12,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
 from torchvision.transforms import v2
@@ -77,8 +77,7 @@ def wanted_devices(config: Configuration) -> list[str]:
     return wanted
 
 
-@dataclass(frozen=True)
-class Epoch:
+class Epoch(NamedTuple):
     """One epoch's seconds."""
 
     train_s: float  # training steps
@@ -91,11 +90,8 @@ class RunClock(Callback):
     def __init__(self, turn: Connection | None = None) -> None:
         self.turn = turn  # an epoch waits for a message on it and sends its seconds; None: it does neither
         self.epochs: list[Epoch] = []
-        self.accuracy: Tensor | None = None  # 0-1, of the last validation
         self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
-        self.batches = 0  # per epoch
-        self.train_samples: int | None = None  # in the training set; None where its loader does not tell
         self.names: dict[str, str] = {}  # of device and network
         self._began = self._train_s = 0.0  # of this epoch's training steps
 
@@ -113,9 +109,9 @@ class RunClock(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # after on_train_end, which saves the last checkpoint
         self.names = {"device": device_name(trainer), "network": type(network_of(pl_module)).__name__}
-        self.batches = int(trainer.num_training_batches)
-        self.train_samples = samples_of(trainer.train_dataloader)
-        self.accuracy = trainer.callback_metrics.get("val/accuracy")
+        self.batches = int(trainer.num_training_batches)  # per epoch
+        self.train_samples = samples_of(trainer.train_dataloader)  # None where its loader does not tell
+        self.accuracy = trainer.callback_metrics.get("val/accuracy")  # 0-1, of the last validation, if it was logged
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._began:
@@ -158,8 +154,8 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
 
 
 def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int) -> dict[str, list[Epoch]]:
-    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), after one to warm up. In turn: a machine's speed may change
-    within seconds (virtual cores move). Each loop has a process, threads and memory of its own.
+    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), after one to warm up, in turn: a machine's speed may
+    change within seconds (virtual cores move). Each loop has a process, threads and memory of its own.
     """
 
     def epoch_of(turn: Connection) -> Epoch:
@@ -290,10 +286,10 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     normalize = normalizer(data, images, device)
     memory_format = getattr(module, "memory_format", torch.contiguous_format)
     network: nn.Module = copy.deepcopy(module.network).to(device).to(memory_format=memory_format)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
+    fused = optim.Adam(network.parameters(), lr=1e-3, fused=True)
     size, eval_size = min(data.batch_size, len(labels)), getattr(data, "eval_batch_size", data.batch_size)
     dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(str(config.trainer["precision"]))
-    autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in torch.randperm(len(labels), device=device).split(size)[: len(labels) // size]:
@@ -303,41 +299,34 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
 
     def floor_epoch() -> Epoch:
         began = time.perf_counter()
-        trained = train_epoch(network, optimizer, batches(), device, autocast, reads_loss=False)
+        trained = train_epoch(network, fused, batches(), autocast)
         network.eval()
         correct = torch.zeros((), device=device, dtype=torch.int64)
         for some, truth in zip(val_images.split(eval_size), val_labels.split(eval_size), strict=True):
-            with torch.no_grad(), autocast():
+            with torch.no_grad(), autocast:
                 logits = network(normalize(some).contiguous(memory_format=memory_format))
                 correct += (logits.argmax(dim=1) == truth).sum()
         correct.item()
-        return replace(trained, epoch_s=time.perf_counter() - began)
+        return Epoch(trained.train_s, time.perf_counter() - began)
 
     copied = copy.deepcopy(network)
-    adam = torch.optim.Adam(copied.parameters(), lr=1e-3)
+    plain = optim.Adam(copied.parameters(), lr=1e-3)
     loader: DataLoader[Any] = DataLoader(PerSampleImages(data, train), data.batch_size, shuffle=True)
-    return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, adam, loader, device)}
+    return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, plain, loader, None)}
 
 
-def train_epoch(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[Any],
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    reads_loss: bool = True,
-) -> Epoch:
-    """Train one epoch, by default as most tutorials do, with ``loss.item()`` at every step."""
-    began, running_loss = time.perf_counter(), 0.0
+def train_epoch(network: nn.Module, adam: optim.Adam, batches: Iterable[Any], floor: torch.autocast | None) -> Epoch:
+    """Train one epoch: the floor's in its precision, or (None) as most tutorials do, reading the loss at every step."""
+    began, running_loss, device = time.perf_counter(), 0.0, next(network.parameters()).device
     network.train()
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
-        with autocast():
+        with floor or nullcontext():
             loss = nn.functional.cross_entropy(network(images), labels)
-        optimizer.zero_grad()
+        adam.zero_grad()
         loss.backward()
-        optimizer.step()
-        running_loss += loss.item() if reads_loss else 0.0
+        adam.step()
+        running_loss += 0.0 if floor else loss.item()
     synchronize(device)
     seconds = time.perf_counter() - began
     return Epoch(seconds, seconds)

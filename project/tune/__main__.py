@@ -7,20 +7,12 @@ python -m project.tune batch_size --model.network MLP --memory_limit_gib 2     #
 Takes the flags of project.fit (--config, --model.*, --data.*, --precision, --accelerator ...), see its --help.
 """
 
-from __future__ import annotations
-
-import argparse
 import difflib
 import math
-import re
-from typing import TYPE_CHECKING, Any
 
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
 from project.errors import UserError, nearest, require
 from project.tables import check_output, write_rows
-
-if TYPE_CHECKING:
-    from project.engine.cli import Configuration
 
 WHAT = ("lr", "batch_size")
 
@@ -41,23 +33,6 @@ def main(argv: list[str]) -> int:
     add("--max_step_seconds", type=float, default=2.0, help="try no size whose step takes longer (default: 2)")
     what, rest = take_word(argv, WHAT)
     options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
-    check(options, fit_flags)
-    options.plot = options.plot or check_output(f"tune_{options.what}.png", (".png",), "--plot")
-    options.fit_flags = fit_flags  # repeated in the advice
-    with quick_imports():
-        from project.engine.cli import configure
-        from project.tune.short_trainings import tune_batch_size, tune_lr
-    config = configure(fit_flags, "project.tune")
-    tune = tune_lr if options.what == "lr" else tune_batch_size
-    rows, facts = tune(config, one_device_flags(config), options)
-    if options.output:
-        write_rows(options.output, facts if options.output.suffix.lower() == ".json" else rows)
-    print(f"picture in {options.plot}")
-    return 0
-
-
-def check(options: argparse.Namespace, fit_flags: list[str]) -> None:
-    """Raise a UserError for a number that measures nothing, or a misspelt option, which ``fit`` would not know."""
     if options.what not in WHAT:
         raise UserError(f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}")
     for name in ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds"):
@@ -66,29 +41,22 @@ def check(options: argparse.Namespace, fit_flags: list[str]) -> None:
     below = f"be below --max_lr ({options.max_lr:g})"
     require(options.min_lr < options.max_lr, "--min_lr", below, f"{options.min_lr:g}")
     require(options.steps >= 20, "--steps", "be at least 20", f"{options.steps} (fewer make no curve)")
-    for name in (word.split("=")[0] for word in fit_flags):
+    for name in (word.split("=")[0] for word in fit_flags):  # a misspelt option, which fit would not know
         close = difflib.get_close_matches(name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85)
         if close and name != "--max_steps":  # a Trainer flag
             raise UserError(f"unknown option {name}. Did you mean {close[0]}? See --help.")
-
-
-def one_device_flags(config: Configuration) -> dict[str, Any]:
-    """The Trainer's arguments for one process on one device; a UserError where that is not what was asked for."""
-    from project.engine.ranks import launched_world
-    from project.engine.trainer import trainer_flags
-
-    asked, name = config.trainer, type(config.module).__name__
-    devices, nodes, strategy = str(asked["devices"]), asked["num_nodes"], asked["strategy"]
-    is_one = re.fullmatch(r"auto|-1|1|\d+,|\[\d+\]", devices)  # 2, and [2] name a device by its index
-    if not is_one or nodes > 1 or strategy != "auto" or launched_world()[1] > 1:
-        raise UserError(
-            "tune measures one process on one device, and what it finds is per device: leave --devices, --num_nodes, "
-            f"--strategy, torchrun and srun away, got --devices {devices} --num_nodes {nodes} --strategy {strategy}."
-        )
-    if not config.module.automatic_optimization:
-        raise UserError(f"tune needs Lightning's automatic optimization, and {name} steps its optimizers itself.")
-    asked["devices"] = 1 if devices in ("auto", "-1") else asked["devices"]
-    return trainer_flags(config)
+    options.plot = options.plot or check_output(f"tune_{options.what}.png", (".png",), "--plot")
+    options.fit_flags = fit_flags  # repeated in the advice
+    with quick_imports():
+        from project.engine.cli import configure
+        from project.tune.short_trainings import one_device_flags, tune_batch_size, tune_lr
+    config = configure(fit_flags, "project.tune")
+    tune = tune_lr if options.what == "lr" else tune_batch_size
+    rows, facts = tune(config, one_device_flags(config), options)
+    if options.output:
+        write_rows(options.output, facts if options.output.suffix.lower() == ".json" else rows)
+    print(f"picture in {options.plot}")
+    return 0
 
 
 if __name__ == "__main__":

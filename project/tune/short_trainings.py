@@ -5,6 +5,7 @@ import gc
 import itertools
 import logging
 import math
+import re
 import shlex
 import statistics
 import sys
@@ -30,8 +31,9 @@ from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import LiveMemory, leave_signals_alone
 from project.engine.log_steps import synchronize
+from project.engine.ranks import launched_world
 from project.engine.summary import network_of, samples_of
-from project.engine.trainer import build_trainer
+from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError, is_out_of_memory
 from project.tables import Row, format_table
 
@@ -50,6 +52,22 @@ WORTH = 0.05  # a gain in speed below this fraction does not count
 LEAST_STEPS = 50
 CEILING = 65_536  # for data of unknown length
 CPU_SHARE = 0.6  # of the free host memory: operations need temporary memory that is not counted, other programs theirs
+
+
+def one_device_flags(config: Configuration) -> dict[str, Any]:
+    """The Trainer's arguments for one process on one device; a UserError where that is not what was asked for."""
+    asked, name = config.trainer, type(config.module).__name__
+    devices, nodes, strategy = str(asked["devices"]), asked["num_nodes"], asked["strategy"]
+    is_one = re.fullmatch(r"auto|-1|1|\d+,|\[\d+\]", devices)  # 2, and [2] name a device by its index
+    if not is_one or nodes > 1 or strategy != "auto" or launched_world()[1] > 1:
+        raise UserError(
+            "tune measures one process on one device, and what it finds is per device: leave --devices, --num_nodes, "
+            f"--strategy, torchrun and srun away, got --devices {devices} --num_nodes {nodes} --strategy {strategy}."
+        )
+    if not config.module.automatic_optimization:
+        raise UserError(f"tune needs Lightning's automatic optimization, and {name} steps its optimizers itself.")
+    asked["devices"] = 1 if devices in ("auto", "-1") else asked["devices"]
+    return trainer_flags(config)
 
 
 class ShortTraining(Callback):
@@ -339,9 +357,7 @@ def tune_batch_size(config: Configuration, flags: dict[str, Any], options: Names
 def find_largest(
     measure: Callable[[int], Measured | None], ceiling: int, reason: str, max_step_s: float
 ) -> tuple[dict[int, Measured], str]:
-    """Double the size while it fits, then bisect to the exact largest. Returns all that fit, by size, and what limits
-    the largest: "memory", by which the next size does not fit; ``reason``, which says why there is a ``ceiling``; time.
-    """
+    """Double the size while it fits, then bisect. Returns all that fit, and what limits them: memory, time, reason."""
     fitting: dict[int, Measured] = {}
 
     def fits(size: int) -> bool:
