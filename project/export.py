@@ -259,6 +259,18 @@ def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, An
     options.intra_op_num_threads = torch.get_num_threads()  # its default ignores a container's limit
     session = onnxruntime.InferenceSession(folder / NAMES[0], options, providers=["CPUExecutionProvider"])
     expected, rows = answer(loaded.module, samples.inputs), []
+    own = getattr(loaded.module, "outputs_agree", None)
+
+    def difference(found: Outputs) -> dict[str, Any]:
+        pairs = [(value, found[name]) for name, value in expected.items()]
+        row: dict[str, Any] = {"samples": len(pairs[0][0])}
+        if samples.classes:
+            row["different_labels"] = int((pairs[0][0].argmax(dim=1) != pairs[0][1].argmax(dim=1)).sum())
+        row["largest_difference"] = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+        agrees = all(torch.allclose(a, b, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE) for a, b in pairs)
+        if own is not None:
+            agrees = bool(own(*pairs[0]) if len(pairs) == 1 else own(expected, found))
+        return row | {"agrees": agrees and not row.get("different_labels")}
 
     def run_onnx(*inputs: Tensor) -> Outputs:
         outputs = session.run(samples.outputs, {name: x.numpy() for name, x in zip(samples.names, inputs, strict=True)})
@@ -268,24 +280,10 @@ def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, An
     for (kind, model), size in itertools.product(models.items(), BATCH_SIZES):
         started = time.perf_counter()
         found = answer(model, samples.exported, size)
-        seconds, differs = time.perf_counter() - started, difference(loaded, samples, expected, found)
-        rows.append({"file": kind, "batch_size": size, **differs, "seconds": seconds})
+        seconds = time.perf_counter() - started
+        rows.append({"file": kind, "batch_size": size, **difference(found), "seconds": seconds})
     network_of(loaded.module).load_state_dict(load_file(folder / NAMES[2]))
-    found = answer(loaded.module, samples.inputs)
-    return [*rows, {"file": "safetensors", **difference(loaded, samples, expected, found)}]
-
-
-def difference(loaded: Loaded, samples: Samples, expected: Outputs, found: Outputs) -> dict[str, Any]:
-    """How outputs differ from the checkpoint's; whether that matters is for the module's ``outputs_agree`` to say."""
-    pairs = [(value, found[name]) for name, value in expected.items()]
-    row: dict[str, Any] = {"samples": len(pairs[0][0])}
-    if samples.classes:
-        row["different_labels"] = int((pairs[0][0].argmax(dim=1) != pairs[0][1].argmax(dim=1)).sum())
-    row["largest_difference"] = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
-    agrees = all(torch.allclose(a, b, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE) for a, b in pairs)
-    if (own := getattr(loaded.module, "outputs_agree", None)) is not None:
-        agrees = bool(own(*pairs[0]) if len(pairs) == 1 else own(expected, found))
-    return row | {"agrees": agrees and not row.get("different_labels")}
+    return [*rows, {"file": "safetensors", **difference(answer(loaded.module, samples.inputs))}]
 
 
 if __name__ == "__main__":

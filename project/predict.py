@@ -42,7 +42,6 @@ TILE, CAPTION, MARGIN, MOST_SHOWN = 84, 30, 8, 1000
 # Probability below which a label is unsure, and coloured: 90 % of the wrong labels of the default network on MNIST's
 # test set are, and 3 % of the right ones.
 UNSURE, UNSURE_COLOUR = 0.7, "#c05000"
-UNSURE_NOTE = f"unsure (below {UNSURE:.0%})"
 
 
 def main(argv: list[str]) -> int:
@@ -87,8 +86,7 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
     prepare, says = choose_preparation(loaded)
     print(says)
     good, bad = list[tuple[Path, str]](), list[tuple[Path, str]]()  # with a note, or the reason
-    inputs: list[Tensor] = []
-    batch: list[Tensor] = []  # of one shape
+    inputs, batch = list[Tensor](), list[Tensor]()  # the first ones; some of one shape
     answers: list[tuple[Any, int]] = []  # and how many inputs each is for
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
         try:
@@ -118,7 +116,7 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
         rows += [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     for row, (_, note) in zip(rows, good, strict=True):
         if "probability" in row:
-            row["note"] = note or (UNSURE_NOTE if row["probability"] < UNSURE else "")
+            row["note"] = note or (f"unsure (below {UNSURE:.0%})" if row["probability"] < UNSURE else "")
     return [{"file": str(path), **row} for (path, _), row in zip(good, rows, strict=True)], inputs, bad
 
 
@@ -212,10 +210,8 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
             return fit_image(Image.fromarray(np.round(read_image(path) * 255).astype(np.uint8)), shape), ""
 
         return fitted, f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
-    raise UserError(
-        f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. Give {owner} a method "
-        "prepare_file(path) that returns the input as a tensor, without a batch dimension."
-    )
+    give = f"Give {owner} a method prepare_file(path) that returns the input as a tensor, without a batch dimension."
+    raise UserError(f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. {give}")
 
 
 def read_image(path: Path) -> np.ndarray:

@@ -62,8 +62,7 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     """Networks × devices × precisions at the configured batch size, then other batch sizes of the chosen network."""
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
     if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
-        needs = "images and a module with a network. Leave it out: --networks chosen."
-        raise UserError(f"--networks ResNet18 needs {needs}")
+        raise UserError("--networks ResNet18 needs images and a module.network. Leave it out: --networks chosen.")
     measured = timing.alternate("devices", device_runs(config, options), options.n)
     rows: list[Row] = []
     for (_, _, precision, size), runs in measured.items():
@@ -172,21 +171,19 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
 def loaders(data: Any, samples: Any, options: Namespace, pinned: bool) -> dict[str, DataLoader[Any]]:
     """The ways to load, by name; ours comes first."""
     given = data.train_dataloader()
-    kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
+    kept = {"shuffle": True, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
+    own = partial(DataLoader, given.dataset, given.batch_size, **kept)
+    exact = partial(ExactLoader.of, training=True, seed=0)
     plain = partial(DataLoader, timing.PerSampleImages(data, samples), options.batch_size, shuffle=True)
-
-    def ours(**asked: Any) -> DataLoader[Any]:
-        return ExactLoader.of(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
-
     tensors = TensorDataset(samples.images, samples.labels)
-    ways: dict[str, DataLoader[Any]] = {"ours": ours(pin_memory=pinned)}
+    ways: dict[str, DataLoader[Any]] = {"ours": exact(own(pin_memory=pinned))}
     if pinned:
-        ways["ours, not pinned"] = ours()
+        ways["ours, not pinned"] = exact(own())
     ways["tensors, one sample at a time"] = DataLoader(tensors, options.batch_size, shuffle=True)
     ways |= {f"plain PyTorch, {count} workers": plain(num_workers=count) for count in options.workers}
     if some := next((count for count in options.workers if count > 0), 0):
         name = f"plain PyTorch, {some} workers"
-        ways[f"ours, {some} workers"] = ours(num_workers=some, persistent_workers=True, pin_memory=pinned)
+        ways[f"ours, {some} workers"] = exact(own(num_workers=some, persistent_workers=True, pin_memory=pinned))
         ways[f"{name}, persistent"] = plain(num_workers=some, persistent_workers=True)
         ways[f"{name}, prefetch 8"] = plain(num_workers=some, prefetch_factor=8)
         if pinned:

@@ -60,10 +60,9 @@ def one_device_flags(config: Configuration) -> dict[str, Any]:
     devices, nodes, strategy = str(asked["devices"]), asked["num_nodes"], asked["strategy"]
     is_one = re.fullmatch(r"auto|-1|1|\d+,|\[\d+\]", devices)  # 2, and [2] name a device by its index
     if not is_one or nodes > 1 or strategy != "auto" or launched_world()[1] > 1:
-        raise UserError(
-            "tune measures one process on one device, and what it finds is per device: leave --devices, --num_nodes, "
-            f"--strategy, torchrun and srun away, got --devices {devices} --num_nodes {nodes} --strategy {strategy}."
-        )
+        got = f"got --devices {devices} --num_nodes {nodes} --strategy {strategy}"
+        leave = f"leave --devices, --num_nodes, --strategy, torchrun and srun away, {got}"
+        raise UserError(f"tune measures one process on one device, and what it finds is per device: {leave}.")
     if not config.module.automatic_optimization:
         raise UserError(f"tune needs Lightning's automatic optimization, and {name} steps its optimizers itself.")
     asked["devices"] = 1 if devices in ("auto", "-1") else asked["devices"]
