@@ -86,7 +86,7 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
     prepare, says = choose_preparation(loaded)
     print(says)
     good, bad = list[tuple[Path, str]](), list[tuple[Path, str]]()  # with a note, or the reason
-    inputs, batch = list[Tensor](), list[Tensor]()  # the first ones; some of one shape
+    inputs, batch = list[torch.Tensor](), list[torch.Tensor]()  # the first ones; some of one shape
     answers: list[tuple[Any, int]] = []  # and how many inputs each is for
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
         try:
