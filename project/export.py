@@ -108,17 +108,13 @@ def find_samples(loaded: Loaded) -> Samples:
         raise UserError(f"export traces the module's forward, and {name} has none. Write one.")
     shape, example = tuple(getattr(data, "image_shape", ())), module.example_input_array
     example = (example,) if isinstance(example, Tensor) else example if isinstance(example, tuple) else ()
-    candidates = [test_set(loaded, len(example) or 1)]
+    candidates, reasons = test_set(loaded, len(example) or 1)  # and why those before would not do
     if example:
         candidates.append((tuple(torch.cat([x, x]) for x in example), None, "example_input_array"))
     if shape:
         pixels = torch.randint(256, (1000, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         candidates.append(((pixels,), None, "random images"))
-    reasons: list[str] = []  # why the candidates before would not do
     for inputs, labels, source in candidates:
-        if not inputs:
-            reasons.append(source)
-            continue
         try:
             found = answer(module, tuple(x[:2] for x in inputs))
         except Exception as error:
@@ -134,8 +130,8 @@ def find_samples(loaded: Loaded) -> Samples:
     raise UserError(f"export has nothing to trace {name} with: {'; '.join(reasons)}. {give}")
 
 
-def test_set(loaded: Loaded, count: int) -> tuple[tuple[Tensor, ...], Tensor | None, str]:
-    """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
+def test_set(loaded: Loaded, count: int) -> tuple[list[tuple[tuple[Tensor, ...], Tensor | None, str]], list[str]]:
+    """The first ``count`` tensors of the test set's batches, labels (samples,), where both are from; or why not."""
     data: Any = loaded.module if loaded.datamodule is None else loaded.datamodule
     try:
         data.prepare_data()
@@ -148,9 +144,9 @@ def test_set(loaded: Loaded, count: int) -> tuple[tuple[Tensor, ...], Tensor | N
                 break
         inputs = [torch.cat(parts)[:MOST_SAMPLES] for parts in zip(*batches, strict=True)]
     except Exception as error:  # somebody else's data are missing in their own way: an export does not need them
-        return (), None, f"no test set of tensors: {first_line(error)}"
+        return [], [f"no test set of tensors: {first_line(error)}"]
     labels = inputs[count] if len(inputs) > count and inputs[count].dtype == torch.int64 else None
-    return tuple(inputs[:count]), labels, f"{getattr(data, 'data_source', type(data).__name__)} test"
+    return [(tuple(inputs[:count]), labels, f"{getattr(data, 'data_source', type(data).__name__)} test")], []
 
 
 def first_line(error: Exception) -> str:
