@@ -54,18 +54,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data.source", metavar="auto|mnist|sample", help="which test set (default: as in training)")
     args = parser.parse_args(argv)
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        needs = f"{', '.join(missing)}, which training does not"
-        raise UserError(f"export needs {needs}. Run pip install '.[export]' first.")
+        raise UserError(f"export needs {', '.join(missing)}, which training does not. Run pip install '.[export]'.")
     checkpoint = find_checkpoint(args.ckpt_path)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
     typed = {name: value for name, value in vars(args).items() if name.startswith(("data.", "allow_")) and value}
     loaded = load(checkpoint, [f"--{name}={value}" for name, value in typed.items()])
     data: Any = loaded.datamodule
-    as_in_training = not typed.keys() - {"allow_imports"}
-    if as_in_training and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
+    if typed.keys() <= {"allow_imports"} and loaded.run.get("data_source") == "sample" and hasattr(data, "stay_with"):
         data.stay_with("sample")  # `auto` would look for the full set first
     samples = find_samples(loaded)
-    exported, facts = trace(loaded, samples), metadata(loaded, samples)
+    exported = trace(loaded, samples)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -73,7 +71,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({error.strerror}).") from None
     print(f"{checkpoint}: comparing the exports on {len(samples.inputs[0]):,} samples ({samples.source})", flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
-        write_files(Path(scratch), loaded, exported, samples, facts)
+        write_files(Path(scratch), loaded, exported, samples)
         print(format_table(rows := compare(Path(scratch), loaded, samples)))
         if args.output:
             write_rows(args.output, rows)
@@ -110,17 +108,13 @@ def find_samples(loaded: Loaded) -> Samples:
         raise UserError(f"export traces the module's forward, and {name} has none. Write one.")
     shape, example = tuple(getattr(data, "image_shape", ())), module.example_input_array
     example = (example,) if isinstance(example, Tensor) else example if isinstance(example, tuple) else ()
-    candidates = [test_set(loaded, len(example) or 1)]
+    candidates, reasons = test_set(loaded, len(example) or 1)  # and why those before would not do
     if example:
         candidates.append((tuple(torch.cat([x, x]) for x in example), None, "example_input_array"))
     if shape:
         pixels = torch.randint(256, (1000, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         candidates.append(((pixels,), None, "random images"))
-    reasons: list[str] = []  # why the candidates before would not do
     for inputs, labels, source in candidates:
-        if not inputs:
-            reasons.append(source)
-            continue
         try:
             found = answer(module, tuple(x[:2] for x in inputs))
         except Exception as error:
@@ -136,8 +130,8 @@ def find_samples(loaded: Loaded) -> Samples:
     raise UserError(f"export has nothing to trace {name} with: {'; '.join(reasons)}. {give}")
 
 
-def test_set(loaded: Loaded, count: int) -> tuple[tuple[Tensor, ...], Tensor | None, str]:
-    """The first ``count`` tensors of the test set's batches, labels (samples,), and where both are from, or why not."""
+def test_set(loaded: Loaded, count: int) -> tuple[list[tuple[tuple[Tensor, ...], Tensor | None, str]], list[str]]:
+    """The first ``count`` tensors of the test set's batches, labels (samples,), where both are from; or why not."""
     data: Any = loaded.module if loaded.datamodule is None else loaded.datamodule
     try:
         data.prepare_data()
@@ -150,9 +144,9 @@ def test_set(loaded: Loaded, count: int) -> tuple[tuple[Tensor, ...], Tensor | N
                 break
         inputs = [torch.cat(parts)[:MOST_SAMPLES] for parts in zip(*batches, strict=True)]
     except Exception as error:  # somebody else's data are missing in their own way: an export does not need them
-        return (), None, f"no test set of tensors: {first_line(error)}"
+        return [], [f"no test set of tensors: {first_line(error)}"]
     labels = inputs[count] if len(inputs) > count and inputs[count].dtype == torch.int64 else None
-    return tuple(inputs[:count]), labels, f"{getattr(data, 'data_source', type(data).__name__)} test"
+    return [(tuple(inputs[:count]), labels, f"{getattr(data, 'data_source', type(data).__name__)} test")], []
 
 
 def first_line(error: Exception) -> str:
@@ -180,20 +174,16 @@ def answer(model: Callable[..., Any], inputs: tuple[Tensor, ...], size: int = 10
 def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
     """The module's forward as a graph with a free batch size; outputs in float32."""
 
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = loaded.module
-
+    class Graph(nn.ModuleDict):
         def forward(self, *inputs: Tensor) -> Any:
-            outputs = named(self.module(*inputs))
+            outputs = named(self["module"](*inputs))
             return outputs["output"] if list(outputs) == ["output"] else outputs
 
     example = tuple(x[:2].clone() for x in samples.exported)
     sizes = ({0: torch.export.Dim("batch", min=1)},) * len(example)
     try:
         with torch.no_grad():
-            exported = torch.export.export(Graph().eval(), example, dynamic_shapes=(sizes,))
+            exported = torch.export.export(Graph({"module": loaded.module}).eval(), example, dynamic_shapes=(sizes,))
     except Exception as error:
         raise UserError(f"{type(loaded.module).__name__}.forward cannot be exported: {first_line(error)}") from error
     for node in exported.graph.nodes:
@@ -227,13 +217,12 @@ def metadata(loaded: Loaded, samples: Samples) -> dict[str, str]:
     return {key: str(value) for key, value in facts.items() if value is not None}
 
 
-def write_files(
-    folder: Path, loaded: Loaded, exported: torch.export.ExportedProgram, samples: Samples, facts: dict[str, str]
-) -> None:
+def write_files(folder: Path, loaded: Loaded, exported: torch.export.ExportedProgram, samples: Samples) -> None:
     """Write ONNX (graph and weights in one file), torch.export (``metadata.json`` inside) and the network's weights."""
     import onnx
     from safetensors.torch import save
 
+    facts = metadata(loaded, samples)
     names: dict[str, Any] = {"input_names": samples.names, "output_names": samples.outputs}
     names["dynamic_shapes"] = [{0: "batch"} for _ in samples.names]
     with warnings.catch_warnings():
@@ -266,6 +255,18 @@ def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, An
     options.intra_op_num_threads = torch.get_num_threads()  # its default ignores a container's limit
     session = onnxruntime.InferenceSession(folder / NAMES[0], options, providers=["CPUExecutionProvider"])
     expected, rows = answer(loaded.module, samples.inputs), []
+    own = getattr(loaded.module, "outputs_agree", None)
+
+    def difference(found: Outputs) -> dict[str, Any]:
+        pairs = [(value, found[name]) for name, value in expected.items()]
+        row: dict[str, Any] = {"samples": len(pairs[0][0])}
+        if samples.classes:
+            row["different_labels"] = int((pairs[0][0].argmax(dim=1) != pairs[0][1].argmax(dim=1)).sum())
+        row["largest_difference"] = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+        agrees = all(torch.allclose(a, b, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE) for a, b in pairs)
+        if own is not None:
+            agrees = bool(own(*pairs[0]) if len(pairs) == 1 else own(expected, found))
+        return row | {"agrees": agrees and not row.get("different_labels")}
 
     def run_onnx(*inputs: Tensor) -> Outputs:
         outputs = session.run(samples.outputs, {name: x.numpy() for name, x in zip(samples.names, inputs, strict=True)})
@@ -275,24 +276,10 @@ def compare(folder: Path, loaded: Loaded, samples: Samples) -> list[dict[str, An
     for (kind, model), size in itertools.product(models.items(), BATCH_SIZES):
         started = time.perf_counter()
         found = answer(model, samples.exported, size)
-        seconds, differs = time.perf_counter() - started, difference(loaded, samples, expected, found)
-        rows.append({"file": kind, "batch_size": size, **differs, "seconds": seconds})
+        seconds = time.perf_counter() - started
+        rows.append({"file": kind, "batch_size": size, **difference(found), "seconds": seconds})
     network_of(loaded.module).load_state_dict(load_file(folder / NAMES[2]))
-    found = answer(loaded.module, samples.inputs)
-    return [*rows, {"file": "safetensors", **difference(loaded, samples, expected, found)}]
-
-
-def difference(loaded: Loaded, samples: Samples, expected: Outputs, found: Outputs) -> dict[str, Any]:
-    """How outputs differ from the checkpoint's; whether that matters is for the module's ``outputs_agree`` to say."""
-    pairs = [(value, found[name]) for name, value in expected.items()]
-    row: dict[str, Any] = {"samples": len(pairs[0][0])}
-    if samples.classes:
-        row["different_labels"] = int((pairs[0][0].argmax(dim=1) != pairs[0][1].argmax(dim=1)).sum())
-    row["largest_difference"] = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
-    agrees = all(torch.allclose(a, b, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE) for a, b in pairs)
-    if (own := getattr(loaded.module, "outputs_agree", None)) is not None:
-        agrees = bool(own(*pairs[0]) if len(pairs) == 1 else own(expected, found))
-    return row | {"agrees": agrees and not row.get("different_labels")}
+    return [*rows, {"file": "safetensors", **difference(answer(loaded.module, samples.inputs))}]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +24,14 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports, run
-from project.errors import BadImage, UserError
-from project.tables import format_cell, format_table, write_rows
+from project.errors import BadImage, UserError, require
+from project.tables import Row, format_cell, format_table, write_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from project.engine.restore import Loaded
 
-Row = dict[str, Any]
 BATCH_SIZE = 256
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "AVIF", "JPEG2000", "ICO", "TGA", "PCX")
 # A 12-megapixel photo as floats takes 150 MB. A digit that fills a fiftieth of it is still 40 pixels high at this size.
@@ -43,7 +42,6 @@ TILE, CAPTION, MARGIN, MOST_SHOWN = 84, 30, 8, 1000
 # Probability below which a label is unsure, and coloured: 90 % of the wrong labels of the default network on MNIST's
 # test set are, and 3 % of the right ones.
 UNSURE, UNSURE_COLOUR = 0.7, "#c05000"
-UNSURE_NOTE = f"unsure (below {UNSURE:.0%})"
 
 
 def main(argv: list[str]) -> int:
@@ -61,14 +59,11 @@ def main(argv: list[str]) -> int:
 
     allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
     loaded = load(find_checkpoint(args.ckpt_path), allowed)
-    _, says = choose_preparation(loaded)
-    paths = find_files(args.images, None if hasattr(loaded.datamodule, "prepare_file") else image_endings())
-    print(says)
+    paths = find_files(args.images, only_images=not hasattr(loaded.datamodule, "prepare_file"))
     rows, inputs, bad = predict_files(loaded, paths)
     if rows:  # with nothing to write, older files stay
         print(format_table(rows))
-        notes = Counter(row["note"] for row in rows if row.get("note"))
-        if notes:
+        if notes := Counter(row["note"] for row in rows if row.get("note")):
             print(f"of {len(rows)} files: " + ", ".join(f"{count} {note}" for note, count in notes.most_common()))
         if args.output:
             write_rows(args.output, rows)
@@ -88,10 +83,10 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    prepare, _ = choose_preparation(loaded)
+    prepare, says = choose_preparation(loaded)
+    print(says)
     good, bad = list[tuple[Path, str]](), list[tuple[Path, str]]()  # with a note, or the reason
-    inputs: list[Tensor] = []
-    batch: list[Tensor] = []  # of one shape
+    inputs, batch = list[torch.Tensor](), list[torch.Tensor]()  # the first ones; some of one shape
     answers: list[tuple[Any, int]] = []  # and how many inputs each is for
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
         try:
@@ -111,7 +106,7 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
         answers.append((predict_batch(loaded, torch.stack(batch)), len(batch)))
     found: Any = getattr(loaded.module, "class_names", None) or getattr(loaded.datamodule, "class_names", None) or ()
     names = list(found) if all(are_probabilities(answer, len(found)) for answer, _ in answers) else []
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for answer, count in answers:
         table = columns(answer, names)
         if {len(values) for values in table.values()} != {count}:
@@ -121,7 +116,7 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
         rows += [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     for row, (_, note) in zip(rows, good, strict=True):
         if "probability" in row:
-            row["note"] = note or (UNSURE_NOTE if row["probability"] < UNSURE else "")
+            row["note"] = note or (f"unsure (below {UNSURE:.0%})" if row["probability"] < UNSURE else "")
     return [{"file": str(path), **row} for (path, _), row in zip(good, rows, strict=True)], inputs, bad
 
 
@@ -166,33 +161,27 @@ def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
     return {name: values if isinstance(values, list | tuple) else [] for name, values in table.items()}
 
 
-def find_files(arguments: Iterable[str], endings: Collection[str] | None = None) -> list[Path]:
+def find_files(arguments: Iterable[str], only_images: bool = False) -> list[Path]:
     """Files meant by the command line's words: files, folders (and what is below them) and globs, each file once.
-
-    A file that was named is returned in any case, even a missing one, to be reported with others that cannot be read.
-    Of a folder only files with one of ``endings`` (None: all), no hidden ones; without any, or where a glob matches
-    nothing, a UserError.
+    A file that was named is returned in any case, even a missing one, to be reported with others that cannot be read;
+    of a folder no hidden ones.
     """
     found: list[Path] = []
+    endings = {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
     for argument in arguments:
         word = os.path.expanduser(argument)  # Path.expanduser() raises where there is no such user
         is_glob = glob.has_magic(word) and not os.path.exists(word)
         files: list[Path] = []
         for path in map(Path, sorted(glob.glob(word, recursive=True)) if is_glob else [word]):
             below = sorted(file for file in path.rglob("[!.]*") if file.is_file())  # nothing of what is no folder
-            files += [file for file in below if endings is None or file.suffix.lower() in endings]
+            files += [file for file in below if not only_images or file.suffix.lower() in endings]
             files += [] if path.is_dir() else [path]
         if not files:
-            kind = f"with an image's ending ({' '.join(sorted(endings))})" if endings else "in it"
+            kind = f"with an image's ending ({' '.join(sorted(endings))})" if only_images else "in it"
             reason = "matches no file" if is_glob else f"is a folder without files {kind}"
             raise UserError(f"IMAGE {argument} {reason}. Check the folder, or name the files.")
         found += files
     return list(dict.fromkeys(found))
-
-
-def image_endings() -> set[str]:
-    """Endings of the image files that are read."""
-    return {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
 
 
 def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]], str]:
@@ -221,18 +210,14 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
             return fit_image(Image.fromarray(np.round(read_image(path) * 255).astype(np.uint8)), shape), ""
 
         return fitted, f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
-    raise UserError(
-        f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. Give {owner} a method "
-        "prepare_file(path) that returns the input as a tensor, without a batch dimension."
-    )
+    give = f"Give {owner} a method prepare_file(path) that returns the input as a tensor, without a batch dimension."
+    raise UserError(f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. {give}")
 
 
 def read_image(path: Path) -> np.ndarray:
     """Pixels of an image file, an animation's first frame, as float32 (height, width, 3) in 0-1, upright by EXIF. A
     side longer than ``LONGEST_SIDE`` is reduced. Of Pillow's readers only those in ``FORMATS`` are used: the one of EPS
-    would start Ghostscript on a stranger's file.
-
-    BadImage where the file is missing, is no image, is damaged, or claims more pixels than Pillow's limit.
+    would start Ghostscript on a stranger's file. A BadImage where no image can be had.
     """
     most = Image.MAX_IMAGE_PIXELS or math.inf
     try:
@@ -242,14 +227,11 @@ def read_image(path: Path) -> np.ndarray:
                 raise Image.DecompressionBombError
             image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets a JPEG decode at half size or less
             return to_pixels(ImageOps.exif_transpose(image))
-    except FileNotFoundError:
-        raise BadImage("no such file") from None
-    except Image.UnidentifiedImageError:
-        raise BadImage("not an image that can be read") from None
-    except Image.DecompressionBombError:
-        raise BadImage(f"more than {most:,} pixels") from None
     except Exception as error:  # Pillow's decoders raise whatever they meet: OSError, ValueError, SyntaxError ...
-        raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
+        reasons: dict[type[Exception], str] = {Image.UnidentifiedImageError: "not an image that can be read"}
+        reasons |= {FileNotFoundError: "no such file", Image.DecompressionBombError: f"more than {most:,} pixels"}
+        damaged = f"damaged: {' '.join(str(error).split()) or type(error).__name__}"
+        raise BadImage(reasons.get(type(error), damaged)) from None
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:
@@ -277,8 +259,7 @@ def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]
     sheet = Image.new("RGB", (MARGIN + across * (TILE + MARGIN), MARGIN + down * high + 16), "white")
     pen, fonts = ImageDraw.Draw(sheet), {size: ImageFont.load_default(size) for size in (10, 14)}
     for index, (image, row) in enumerate(zip(inputs, rows, strict=False)):
-        if image.ndim != 3:
-            raise UserError(f"--contact_sheet draws images (channels, height, width), got {tuple(image.shape)}.")
+        require(image.ndim == 3, "--contact_sheet", "draw images (channels, height, width)", tuple(image.shape))
         pixels = (image if len(image) == 3 else image[:1].expand(3, -1, -1)).float()
         if image.is_floating_point():  # in 0-1, unless somebody's own preparation has normalised them
             low, most = min(0.0, float(pixels.min())), max(1.0, float(pixels.max()))

@@ -131,7 +131,7 @@ class ThreeColours(MNISTDataModule):
 def exported_rows(loaded: Loaded, folder: Path) -> tuple[export.Samples, list[dict[str, Any]]]:
     """What is exported to ``folder``, and how it compares with the checkpoint."""
     samples = export.find_samples(loaded)
-    export.write_files(folder, loaded, export.trace(loaded, samples), samples, export.metadata(loaded, samples))
+    export.write_files(folder, loaded, export.trace(loaded, samples), samples)
     return samples, export.compare(folder, loaded, samples)
 
 

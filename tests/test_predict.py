@@ -22,7 +22,7 @@ from project.engine import command as entry
 from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
 from project.model import MNISTClassifier
-from project.predict import find_files, image_endings, read_image
+from project.predict import find_files, read_image
 from tests.digit_files import WAYS
 from tests.photos import KINDS, photograph, take_photographs
 from tests.trained import trained_checkpoint
@@ -290,14 +290,14 @@ def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None
     for name in ("b.png", "a.PNG", ".hidden.png", "c.txt"):
         (tmp_path / name).write_bytes(b"")
     words = [str(tmp_path), str(tmp_path / "b.png")]
-    assert find_files(words, image_endings()) == [tmp_path / "a.PNG", tmp_path / "b.png"]
+    assert find_files(words, only_images=True) == [tmp_path / "a.PNG", tmp_path / "b.png"]
     assert find_files(words) == [tmp_path / "a.PNG", tmp_path / "b.png", tmp_path / "c.txt"]
     with pytest.raises(UserError):
         find_files([str(tmp_path / "*.gif")])
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "c.txt").write_bytes(b"")
     with pytest.raises(UserError, match="is a folder without files with an image's ending"):
-        find_files([str(tmp_path / "texts")], image_endings())
+        find_files([str(tmp_path / "texts")], only_images=True)
 
 
 def test_postscript_is_never_started(tmp_path: Path) -> None:

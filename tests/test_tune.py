@@ -22,7 +22,6 @@ from project.engine.cli import Configuration, configure
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tune import __main__ as tune
-from project.tune.__main__ import one_device_flags
 from project.tune.short_trainings import (
     Measured,
     RateRamp,
@@ -30,7 +29,7 @@ from project.tune.short_trainings import (
     advice_lines,
     advise,
     find_largest,
-    free_memory,
+    one_device_flags,
     read_curve,
     train_shortly,
 )
@@ -112,8 +111,8 @@ def test_no_size_is_recommended_that_leaves_fewer_than_50_steps_an_epoch_or_gain
 
 def test_the_advice_says_what_a_larger_batch_costs() -> None:
     def told(samples: int, present: int) -> list[str]:
-        advice = advise(measured(RATES, samples), present)
-        return advice_lines(advice, 512, "no more", present, "python -m project.tune lr --data.batch_size")
+        sizes = measured(RATES, samples)
+        return advice_lines(sizes, "no more", present, "python -m project.tune lr --data.batch_size")
 
     lines = told(6_399, 32)
     assert (
@@ -130,17 +129,6 @@ def test_the_advice_says_what_a_larger_batch_costs() -> None:
     assert told(700, 1000)[-1] == "No size that leaves 50 of them fits."
 
 
-def test_memory_is_freed_on_mps_where_the_general_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake: ``torch.accelerator.empty_cache`` asserts there."""
-    freed: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: pytest.fail("asserts on MPS"))
-    monkeypatch.setattr(torch.mps, "empty_cache", lambda: freed.append("mps"))
-    free_memory()
-    assert freed == ["mps"]
-
-
 @pytest.fixture(autouse=True)
 def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed is judged nowhere here."""
@@ -151,6 +139,20 @@ def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def steps(workplace: Path) -> TrainingSteps:
     config = configure([*SMALL, "--model.network", "MLP"], "project.tune")
     return TrainingSteps(config, one_device_flags(config))
+
+
+def test_memory_is_freed_on_mps_where_the_general_call_fails(
+    steps: TrainingSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake: ``torch.accelerator.empty_cache`` asserts there."""
+    freed: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: pytest.fail("asserts on MPS"))
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: freed.append("mps"))
+    monkeypatch.setattr(steps, "_train", lambda size: None)
+    assert steps.measure(16) is None
+    assert freed == ["mps"]
 
 
 def peak_of(steps: TrainingSteps, size: int) -> int:
@@ -274,18 +276,17 @@ def test_the_learning_rate_is_where_the_loss_is_lowest_whatever_diverges_behind(
     rates = [1e-6 * 10 ** (6 * step / 200) for step in range(200)]
     losses = [0.2 + min(2.1, abs(math.log10(rate / 0.01))) for rate in rates]
     for diverged in (losses[-1], 1e12, math.nan, math.inf):
-        smooth, lowest = read_curve(rates, [*losses[:190], *[diverged] * 10])
+        smooth, lowest = read_curve([*losses[:190], *[diverged] * 10])
         assert rates[lowest] == pytest.approx(0.01, rel=0.1)
         assert len(smooth) == (200 if math.isfinite(diverged) else 190)
-    _, lowest = read_curve(rates, [loss - 5 for loss in losses])
+    _, lowest = read_curve([loss - 5 for loss in losses])
     assert rates[lowest] == pytest.approx(0.01, rel=0.1)
 
 
 @pytest.mark.parametrize("losses", [[2.3] * 50, [2.3 + step for step in range(50)], [math.nan] * 50, [], [-2.3] * 50])
 def test_a_loss_that_never_falls_is_no_suggestion_but_an_error(losses: list[float]) -> None:
-    rates = [10 ** (step / 10 - 6) for step in range(len(losses))]
     with pytest.raises(UserError, match="the loss never fell"):
-        read_curve(rates, losses)
+        read_curve(losses)
 
 
 def test_the_ramp_records_the_rate_and_the_loss_of_every_optimizer_step() -> None:
@@ -424,7 +425,7 @@ def test_the_range_test_ends_at_a_loss_that_is_no_number_and_runs_none_after_it(
     config = plain(Bursting(), PlainData())
     ramp = RateRamp(1e-4, 10, 50)
     train_shortly(one_device_flags(config), ramp, config.module, config.datamodule)
-    smooth, _ = read_curve(ramp.rates, ramp.losses)
+    smooth, _ = read_curve(ramp.losses)
     assert max(ramp.rates[: len(smooth)]) < 0.3
     assert len(smooth) == len(ramp.losses) - 1 < 50
 

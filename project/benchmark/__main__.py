@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 from project.tables import Row, check_output, flat, format_cell, format_table, write_rows
 
 # Table → the column that its chart shows, and what it says.
@@ -22,10 +22,9 @@ TABLES = {
     "overhead": ("epoch_s", "what a run costs against loops written by hand"),
 }
 QUICK = ["--data.source", "sample", "--data.train_samples", "1024", "--data.val_samples", "200"]
-# Overhead shows best in a small network with small batches. The loops by hand do not augment.
+# The preset of overhead, which shows best in a small network with small batches. The loops by hand do not augment.
 SMALL_MLP = ["--model.network", "MLP", "--model.lr", "0.002", "--model.label_smoothing", "0", "--data.batch_size", "64"]
 SMALL_MLP += ["--data.shift_pixels", "0"]
-PRESETS = {"overhead": SMALL_MLP, "loaders": SMALL_MLP}
 # With these flags no preset is used: a configuration or class of the user's own may not know its flags.
 BEATS_THE_PRESET = ("--config", "-c", "--model", "--model.class_path", "--data", "--data.class_path")
 NETWORKS, PRECISIONS = ("chosen", "ResNet18"), ("32-true", "tf32", "16-mixed", "bf16-mixed")
@@ -78,8 +77,7 @@ def read_options(argv: list[str]) -> Namespace:
     options.fit_flags = fit_flags
     counts = {"n": (1, [options.n]), "batch_sizes": (1, options.batch_sizes), "workers": (0, options.workers)}
     for name, (least, values) in counts.items():
-        if min(values, default=least) < least:
-            raise UserError(f"--{name} must be at least {least}, got {min(values)}.")
+        require((lowest := min(values, default=least)) >= least, f"--{name}", f"be at least {least}", lowest)
     if options.output and not options.plot:
         options.plot = check_output(options.output.with_suffix(".png"), (".png",), "--plot")
     return options
@@ -91,7 +89,8 @@ def measure_table(name: str, options: Namespace) -> list[Row]:
     from project.engine.cli import configure
 
     own = any(word.split("=")[0] in BEATS_THE_PRESET for word in options.fit_flags)
-    flags = [*([] if own else PRESETS.get(name, [])), *(QUICK if options.quick else []), *options.fit_flags]
+    preset = SMALL_MLP if name in ("overhead", "loaders") and not own else []
+    flags = [*preset, *(QUICK if options.quick else []), *options.fit_flags]
     config = configure(flags, "project.benchmark")
     size = getattr(config.datamodule, "batch_size", 0)
     if not size:

@@ -21,7 +21,7 @@ from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
 from project.engine.summary import network_of
-from project.errors import UserError
+from project.errors import UserError, require
 from project.tables import Row
 
 # On a CPU a whole epoch of ResNet-18 would take minutes.
@@ -49,7 +49,6 @@ def configure_for(fit_flags: Sequence[str], device: str, precision: str, batch_s
 
 class ResNet18(nn.Sequential):
     """torchvision's ResNet-18 on images enlarged to ``image_size``: large enough to show the effect of precision.
-
     He et al. 2015, arXiv 1512.03385; 11.2 million parameters. (batch, in_channels, height, width) → logits.
     """
 
@@ -63,8 +62,7 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     """Networks × devices × precisions at the configured batch size, then other batch sizes of the chosen network."""
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
     if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
-        needs = "images and a module with a network. Leave it out: --networks chosen."
-        raise UserError(f"--networks ResNet18 needs {needs}")
+        raise UserError("--networks ResNet18 needs images and a module.network. Leave it out: --networks chosen.")
     measured = timing.alternate("devices", device_runs(config, options), options.n)
     rows: list[Row] = []
     for (_, _, precision, size), runs in measured.items():
@@ -104,15 +102,10 @@ def device_runs(config: Configuration, options: Namespace) -> dict[Any, partial[
     return runs
 
 
-STEPS = 3  # optimizer steps; the first makes the optimizer's state  # feature: memory
-
-
 def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # feature: memory
-    """One row per combination on the best device, measured once: the peak does not vary.
-
-    ``batch_size`` is that of an optimizer step; accumulation divides it into parts. The peak is the memory monitor's of
-    a whole optimizer step, on the CPU without scratch memory of libraries such as oneDNN. What is not measured, such as
-    the activations of a compiled network there, is left out.
+    """One row per combination on the best device, measured once: the peak does not vary. ``batch_size`` is that of an
+    optimizer step; accumulation divides it into parts. The peak is the memory monitor's of a whole optimizer step, on
+    the CPU without scratch memory of libraries such as oneDNN.
     """
     device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
@@ -120,7 +113,8 @@ def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # f
     rows: list[Row] = []
     cases = list(product(usable(device, options.precisions), recomputes, (1, 4), sizes))
     for precision, recompute, parts, size in tqdm(cases, desc="memory", leave=False, disable=None):
-        flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(STEPS * parts)]
+        # three optimizer steps, of which the first makes the optimizer's state
+        flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(3 * parts)]
         flags += ["--limit_val_batches", "0", "--monitors", "memory"]
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
         case = configure_for(options.fit_flags, device, precision, max(1, size // parts), *flags)
@@ -133,10 +127,8 @@ def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # f
 
 
 def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
-    """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round.
-
-    An epoch is training, validation and saving (the floor does not save, the plain PyTorch loop only trains).
-    ``project.fit --profiler simple`` shows the share of every monitor's hooks.
+    """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round. An
+    epoch is training, validation and saving (the floor does not save, the plain PyTorch loop only trains).
     """
     timing.loops_by_hand(config)  # refuses other data before a process starts
     network = type(network_of(config.module)).__name__
@@ -160,9 +152,8 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores belong to the comparison
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.in_memory(config, "train")
     batches = min(20 if options.quick else BATCHES, len(samples.labels) // options.batch_size)
-    if batches < 2:  # the first one is timed apart
-        least = f"leave two batches of the {len(samples.labels)} training samples"
-        raise UserError(f"--data.batch_size must {least}, got {options.batch_size}.")
+    two = f"leave two batches of the {len(samples.labels)} training samples"  # the first one is timed apart
+    require(batches >= 2, "--data.batch_size", two, options.batch_size)
     normalize = timing.normalizer(config.datamodule, samples.images, device)
     ways = loaders(config.datamodule, samples, options, pinned=device.type == "cuda")
     timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}
@@ -180,21 +171,19 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
 def loaders(data: Any, samples: Any, options: Namespace, pinned: bool) -> dict[str, DataLoader[Any]]:
     """The ways to load, by name; ours comes first."""
     given = data.train_dataloader()
-    kept = {"batch_size": given.batch_size, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
+    kept = {"shuffle": True, "drop_last": given.drop_last, "collate_fn": given.collate_fn}
+    own = partial(DataLoader, given.dataset, given.batch_size, **kept)
+    exact = partial(ExactLoader, training=True, seed=0)
     plain = partial(DataLoader, timing.PerSampleImages(data, samples), options.batch_size, shuffle=True)
-
-    def ours(**asked: Any) -> DataLoader[Any]:
-        return ExactLoader(DataLoader(given.dataset, shuffle=True, **kept, **asked), training=True, seed=0)
-
     tensors = TensorDataset(samples.images, samples.labels)
-    ways: dict[str, DataLoader[Any]] = {"ours": ours(pin_memory=pinned)}
+    ways: dict[str, DataLoader[Any]] = {"ours": exact(own(pin_memory=pinned))}
     if pinned:
-        ways["ours, not pinned"] = ours()
+        ways["ours, not pinned"] = exact(own())
     ways["tensors, one sample at a time"] = DataLoader(tensors, options.batch_size, shuffle=True)
     ways |= {f"plain PyTorch, {count} workers": plain(num_workers=count) for count in options.workers}
     if some := next((count for count in options.workers if count > 0), 0):
         name = f"plain PyTorch, {some} workers"
-        ways[f"ours, {some} workers"] = ours(num_workers=some, persistent_workers=True, pin_memory=pinned)
+        ways[f"ours, {some} workers"] = exact(own(num_workers=some, persistent_workers=True, pin_memory=pinned))
         ways[f"{name}, persistent"] = plain(num_workers=some, persistent_workers=True)
         ways[f"{name}, prefetch 8"] = plain(num_workers=some, prefetch_factor=8)
         if pinned:

@@ -12,19 +12,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
 from torchvision.transforms import v2
@@ -35,10 +35,10 @@ from project.engine import signals
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
-from project.engine.restore import choose
+from project.engine.restore import Run
 from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
 from project.engine.trainer import build_trainer, trainer_flags
-from project.errors import UserError
+from project.errors import UserError, require
 from project.tables import Row, format_cell
 
 K = TypeVar("K")
@@ -73,13 +73,11 @@ def wanted_devices(config: Configuration) -> list[str]:
     found = ["cpu", *([accelerator.type] if accelerator is not None and accelerator.type in ("cuda", "mps") else [])]
     asked = config.trainer["accelerator"]
     wanted = [name for name in found if asked in ("auto", name) or (asked == "gpu" and name != "cpu")]
-    if not wanted:
-        raise UserError(f"--accelerator must be auto or what this machine has ({', '.join(found)}), got {asked}.")
+    require(bool(wanted), "--accelerator", f"be auto or what this machine has ({', '.join(found)})", asked)
     return wanted
 
 
-@dataclass(frozen=True)
-class Epoch:
+class Epoch(NamedTuple):
     """One epoch's seconds."""
 
     train_s: float  # training steps
@@ -92,11 +90,8 @@ class RunClock(Callback):
     def __init__(self, turn: Connection | None = None) -> None:
         self.turn = turn  # an epoch waits for a message on it and sends its seconds; None: it does neither
         self.epochs: list[Epoch] = []
-        self.accuracy: Tensor | None = None  # 0-1, of the last validation
         self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
-        self.batches = 0  # per epoch
-        self.train_samples: int | None = None  # in the training set; None where its loader does not tell
         self.names: dict[str, str] = {}  # of device and network
         self._began = self._train_s = 0.0  # of this epoch's training steps
 
@@ -114,9 +109,9 @@ class RunClock(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # after on_train_end, which saves the last checkpoint
         self.names = {"device": device_name(trainer), "network": type(network_of(pl_module)).__name__}
-        self.batches = int(trainer.num_training_batches)
-        self.train_samples = samples_of(trainer.train_dataloader)
-        self.accuracy = trainer.callback_metrics.get("val/accuracy")
+        self.batches = int(trainer.num_training_batches)  # per epoch
+        self.train_samples = samples_of(trainer.train_dataloader)  # None where its loader does not tell
+        self.accuracy = trainer.callback_metrics.get("val/accuracy")  # 0-1, of the last validation, if it was logged
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._began:
@@ -127,9 +122,8 @@ class RunClock(Callback):
 
 
 def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: Connection | None = None) -> RunClock:
-    """Train a new module for some epochs as ``fit`` does, in a folder that is deleted.
-
-    ``bare``: only the module, the data and the user's callbacks, Lightning's loop alone. ``turn``: see RunClock.
+    """Train a new module for some epochs as ``fit`` does, in a folder that is deleted. ``bare``: only the module, the
+    data and the user's callbacks, Lightning's loop alone. ``turn``: see RunClock.
     """
     unused = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
     asked = config.trainer | {"max_epochs": epochs, "max_steps": -1, "max_time": None, "callbacks": unused}
@@ -145,9 +139,8 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
             trainer = build_trainer(flags | {"callbacks": [*flags["callbacks"], clock]})
             ExactLoading().install(trainer)  # the loaders that all the others train with
         else:
-            run = choose(Path(root), None, None)
-            run.create()
-            ends.callback(run.release)
+            run = Run(Path(root) / "run")
+            run.folder.mkdir()
             session = fit.build(config, run, extra=[clock])
             ends.callback(session.close, 0)
             trainer = session.trainer
@@ -161,34 +154,29 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
 
 
 def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int) -> dict[str, list[Epoch]]:
-    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), in turn, after one to warm up.
-
-    In turn, because a machine's speed may change within seconds (virtual cores move). Each loop has a process, threads
-    and memory of its own.
+    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), after one to warm up, in turn: a machine's speed may
+    change within seconds (virtual cores move). Each loop has a process, threads and memory of its own.
     """
 
-    def epoch_of(loop: str) -> Epoch:
-        connections[loop].send(None)
-        answer = connections[loop].recv()
+    def epoch_of(turn: Connection) -> Epoch:
+        turn.send(None)
+        answer = turn.recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    spawn, processes, connections = multiprocessing.get_context("spawn"), [], {}
-    try:
+    spawn, turns = multiprocessing.get_context("spawn"), {}
+    with ExitStack() as ends:
         for loop in loops:
-            connections[loop], its = spawn.Pipe()
-            processes.append(spawn.Process(target=take_turns, args=(its, loop, fit_flags, n + 1)))
-            processes[-1].start()
+            connection, its = spawn.Pipe()
+            process = spawn.Process(target=take_turns, args=(its, loop, fit_flags, n + 1))
+            process.start()
             its.close()  # else the end of its process would not be seen
-        turns = {loop: partial(epoch_of, loop) for loop in loops}
+            ends.callback(process.kill)
+            ends.callback(process.join, 60)
+            ends.callback(connection.close)  # comes first: the process ends before its next epoch
+            turns[loop] = partial(epoch_of, connection)
         return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}
-    finally:
-        for connection in connections.values():
-            connection.close()  # its process ends before its next epoch
-        for process in processes:
-            process.join(60)
-            process.kill()
 
 
 def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: int) -> None:
@@ -248,8 +236,7 @@ def in_memory(config: Configuration, split: str) -> Any:
     """The dataset of a split ("train" or "val"). Its ``images`` are uint8 in 0-255 or float in 0-1, (count, channels,
     height, width), its ``labels`` int64 (count,). A UserError where the configured data are not of this kind.
     """
-    data: Any = config.datamodule
-    dataset: Any = None
+    data, dataset = cast(Any, config.datamodule), None
     with suppress(MisconfigurationException, AttributeError):  # no loader, or one without a dataset
         data.prepare_data()
         data.setup("fit")
@@ -286,14 +273,11 @@ class PerSampleImages(TensorDataset):
 
 def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     """The floor and the plain PyTorch loop: name → function that trains one epoch, on copies of the module's network.
-
     The floor is the least a training loop can do: gather a batch by index from data on the device, forward, backward, a
-    fused step of Adam, and after every epoch a validation, batched as ours. Cross-entropy without label smoothing, a
-    new permutation every epoch; no metric, logging, progress or checkpoint. A UserError where the module has no
-    ``network``, or for data that are not :func:`in_memory`.
+    fused step of Adam, and after every epoch a validation, batched as ours; no metric, logging, progress or checkpoint.
+    A UserError where the module has no ``network``, or for data that are not :func:`in_memory`.
     """
-    module: Any = config.module
-    data: Any = config.datamodule
+    module, data = cast(Any, config.module), cast(Any, config.datamodule)
     if not isinstance(getattr(module, "network", None), nn.Module):
         raise UserError(f"--model: loops written by hand train module.network, {type(module).__name__} has none.")
     device = torch.device(wanted_devices(config)[-1])
@@ -302,10 +286,10 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     normalize = normalizer(data, images, device)
     memory_format = getattr(module, "memory_format", torch.contiguous_format)
     network: nn.Module = copy.deepcopy(module.network).to(device).to(memory_format=memory_format)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
+    fused = optim.Adam(network.parameters(), lr=1e-3, fused=True)
     size, eval_size = min(data.batch_size, len(labels)), getattr(data, "eval_batch_size", data.batch_size)
     dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(str(config.trainer["precision"]))
-    autocast = partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in torch.randperm(len(labels), device=device).split(size)[: len(labels) // size]:
@@ -315,41 +299,34 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
 
     def floor_epoch() -> Epoch:
         began = time.perf_counter()
-        trained = train_epoch(network, optimizer, batches(), device, autocast, reads_loss=False)
+        trained = train_epoch(network, fused, batches(), autocast)
         network.eval()
         correct = torch.zeros((), device=device, dtype=torch.int64)
         for some, truth in zip(val_images.split(eval_size), val_labels.split(eval_size), strict=True):
-            with torch.no_grad(), autocast():
+            with torch.no_grad(), autocast:
                 logits = network(normalize(some).contiguous(memory_format=memory_format))
                 correct += (logits.argmax(dim=1) == truth).sum()
         correct.item()
-        return replace(trained, epoch_s=time.perf_counter() - began)
+        return Epoch(trained.train_s, time.perf_counter() - began)
 
     copied = copy.deepcopy(network)
-    adam = torch.optim.Adam(copied.parameters(), lr=1e-3)
+    plain = optim.Adam(copied.parameters(), lr=1e-3)
     loader: DataLoader[Any] = DataLoader(PerSampleImages(data, train), data.batch_size, shuffle=True)
-    return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, adam, loader, device)}
+    return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, plain, loader, None)}
 
 
-def train_epoch(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[Any],
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    reads_loss: bool = True,
-) -> Epoch:
-    """Train one epoch, by default as most tutorials do, with ``loss.item()`` at every step."""
-    began, running_loss = time.perf_counter(), 0.0
+def train_epoch(network: nn.Module, adam: optim.Adam, batches: Iterable[Any], floor: torch.autocast | None) -> Epoch:
+    """Train one epoch: the floor's in its precision, or (None) as most tutorials do, reading the loss at every step."""
+    began, running_loss, device = time.perf_counter(), 0.0, next(network.parameters()).device
     network.train()
     for images, labels in batches:
         images, labels = images.to(device), labels.to(device)
-        with autocast():
+        with floor or nullcontext():
             loss = nn.functional.cross_entropy(network(images), labels)
-        optimizer.zero_grad()
+        adam.zero_grad()
         loss.backward()
-        optimizer.step()
-        running_loss += loss.item() if reads_loss else 0.0
+        adam.step()
+        running_loss += 0.0 if floor else loss.item()
     synchronize(device)
     seconds = time.perf_counter() - began
     return Epoch(seconds, seconds)

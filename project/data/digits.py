@@ -147,8 +147,7 @@ def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     """
     height, width = ink.shape
     cell = -(-max(height, width) // GRID)
-    padded = np.pad(ink, ((0, -height % cell), (0, -width % cell)))
-    cells = padded.reshape(padded.shape[0] // cell, cell, padded.shape[1] // cell, cell).sum(axis=(1, 3))
+    cells = np.add.reduceat(np.add.reduceat(ink, range(0, height, cell)), range(0, width, cell), axis=1)
     left, patches = set(map(tuple, np.argwhere(cells).tolist())), []
     while left:  # cells above 0 that hang together, corners included
         patch = [left.pop()]
@@ -175,10 +174,9 @@ def are_several(parts: list[np.ndarray]) -> bool:
 
 def box_around(ink: np.ndarray) -> tuple[slice, slice]:
     """Rows and columns of the smallest box around every pixel above 0; BadImage where there is none."""
-    rows, columns = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
-    if not len(rows):
+    if (box := Image.fromarray(ink > 0).getbbox()) is None:
         raise BadImage("no digit in it")
-    return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
+    return slice(box[1], box[3]), slice(box[0], box[2])
 
 
 def _corner(digit: np.ndarray) -> tuple[int, int]:

@@ -7,20 +7,12 @@ python -m project.tune batch_size --model.network MLP --memory_limit_gib 2     #
 Takes the flags of project.fit (--config, --model.*, --data.*, --precision, --accelerator ...), see its --help.
 """
 
-from __future__ import annotations
-
-import argparse
 import difflib
 import math
-import re
-from typing import TYPE_CHECKING, Any
 
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 from project.tables import check_output, write_rows
-
-if TYPE_CHECKING:
-    from project.engine.cli import Configuration
 
 WHAT = ("lr", "batch_size")
 
@@ -31,23 +23,33 @@ def main(argv: list[str]) -> int:
     parser.add_argument("what", metavar="lr|batch_size", help="what to find")
     add_output(parser)
     add_output(parser, "--plot", (".png",), "the picture (default: tune_lr.png or tune_batch_size.png)")
-    lr, size = parser.add_argument_group("lr"), parser.add_argument_group("batch_size")
-    lr.add_argument("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
-    lr.add_argument("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
-    lr.add_argument("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
-    size.add_argument("--max_batch_size", type=int, help="largest size to try (default: the training set)")
-    memory = "device memory to stay within (default: all of a GPU's, 60 %% of free RAM)"
-    size.add_argument("--memory_limit_gib", type=float, help=memory)
-    seconds = "try no size whose step takes longer (default: 2)"
-    size.add_argument("--max_step_seconds", type=float, default=2.0, help=seconds)
+    add = parser.add_argument_group("lr").add_argument
+    add("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
+    add("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
+    add("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
+    add = parser.add_argument_group("batch_size").add_argument
+    add("--max_batch_size", type=int, help="largest size to try (default: the training set)")
+    add("--memory_limit_gib", type=float, help="memory to stay within (default: all of a GPU's, 60 %% of free RAM)")
+    add("--max_step_seconds", type=float, default=2.0, help="try no size whose step takes longer (default: 2)")
     what, rest = take_word(argv, WHAT)
     options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
-    check(options, fit_flags)
+    if options.what not in WHAT:
+        raise UserError(f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}")
+    for name in ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds"):
+        value = getattr(options, name)
+        require(value is None or 0 < value < math.inf, f"--{name}", "be above 0", value)
+    below = f"be below --max_lr ({options.max_lr:g})"
+    require(options.min_lr < options.max_lr, "--min_lr", below, f"{options.min_lr:g}")
+    require(options.steps >= 20, "--steps", "be at least 20", f"{options.steps} (fewer make no curve)")
+    for name in (word.split("=")[0] for word in fit_flags):  # a misspelt option, which fit would not know
+        close = difflib.get_close_matches(name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85)
+        if close and name != "--max_steps":  # a Trainer flag
+            raise UserError(f"unknown option {name}. Did you mean {close[0]}? See --help.")
     options.plot = options.plot or check_output(f"tune_{options.what}.png", (".png",), "--plot")
     options.fit_flags = fit_flags  # repeated in the advice
     with quick_imports():
         from project.engine.cli import configure
-        from project.tune.short_trainings import tune_batch_size, tune_lr
+        from project.tune.short_trainings import one_device_flags, tune_batch_size, tune_lr
     config = configure(fit_flags, "project.tune")
     tune = tune_lr if options.what == "lr" else tune_batch_size
     rows, facts = tune(config, one_device_flags(config), options)
@@ -55,43 +57,6 @@ def main(argv: list[str]) -> int:
         write_rows(options.output, facts if options.output.suffix.lower() == ".json" else rows)
     print(f"picture in {options.plot}")
     return 0
-
-
-def check(options: argparse.Namespace, fit_flags: list[str]) -> None:
-    """Raise a UserError for a number that measures nothing, or a misspelt option, which ``fit`` would not know."""
-    if options.what not in WHAT:
-        raise UserError(f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}")
-    for name in ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name} must be above 0, got {value}.")
-    if options.min_lr >= options.max_lr:
-        raise UserError(f"--min_lr must be below --max_lr ({options.max_lr:g}), got {options.min_lr:g}.")
-    if options.steps < 20:
-        raise UserError(f"--steps must be at least 20, got {options.steps}. Fewer make no curve.")
-    for name in (word.split("=")[0] for word in fit_flags):
-        close = difflib.get_close_matches(name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85)
-        if close and name != "--max_steps":  # a Trainer flag
-            raise UserError(f"unknown option {name}. Did you mean {close[0]}? See --help.")
-
-
-def one_device_flags(config: Configuration) -> dict[str, Any]:
-    """The Trainer's arguments for one process on one device; a UserError where that is not what was asked for."""
-    from project.engine.ranks import launched_world
-    from project.engine.trainer import trainer_flags
-
-    asked, name = config.trainer, type(config.module).__name__
-    devices, nodes, strategy = str(asked["devices"]), asked["num_nodes"], asked["strategy"]
-    is_one = re.fullmatch(r"auto|-1|1|\d+,|\[\d+\]", devices)  # 2, and [2] name a device by its index
-    if not is_one or nodes > 1 or strategy != "auto" or launched_world()[1] > 1:
-        raise UserError(
-            "tune measures one process on one device, and what it finds is per device: leave --devices, --num_nodes, "
-            f"--strategy, torchrun and srun away, got --devices {devices} --num_nodes {nodes} --strategy {strategy}."
-        )
-    if not config.module.automatic_optimization:
-        raise UserError(f"tune needs Lightning's automatic optimization, and {name} steps its optimizers itself.")
-    asked["devices"] = 1 if devices in ("auto", "-1") else asked["devices"]
-    return trainer_flags(config)
 
 
 if __name__ == "__main__":

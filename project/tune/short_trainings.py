@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import itertools
 import logging
 import math
+import re
 import shlex
 import statistics
 import sys
@@ -29,8 +31,9 @@ from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import LiveMemory, leave_signals_alone
 from project.engine.log_steps import synchronize
+from project.engine.ranks import launched_world
 from project.engine.summary import network_of, samples_of
-from project.engine.trainer import build_trainer
+from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError, is_out_of_memory
 from project.tables import Row, format_table
 
@@ -49,6 +52,21 @@ WORTH = 0.05  # a gain in speed below this fraction does not count
 LEAST_STEPS = 50
 CEILING = 65_536  # for data of unknown length
 CPU_SHARE = 0.6  # of the free host memory: operations need temporary memory that is not counted, other programs theirs
+
+
+def one_device_flags(config: Configuration) -> dict[str, Any]:
+    """The Trainer's arguments for one process on one device; a UserError where that is not what was asked for."""
+    asked, name = config.trainer, type(config.module).__name__
+    devices, nodes, strategy = str(asked["devices"]), asked["num_nodes"], asked["strategy"]
+    is_one = re.fullmatch(r"auto|-1|1|\d+,|\[\d+\]", devices)  # 2, and [2] name a device by its index
+    if not is_one or nodes > 1 or strategy != "auto" or launched_world()[1] > 1:
+        got = f"got --devices {devices} --num_nodes {nodes} --strategy {strategy}"
+        leave = f"leave --devices, --num_nodes, --strategy, torchrun and srun away, {got}"
+        raise UserError(f"tune measures one process on one device, and what it finds is per device: {leave}.")
+    if not config.module.automatic_optimization:
+        raise UserError(f"tune needs Lightning's automatic optimization, and {name} steps its optimizers itself.")
+    asked["devices"] = 1 if devices in ("auto", "-1") else asked["devices"]
+    return trainer_flags(config)
 
 
 class ShortTraining(Callback):
@@ -73,7 +91,6 @@ class ShortTraining(Callback):
 
     def after_step(self, trainer: Trainer) -> None:
         """Called after every optimizer step."""
-        raise NotImplementedError
 
 
 def train_shortly(flags: dict[str, Any], callback: ShortTraining, module: LightningModule, datamodule: Any) -> Trainer:
@@ -82,25 +99,23 @@ def train_shortly(flags: dict[str, Any], callback: ShortTraining, module: Lightn
     endless |= {"min_steps": None, "limit_train_batches": None, "overfit_batches": 0.0, "fast_dev_run": False}
     unvalidated = {"limit_val_batches": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
     silent = {"logger": False, "profiler": None, "enable_progress_bar": False, "enable_model_summary": False}
-    logging.disable(logging.WARNING)  # dozens of trainings would each print the same lines
-    try:
-        with tempfile.TemporaryDirectory(prefix="tune-") as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            own = {"callbacks": [callback], "default_root_dir": folder}
-            trainer = build_trainer(flags | endless | unvalidated | silent | own)
-            trainer.fit(module, datamodule=datamodule)
-            return trainer
-    finally:
-        logging.disable(logging.NOTSET)
+    folder, ends = tempfile.TemporaryDirectory(prefix="tune-"), contextlib.ExitStack()
+    with folder as root, warnings.catch_warnings(), ends:
+        warnings.simplefilter("ignore")  # dozens of trainings would each print the same lines
+        logging.disable(logging.WARNING)
+        ends.callback(logging.disable, logging.NOTSET)
+        own = {"callbacks": [callback], "default_root_dir": root}
+        trainer = build_trainer(flags | endless | unvalidated | silent | own)
+        trainer.fit(module, datamodule=datamodule)
+        return trainer
 
 
 @contextlib.contextmanager
 def picture(path: Path, config: Configuration, flags: dict[str, Any], panels: int) -> Iterator[list[Axes]]:
     """Axes side by side, to draw on in the block, under a title that names the training; saved as PNG at the end."""
     figure = Figure(figsize=(4 + 2.6 * panels, 3.8), layout="constrained")
-    row = list(figure.subplots(1, panels, squeeze=False)[0])
-    yield row
-    for axes in row:
+    yield list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in figure.axes:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False)
         axes.grid(alpha=0.3)
@@ -118,17 +133,13 @@ def picture(path: Path, config: Configuration, flags: dict[str, Any], panels: in
 
 class RateRamp(ShortTraining):
     """Raises the learning rate of all parameter groups exponentially and records the loss of every optimizer step.
-
-    Ends after ``steps`` steps, or at a loss that is not finite. Lightning's finder needs a module with an attribute
-    ``lr``, and its running mean lags 50 steps behind.
+    Lightning's finder needs a module with an attribute ``lr``, and its running mean lags 50 steps behind.
     """
 
     def __init__(self, min_lr: float, max_lr: float, steps: int) -> None:
         self.min_lr, self.growth, self.steps = min_lr, (max_lr / min_lr) ** (1 / (steps - 1)), steps
-        self.present = math.nan  # the highest rate that the module itself chose
         self.rates: list[float] = []
         self.losses: list[float] = []  # of each step, the mean over its accumulated batches
-        self._groups: list[dict[str, Any]] = []  # of all optimizers
         self._parts: list[float] = []  # losses of the step's batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,6 +147,7 @@ class RateRamp(ShortTraining):
         self._groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if not all("lr" in group for group in self._groups):
             raise UserError("tune lr: the optimizer has no learning rate.")
+        # the highest rate that the module itself chose
         self.present = max(float(group.get("initial_lr", group["lr"])) for group in self._groups)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -161,7 +173,7 @@ def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) ->
     print(f"training {options.steps} steps at rates from {options.min_lr:g} to {options.max_lr:g}", file=sys.stderr)
     ramp = RateRamp(options.min_lr, options.max_lr, options.steps)
     train_shortly(flags, ramp, config.module, config.datamodule)
-    smooth, lowest = read_curve(ramp.rates, ramp.losses)
+    smooth, lowest = read_curve(ramp.losses)
     rates, losses, now = ramp.rates[: len(smooth)], ramp.losses[: len(smooth)], ramp.present
     curve = zip(rates, losses, smooth, strict=True)
     rows: list[Row] = [{"lr": rate, "loss": loss, "smooth_loss": smoothed} for rate, loss, smoothed in curve]
@@ -186,17 +198,16 @@ def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) ->
     return rows, {"suggested_lr": suggestion, "lowest_loss_lr": found, "curve": rows}
 
 
-def read_curve(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], int]:
+def read_curve(losses: Sequence[float]) -> tuple[list[float], int]:
     """The losses up to the first that is not finite, smoothed by a Gaussian, and the step at which they are lowest.
-
     Lightning's ``suggestion()`` divides by differences of rates, which at the low end are 1e-7: noise beats every real
     slope. It suggests 0.00002 or 0.00006 for our ConvNet, depending on the seed.
     """
-    count = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    if count:
+    finite = list(itertools.takewhile(math.isfinite, losses))
+    if finite:
         # No loss counts more than the first ones do: a diverged loss of 1e12 would show a hundred steps earlier.
-        capped = np.minimum(losses[:count], max(losses[: max(1, count // 10)]))
-        distance = np.subtract.outer(np.arange(count), np.arange(count)) / (WIDTH * len(rates))
+        capped, steps = np.minimum(finite, max(finite[: max(1, len(finite) // 10)])), np.arange(len(finite))
+        distance = np.subtract.outer(steps, steps) / (WIDTH * len(losses))
         weights = np.exp(-0.5 * distance**2)
         smooth = (weights @ capped / weights.sum(axis=1)).tolist()
         lowest = smooth.index(min(smooth))
@@ -210,10 +221,8 @@ def read_curve(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[fl
 
 class Clock(ShortTraining):
     """Measures the peak of memory, times windows of several steps, and ends the training after the last window.
-
-    It waits for the device only at the edges of windows. The warm-up steps are windows of one step that do not count.
-    Memory peaks in the second step, when gradients and optimizer state exist; then the CPU's is no longer counted,
-    because that slows steps down.
+    The warm-up steps are windows of one step that do not count. Memory peaks in the second step, when gradients and
+    optimizer state exist; then the CPU's is no longer counted, because that slows steps down.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -265,14 +274,9 @@ class Measured:
         return 1000 * self.batch_size / self.step_ms
 
 
-Advice = tuple[Measured, Measured, Measured | None]  # see advise()
-
-
 class TrainingSteps:
-    """Trains a new module for some steps at any batch size, which it sets on the data module.
-
-    Lightning's batch-size finder keeps memory of failed tries and restores the state of one trainer (Lightning issues
-    19789, 20231). ``memory_limit_gib`` simulates a device with less memory.
+    """Trains a new module for some steps at any batch size, which it sets on the data module. Lightning's batch-size
+    finder keeps memory of failed tries and restores the state of one trainer (Lightning issues 19789, 20231).
     """
 
     def __init__(self, config: Configuration, flags: dict[str, Any], memory_limit_gib: float | None = None) -> None:
@@ -290,7 +294,9 @@ class TrainingSteps:
         self.datamodule.batch_size = batch_size
         measured = self._train(batch_size)  # in a frame of its own, whose tensors are free when it has returned
         self.datamodule.trainer = None  # holds what the training has left
-        free_memory()
+        gc.collect()  # Trainer, module and loops hold each other
+        if torch.accelerator.is_available():  # its own empty_cache fails on MPS (PyTorch issue 186430)
+            torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
         told = "out of memory"
         if measured is not None:
             told = f"{measured.step_ms:,.1f} ms per step, {measured.samples_per_sec:,.0f} samples/s"
@@ -313,13 +319,6 @@ class TrainingSteps:
         median = statistics.median(clock.step_ms)
         spread = 100 * (max(clock.step_ms) - min(clock.step_ms)) / median
         return Measured(batch_size, median, spread, peak_gib, steps)
-
-
-def free_memory() -> None:
-    """Free the memory of a finished or failed training."""
-    gc.collect()  # Trainer, module and loops hold each other
-    if torch.accelerator.is_available():  # its own empty_cache fails on MPS (PyTorch issue 186430)
-        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
 def tune_batch_size(config: Configuration, flags: dict[str, Any], options: Namespace) -> tuple[list[Row], Row]:
@@ -346,25 +345,18 @@ def tune_batch_size(config: Configuration, flags: dict[str, Any], options: Names
         rows.append({name: value for name, value in row.items() if value is not None})
     print(format_table(rows))
     tune_lr = shlex.join(["python", "-m", "project.tune", "lr", *options.fit_flags, "--data.batch_size"])
-    print("\n" + "\n".join(advice_lines((best, enough, use), max(fitting), limited_by, present, tune_lr)))
+    print("\n" + "\n".join(advice_lines(measured, limited_by, present, tune_lr)))
     with picture(options.plot, config, flags, 2) as panels:
-        draw(panels, measured, limited_by, best, use)
-    return rows, {
-        "largest_batch_size": max(fitting),
-        "limited_by": limited_by,
-        "best_throughput_batch_size": best.batch_size,
-        "enough_batch_size": enough.batch_size,
-        "recommended_batch_size": use.batch_size if use else None,
-        "sizes": rows,
-    }
+        draw(panels, measured, limited_by, present)
+    facts: dict[str, Any] = {"largest_batch_size": max(fitting), "limited_by": limited_by}
+    facts |= {"best_throughput_batch_size": best.batch_size, "enough_batch_size": enough.batch_size}
+    return rows, facts | {"recommended_batch_size": use.batch_size if use else None, "sizes": rows}
 
 
 def find_largest(
     measure: Callable[[int], Measured | None], ceiling: int, reason: str, max_step_s: float
 ) -> tuple[dict[int, Measured], str]:
-    """Double the size while it fits, then bisect to the exact largest. Returns all that fit, by size, and what limits
-    the largest: "memory", by which the next size does not fit; ``reason``, which says why there is a ``ceiling``; time.
-    """
+    """Double the size while it fits, then bisect. Returns all that fit, and what limits them: memory, time, reason."""
     fitting: dict[int, Measured] = {}
 
     def fits(size: int) -> bool:
@@ -383,7 +375,7 @@ def find_largest(
     return fitting, "memory"
 
 
-def advise(measured: Sequence[Measured], present: int) -> Advice:
+def advise(measured: Sequence[Measured], present: int) -> tuple[Measured, Measured, Measured | None]:
     """Of sizes in rising order: the fastest; the smallest within WORTH of it, past which larger ones stop paying; and
     the one to use, the same among those that leave LEAST_STEPS, or the configuration's ``present`` one where that gains
     nothing. None: no size that may be recommended fits.
@@ -401,9 +393,9 @@ def advise(measured: Sequence[Measured], present: int) -> Advice:
     return max(measured, key=lambda row: row.samples_per_sec), smallest_near_best(measured), use
 
 
-def advice_lines(advice: Advice, largest: int, limited_by: str, present: int, tune_lr: str) -> list[str]:
+def advice_lines(measured: Sequence[Measured], limited_by: str, present: int, tune_lr: str) -> list[str]:
     """What the figures mean, what a larger batch costs, and the flags to paste; ``tune_lr`` lacks only the size."""
-    best, enough, use = advice
+    (best, enough, use), largest = advise(measured, present), measured[-1].batch_size
     lines = [f"largest batch tried: {largest:,}, and it fits ({limited_by})"]
     if limited_by == "memory":
         lines = [f"largest batch that fits: {largest:,} ({largest + 1:,} does not)"]
@@ -422,11 +414,9 @@ def advice_lines(advice: Advice, largest: int, limited_by: str, present: int, tu
     return [*lines, "", f"  --data.batch_size {size}", "", "It wants another learning rate:", f"  {tune_lr} {size}"]
 
 
-def draw(
-    panels: Sequence[Axes], measured: Sequence[Measured], limited_by: str, best: Measured, use: Measured | None
-) -> None:
+def draw(panels: Sequence[Axes], measured: Sequence[Measured], limited_by: str, present: int) -> None:
     """Throughput and peak memory over batch size, the advised sizes marked."""
-    speed, peak = panels
+    (speed, peak), (best, _, use) = panels, advise(measured, present)
     sizes, rates = [row.batch_size for row in measured], [row.samples_per_sec for row in measured]
     line: dict[str, Any] = {"marker": "o", "markersize": 4, "color": "#4477aa"}
     errors = [row.samples_per_sec * row.spread_pct / 200 for row in measured]
