@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from project.engine.command import CommandParser, run
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 
 PACKAGE = Path(__file__).parent.name
 CLONE = Path(__file__).parents[1]
@@ -65,7 +65,11 @@ def main(argv: list[str]) -> int:
         rewrite(lambda path, text: renamed(path, text, PACKAGE, args.name, found[1] if found else None))
         git("mv", PACKAGE, args.name)
         print(f"moved {PACKAGE}/ to {args.name}/")
-    tidy()
+    if importlib.util.find_spec("ruff") is None:
+        print("ruff is not installed: run `ruff check --fix` and `ruff format` before you push.")
+    else:  # drop unused imports, sort and format: a new name has another place and length
+        for words in (["check", "--select", "I,F401", "--fix", "--quiet"], ["format", "--quiet"]):
+            subprocess.run([sys.executable, "-m", "ruff", *words], cwd=CLONE, check=False)
     print(f"""{git("status", "--short")}
 Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
   git add --all && git commit -m 'Rename to {args.name}'
@@ -76,16 +80,15 @@ Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
 
 def check_name(name: str) -> None:
     """Raise a UserError where ``name`` cannot be a package of this clone."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        must = "must be a lower-case Python identifier and no keyword (letters, digits, _)"
-        raise UserError(f"NAME {must}, got '{name}'.")
+    is_word = re.fullmatch(r"[a-z][a-z0-9_]*", name) and not keyword.iskeyword(name) and not keyword.issoftkeyword(name)
+    require(is_word, "NAME", "be a lower-case Python identifier and no keyword (letters, digits, _)", f"'{name}'")
     hidden = {
         "a module of Python's standard library": name in sys.stdlib_module_names,
         f"{CLONE / name}, which is taken": (CLONE / name).exists() or name in ("data", "checkpoints"),
         "an installed package": importlib.util.find_spec(name) or name in importlib.metadata.packages_distributions(),
     }
-    if name != PACKAGE and (hides := next((what for what, is_hidden in hidden.items() if is_hidden), None)):
-        raise UserError(f"NAME must not hide {hides}, got {name}. Choose another.")
+    for what, is_hidden in hidden.items():
+        require(name == PACKAGE or not is_hidden, "NAME", f"not hide {what}", name, " Choose another.")
 
 
 def features_here() -> set[str]:
@@ -158,10 +161,8 @@ def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
 
 
 def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None = None) -> str:
-    """A file's text with the package called ``new``: where ``old`` is dotted, a folder, imported, or run by ``-m``.
-
-    The word in a sentence, W&B's ``project:`` key, ``project=`` argument and TOML's ``[project]`` tables stay.
-    W&B's default project ``wandb_project`` is called ``new`` as well.
+    """A file's text with ``old`` called ``new`` where it is dotted, a folder, imported, or run by ``-m``, as well as
+    W&B's default project. The word in a sentence, ``project:`` keys, ``project=`` and ``[project]`` tables stay.
     """
     if path.name in ("requirements.lock", "LICENSE"):
         return text
@@ -181,15 +182,6 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
     for pattern, instead in rules:
         text = re.sub(pattern, instead, text)
     return text
-
-
-def tidy() -> None:
-    """Drop unused imports, sort and format with ruff: a new name has another place and length."""
-    if importlib.util.find_spec("ruff") is None:
-        print("ruff is not installed: run `ruff check --fix` and `ruff format` before you push.")
-        return
-    for arguments in (["check", "--select", "I,F401", "--fix", "--quiet"], ["format", "--quiet"]):
-        subprocess.run([sys.executable, "-m", "ruff", *arguments], cwd=CLONE, check=False)
 
 
 def git(*arguments: str) -> str:

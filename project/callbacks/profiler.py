@@ -14,7 +14,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, record_function, schedule, tensorboard_trace_handler
 
 from project.engine.lightning_internals import profiled_module, surround_calls
-from project.errors import UserError
+from project.errors import require
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
 # Last word of Lightning's action name → the region that begins with the action; and those that end a region
@@ -54,8 +54,7 @@ class StepProfiler(Profiler):
     ) -> None:
         super().__init__()
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1), ("rows", rows, 1)):
-            if value < least:
-                raise UserError(f"--profiler.{name} must be at least {least}, got {value}.")
+            require(value >= least, f"--profiler.{name}", f"be at least {least}", value)
         # Kineto reports its own start and stop, and every missing GPU as an error, on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self.unrecorded, self.needed, self.rows = wait + warmup, wait + warmup + active, rows  # steps
@@ -138,9 +137,7 @@ class StepProfiler(Profiler):
 
 
 def region_times(events: Iterable[Any]) -> dict[str, tuple[float, float]]:
-    """Microseconds of every region on the CPU, and of the kernels that any thread launched in it, from
-    ``profile.events()``.
-    """
+    """Microseconds of every region on the CPU, and of the kernels that any thread launched in it."""
     on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
     launches = [(e.time_range.start, sum(kernel.duration for kernel in e.kernels)) for e in on_cpu if e.kernels]
     times: dict[str, tuple[float, float]] = {}

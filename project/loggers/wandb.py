@@ -28,7 +28,7 @@ from project.engine.restore import Run
 from project.engine.stop import failure_within
 from project.engine.summary import RunRecord, parameter_count
 from project.engine.trainer import as_list
-from project.errors import UserError
+from project.errors import UserError, require
 from project.loggers import STEP, wandb_state
 
 DEFAULT_PROJECT = "mnist-lightning"
@@ -45,33 +45,28 @@ MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
 def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
-    """A run's W&B logger, which does nothing on ranks above 0 and with ``WANDB_MODE=disabled``; None with ``--logger
-    false`` and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
-    """
+    """A run's W&B logger, idle on ranks above 0; None with ``--logger false`` and with a WandbLogger of the user's."""
     mode, project = "disabled", os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if is_rank_zero():
-        asked = os.environ.get("WANDB_MODE", "")
-        if asked and asked.lower() not in MODES:
-            raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {asked}.")
+        asked = os.environ.get("WANDB_MODE") or mode
+        require(asked.lower() in MODES, "WANDB_MODE", f"be one of {', '.join(MODES[:3])}", asked)
         finish_timeout()
         mode = wandb_state().mode
         if mode == "refused":
             raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
         os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
-        if mode != "disabled" and set(project) & set(REFUSED_IN_PROJECT):
-            raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
+        fits = mode == "disabled" or not set(project) & set(REFUSED_IN_PROJECT)
+        require(fits, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
     logger = WandbRunLogger(run, project, config.resolved, mode, best)  # its settings serve the user's, too
     chosen = config.trainer["logger"]
     return None if chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen)) else logger
 
 
 class WandbRunLogger(WandbLogger, Callback):
-    """Lightning's W&B logger, whose run starts in a thread while training goes on.
-
-    Lightning's waits for the server at its start, for all uploads at its end, and sends a row per call. Here rows wait
-    until the run is up, a step is one row, as in metrics.csv, and the end waits a few seconds. It is a callback, too,
-    and begins with training: before, nothing is on disk. ``mode``: online, offline (files only) or disabled (a stand-in
-    does nothing). W&B sums up the metric of ``best`` by its best value, others by their last.
+    """Lightning's W&B logger, which waits for the server at its start and its end, and sends a row per call. Here the
+    run starts in a thread, rows wait until it is up, a step is one row, as in metrics.csv, and the end waits a few
+    seconds. It is a callback, too, and begins with training: before, nothing is on disk. ``mode``: online, offline or
+    disabled (a stand-in). W&B sums up the metric of ``best`` by its best value, others by their last.
     """
 
     def __init__(self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None) -> None:
@@ -220,9 +215,7 @@ def sync_command(folder: Path) -> list[str]:
 
 
 def log_record(run: Any, record: RunRecord, folder: Path) -> None:
-    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run. Keys:
-    ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
-    """
+    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run."""
     import wandb
 
     pictures: dict[str, Any] = {}

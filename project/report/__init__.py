@@ -135,9 +135,7 @@ def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
 
 
 def curves(ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: int, epochs: dict[int, int]) -> None:
-    """Metrics over optimizer steps, up to ``last_step`` in all charts of a run: ``lines`` are label → values. ``unit``
-    labels the vertical ``axis``, which is a :class:`Panel`'s. ``epochs`` to mark are number from 1 → last step.
-    """
+    """Metrics by label over optimizer steps. ``axis`` is a :class:`Panel`'s; ``epochs``: number from 1 → last step."""
     for label, series in lines.items():
         # where there are more points than could be told apart, each is the mean of neighbours
         parts = np.array_split(np.array(series, dtype=float), min(len(series), MOST_POINTS))  # of (points, 2)
