@@ -68,7 +68,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
     add_output(parser)
     args, fit_arguments = parser.parse_known_args(argv)
-    check(args, fit_arguments)
+    require(args.trials >= 1, "--trials", "be at least 1", args.trials)
+    require(args.jobs >= 1, "--jobs", "be at least 1", args.jobs)
+    require(0 <= args.seed < 2**32, "--seed", f"be from 0 to {2**32 - 1}", args.seed)
+    fits = args.name is None or re.fullmatch(r"\w[\w.\-]{0,99}", args.name)
+    require(fits, "--name", "be 1 to 100 letters, digits or .-_", f"'{args.name}'")
+    for flag in (word.split("=")[0] for word in fit_arguments):
+        if flag in OWN_FLAGS:
+            raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
     name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
     folder, of_repository = args.root / name, Path(__file__).parents[1] / SPACE
     space_file = args.space or next((path for path in (SPACE, of_repository) if path.is_file()), SPACE)
@@ -98,18 +105,6 @@ def main(argv: list[str]) -> int:
     print(f"\npicture: {folder}/sweep.png\nbest:    python -m project.test --ckpt_path {chosen}\n")
     print(shlex.join(["python", "-m", "project.fit", *fit_arguments, *flags]))
     return 0
-
-
-def check(args: Namespace, fit_arguments: list[str]) -> None:
-    """Raise a UserError for options that a sweep cannot have."""
-    require(args.trials >= 1, "--trials", "be at least 1", args.trials)
-    require(args.jobs >= 1, "--jobs", "be at least 1", args.jobs)
-    require(0 <= args.seed < 2**32, "--seed", f"be from 0 to {2**32 - 1}", args.seed)
-    fits = args.name is None or re.fullmatch(r"\w[\w.\-]{0,99}", args.name)
-    require(fits, "--name", "be 1 to 100 letters, digits or .-_", f"'{args.name}'")
-    for flag in (word.split("=")[0] for word in fit_arguments):
-        if flag in OWN_FLAGS:
-            raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
 
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:

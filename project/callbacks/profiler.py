@@ -62,17 +62,17 @@ class StepProfiler(Profiler):
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
         self._profile: profile | None = None
-        self._hooks, self._calls = ExitStack(), ExitStack()  # of the recording, and of a training step
-        self._region = ExitStack()
+        self._recording, self._calls, self._region = ExitStack(), ExitStack(), ExitStack()  # calls: of a training step
 
     def start(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
         if hook == "run_training_epoch" and self._profile is None and self.folder is None:
             for optimizer in profiled_module(self).trainer.optimizers:
                 # inside PyTorch's own range around step(), which must not end before ours
-                self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
+                self._recording.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
             self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
-            self._profile.start()
+            self._recording.enter_context(self._profile)
+            self._recording.callback(self._switch, None)
         if self._profile is None:
             return
         if hook in BEGINS:
@@ -108,11 +108,8 @@ class StepProfiler(Profiler):
             self._region.enter_context(record_function(region))
 
     def _end(self) -> None:
-        assert self._profile is not None
-        self._switch(None)
-        running, self._profile = self._profile, None
-        running.stop()
-        self._hooks.close()
+        self._profile = None
+        self._recording.close()
 
     def _write(self, finished: profile) -> None:
         trainer, steps = profiled_module(self).trainer, finished.step_num - self.unrecorded

@@ -3,8 +3,8 @@
 import contextlib  # feature: wandb
 import netrc  # feature: wandb
 import os  # feature: wandb
-from dataclasses import dataclass  # feature: report, dashboard, wandb
-from typing import Any, Literal  # feature: report, dashboard, wandb
+from dataclasses import dataclass  # feature: report, dashboard
+from typing import Any, Literal, NamedTuple  # feature: report, dashboard, wandb
 from urllib.parse import urlparse  # feature: wandb
 
 STEP = "trainer/global_step"  # W&B's key of the optimizer step, the axis of every chart  # feature: wandb
@@ -51,8 +51,7 @@ MEANINGS = {"online": "runs go online", "offline": "runs are kept offline, for w
 MEANINGS["refused"] = "but WANDB_MODE wants online runs, fit will refuse"
 
 
-@dataclass(frozen=True)
-class WandbState:
+class WandbState(NamedTuple):
     """Whether W&B has an account here, and how a run would log to it."""
 
     mode: str  # online, offline, disabled, or refused: online without a key

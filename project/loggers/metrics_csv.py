@@ -18,8 +18,8 @@ FIRST = {"step": 0, "epoch": 0}  # the first columns, of whole numbers
 
 
 class MetricsCSV(Logger):
-    """One row per logged step in ``metrics.csv``. Lightning's CSVLogger writes a row per call, and deletes the file of a
-    run that is resumed. Here it keeps the rows its checkpoint knew, and ends like that of an undisturbed run.
+    """One row per logged step in ``metrics.csv``. Lightning's CSVLogger writes a row per call, and deletes the file of
+    a resumed run. Here such a run keeps the rows its checkpoint knew: the file ends like that of an undisturbed one.
     """
 
     name, version = "csv", ""
