@@ -40,7 +40,6 @@ try:
 except ModuleNotFoundError:
     raise UserError("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'") from None
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
@@ -145,13 +144,12 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
     varied = {name: drawn_from for name, drawn_from in space.parameters.items() if not drawn_from.single()}
     figure = Figure(figsize=(3.4 + 2.4 * len(varied), 3.6), layout="constrained")
     first, *others = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
-    for axis, name in zip([first, *others], ["epoch", *varied], strict=True):
-        axis.set_xlabel(name)
-        axis.grid(alpha=0.25)
-    first.set_ylabel(space.metric)
+    first.set(xlabel="epoch", ylabel=space.metric)
+    first.grid(alpha=0.25)
     first.xaxis.get_major_locator().set_params(integer=True)
-    for axis, drawn_from in zip(others, varied.values(), strict=True):
-        axis.set_xscale("log" if getattr(drawn_from, "log", False) else "linear")
+    for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
+        axis.set(xlabel=name, xscale="log" if getattr(drawn_from, "log", False) else "linear")
+        axis.grid(alpha=0.25)
         if isinstance(drawn_from, CategoricalDistribution):  # choices stand at equal distances
             axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
     finished = [trial.number for trial in study.trials if trial.state.name == "COMPLETE"]
@@ -169,9 +167,6 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
-
-
-# The search space
 
 
 @dataclass
@@ -236,7 +231,7 @@ def distribution(name: Any, entry: Any) -> BaseDistribution:
 def open_study(folder: Path, space: Space, trials: int, seed: int) -> optuna.Study:
     """The study in a folder, new or continued: it asks for unfinished trials first. Its journal survives any kill."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1)

@@ -126,9 +126,8 @@ class MemoryMonitor(Callback):
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
         if "peak_reserved" in sizes:
             metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
-        host = self._read_host()
-        ranks = of_all_ranks({**metrics, "rss": host["rss"] / GIB, "peak_rss": host["peak_rss"] / GIB})
-        rss, peak_rss = (sum(rank[name] for rank in ranks) for name in ("rss", "peak_rss"))
+        ranks = of_all_ranks(metrics | self._read_host())
+        rss, peak_rss = (sum(rank[name] for rank in ranks) / GIB for name in ("rss", "peak_rss"))
         for name in metrics:
             metrics[name] = max(rank[name] for rank in ranks)
             if again and name.startswith("memory/peak"):

@@ -69,10 +69,11 @@ class StepProfiler(Profiler):
         if hook == "run_training_epoch" and self._profile is None and self.folder is None:
             for optimizer in profiled_module(self).trainer.optimizers:
                 # inside PyTorch's own range around step(), which must not end before ours
-                self._recording.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
+                self._recording.callback(optimizer.register_step_post_hook(lambda *_: self._region.close()).remove)
             self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
+            self._recording.callback(setattr, self, "_profile", None)
             self._recording.enter_context(self._profile)
-            self._recording.callback(self._switch, None)
+            self._recording.callback(self._region.close)
         if self._profile is None:
             return
         if hook in BEGINS:
@@ -88,28 +89,23 @@ class StepProfiler(Profiler):
         if hook == "training_step":
             self._calls.close()
         if hook in ENDS:
-            self._switch(None)
+            self._region.close()
         if self._profile is not None and hook == "run_training_batch":
             self._profile.step()
             if self.folder is not None:
-                self._end()
+                self._recording.close()
 
     def teardown(self, stage: str | None) -> None:
         if self._profile is not None:
-            self._end()
+            self._recording.close()
             if self.folder is None:
                 rank_zero_warn(f"nothing was profiled: wait, warmup and active take {self.needed} training steps.")
         super().teardown(stage)
 
-    def _switch(self, region: str | None) -> None:
+    def _switch(self, region: str) -> None:
         """End the region that is open, and begin another one."""
         self._region.close()
-        if region is not None:
-            self._region.enter_context(record_function(region))
-
-    def _end(self) -> None:
-        self._profile = None
-        self._recording.close()
+        self._region.enter_context(record_function(region))
 
     def _write(self, finished: profile) -> None:
         trainer, steps = profiled_module(self).trainer, finished.step_num - self.unrecorded

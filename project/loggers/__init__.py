@@ -23,15 +23,12 @@ class Panel:
     in_report: bool = True  # False: one run shows it elsewhere, but runs are compared by it
 
 
-def _parts(metric: str) -> dict[str, str]:
-    return {f"train/{metric}": "train", f"val/{metric}": "validation", f"test/{metric}": "test"}
-
-
+PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
 _GPU = {"throughput/gpu_utilization_pct": "a kernel runs", "throughput/mfu_pct": "model FLOPs utilization"}
 _DEVICE = {f"memory/{name}_gib": name.replace("_", " ") for name in ("peak_reserved", "peak_allocated", "allocated")}
 PANELS = (
-    Panel("Training", "Loss", "", _parts("loss"), "log"),
-    Panel("Training", "Accuracy", "fraction", _parts("accuracy"), "fitting"),
+    Panel("Training", "Loss", "", {f"{part}/loss": label for part, label in PARTS.items()}, "log"),
+    Panel("Training", "Accuracy", "fraction", {f"{part}/accuracy": label for part, label in PARTS.items()}, "fitting"),
     Panel("Training", "Learning rate", "", {"optimizer/lr": "learning rate"}),
     Panel("Training", "Gradient norm", "L2, before clipping", {"optimizer/grad_norm": "gradient norm"}),
     Panel("Training", "Loss scale", "16-mixed", {"optimizer/loss_scale": "loss scale"}),

@@ -127,10 +127,8 @@ class WandbRunLogger(WandbLogger, Callback):
         """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
         if not self._begun:
             return
-        patience: float | None = STOP_PATIENCE
-        if exit_code == 0:  # files need no server, so there is no limit
-            patience = None if self.offline else finish_timeout()
-        if failure_within(patience, lambda: self._finish(exit_code)):
+        patience = None if self.offline else finish_timeout()  # files need no server, so there is no limit
+        if failure_within(STOP_PATIENCE if exit_code else patience, lambda: self._finish(exit_code)):
             import wandb
 
             self._given_up = True

@@ -23,14 +23,13 @@ from matplotlib.ticker import LogLocator
 from PIL import Image
 
 from project.engine.summary import RunRecord, Series
-from project.loggers import PANELS
+from project.loggers import PANELS, PARTS
 
 HERE = Path(__file__).parent
 MOST_PIXELS = 96  # of a mistake's longer side: 24 such colour images are about half a megabyte
 MOST_OTHERS = 24  # charts of metrics that no panel names
 MOST_CLASSES = 25  # that are listed with their accuracy, the worst ones
 PREDICTIONS = "Predictions on the test set"
-PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
 # Not drawn under "Other metrics": a panel shows them, or the same in another unit
 SHOWN = {"epoch", "throughput/device_samples_per_sec", "throughput/batches_per_sec", "memory/reserved_gib"}
 SHOWN |= {metric for panel in PANELS for metric in panel.lines}
@@ -114,9 +113,6 @@ def png(pixels: np.ndarray) -> str:
     file = io.BytesIO()
     picture.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-# Charts
 
 
 def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
