@@ -1,6 +1,5 @@
-"""Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written.
-
-A row is a dictionary. A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
+"""Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written. A row is a dictionary.
+A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
 """
 
 import contextlib

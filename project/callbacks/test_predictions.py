@@ -17,9 +17,8 @@ MOST_CLASSES = 1000  # a confusion matrix of more fills memory, and nobody reads
 
 
 class TestPredictions(Callback):
-    """Counts predictions by class during the test pass, and keeps the ``most`` confident mistakes of all ranks.
-
-    For classifiers alone: ``test_step`` returns logits, float (batch, classes), for (inputs, integer labels (batch,)).
+    """Counts predictions by class during the test pass, and keeps the ``most`` confident mistakes of all ranks. For
+    classifiers alone: ``test_step`` returns logits, float (batch, classes), for (inputs, integer labels (batch,)).
     Mistakes are kept if inputs are images: (batch, 1 or 3, height, width), uint8 or 0-1.
     """
 

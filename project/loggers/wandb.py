@@ -1,7 +1,5 @@
-"""Weights & Biases: one run per job. Training never waits for its server, and never fails with it.
-
-Online where an API key is configured, else offline: no prompt, no network. W&B's own variables are honoured:
-``WANDB_MODE``, ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_TAGS``, ``WANDB_NOTES``, ``WANDB_RUN_GROUP`` and the rest.
+"""Weights & Biases: one run per job. Training never waits for its server, and never fails with it. Online where an API
+key is configured, else offline: no prompt, no network. W&B's own variables, such as ``WANDB_MODE``, are honoured.
 """
 
 from __future__ import annotations
@@ -127,8 +125,9 @@ class WandbRunLogger(WandbLogger, Callback):
         """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
         if not self._begun:
             return
-        patience = None if self.offline else finish_timeout()  # files need no server, so there is no limit
-        if failure_within(STOP_PATIENCE if exit_code else patience, lambda: self._finish(exit_code)):
+        # files need no server, so there is no limit
+        patience = STOP_PATIENCE if exit_code else (None if self.offline else finish_timeout())
+        if failure_within(patience, lambda: self._finish(exit_code)):
             import wandb
 
             self._given_up = True

@@ -1,6 +1,5 @@
-"""The run report, ``report.html``: one file with charts, images and styles, no script, no address outside it.
-
-Its charts are matplotlib figures as SVG that takes its colours from the page, light or dark.
+"""The run report, ``report.html``: one file with charts, images and styles, no script, no address outside it. Its
+charts are matplotlib figures as SVG that takes its colours from the page, light or dark.
 """
 
 import base64
