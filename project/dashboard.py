@@ -34,12 +34,11 @@ def main(argv: list[str]) -> int:
         no_key = "saving a workspace needs a W&B login, and no API key is configured. Run wandb login"
         raise UserError(f"{no_key}, or look at it with --print.")
     workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
-    if options.print:
-
-        def what_is_set(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # without W&B's own notes
-            return {key: value for key, value in pairs if value is not None and key[0] != "_"}
-
-        print(json.dumps(dataclasses.asdict(workspace, dict_factory=what_is_set), indent=2, default=str))
+    if options.print:  # what is set, without W&B's own notes
+        plain = dataclasses.asdict(
+            workspace, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and k[0] != "_"}
+        )
+        print(json.dumps(plain, indent=2, default=str))
         return 0
     try:
         print(workspace.save().url)

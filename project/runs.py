@@ -55,9 +55,8 @@ class Run:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # a process holds it
                 self.state = "running"
-        best = self.summary.get("monitor")
-        shown = {name: v for name, v in self.summary.items() if name == best or name.startswith("test/")}
-        self.results = {name: value for name, value in shown.items() if is_number(value)}
+        best, numbers = self.summary.get("monitor"), {k: v for k, v in self.summary.items() if is_number(v)}
+        self.results = {name: value for name, value in numbers.items() if name == best or name.startswith("test/")}
 
     def row(self, differing: list[str]) -> Row:
         """The run as a line of the list."""
@@ -85,8 +84,7 @@ def main(argv: list[str]) -> int:
     names = train(args.seeds or 0, args.run_name, args.root, fit_arguments)
     folders = sorted(path for path in args.root.glob("*") if path.is_dir() and not path.is_symlink())
     found = [folder for folder in folders if any((folder / name).exists() for name in FILES)]
-    missing = f"{args.root}, where there is none"
-    require(found, "--root", "hold runs", missing, " Train one: python -m project.fit")
+    require(found, "--root", "hold runs", f"{args.root}, where there is none", " Train one: python -m project.fit")
     runs = [Run(folder) for folder in found if not names or folder.name in names]
     settings = differing(runs)
     rows = seed_rows(runs) if args.seeds is not None else [run.row(settings) for run in runs]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from project.engine.lightning_internals import LiveMemory, memory_history
 from project.engine.log_steps import is_due, is_log_step, is_optimizer_step, log_values
-from project.engine.ranks import of_all_ranks
+from project.engine.ranks import of_all_ranks, say
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tables import check_output
@@ -81,8 +81,7 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._live.close()
-        settling = trainer.global_step <= SETTLING_STEPS or not self._parts
-        if settling and is_optimizer_step(trainer, batch_idx):
+        if (trainer.global_step <= SETTLING_STEPS or not self._parts) and is_optimizer_step(trainer, batch_idx):
             self._parts = memory_breakdown(trainer)
         if is_log_step(trainer, batch_idx):
             self._log(trainer)
@@ -253,11 +252,9 @@ class MemorySnapshot(Callback):
         if device != "cuda":
             raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
         check_output(path, (path.suffix.lower(),), "--memory_snapshot")
-        if rank:
-            path = path.with_stem(f"{path.stem}.rank{rank}")
-        else:
-            where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
-            self._recording.callback(print, f"memory snapshot: {where}", flush=True)
+        where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
+        self._recording.callback(say, f"memory snapshot: {where}")
+        path = path.with_stem(f"{path.stem}.rank{rank}") if rank else path
         self._recording.enter_context(memory_history(path, 100_000))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

@@ -241,11 +241,9 @@ def samples_in(batch: Any) -> int:
 
 
 class GpuUtilization:
-    """Samples the share of time in which the GPU ran a kernel, in a thread: training never waits. ``read`` returns
-    percent (0-100) as NVML does, a mean of up to a second, or raises (MIG, no driver access); None: there is no GPU.
-    """
+    """Samples in a thread how busy the GPU is: ``read`` returns percent, or raises (MIG, no access); None: no GPU."""
 
-    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
+    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:  # NVML: mean over 1 s
         self.paused = False  # whether samples are dropped
         self._samples: list[float] = []
         self.ended = threading.Event()  # set: the thread ends

@@ -9,7 +9,6 @@ import shlex
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,14 +192,14 @@ def finish_timeout() -> float:
         raise UserError(f"WANDB_FINISH_TIMEOUT must be seconds, got {chosen}.") from None
 
 
-@dataclass
 class _Awaited:
     """Stands for the W&B run until it is up, and waits for it when it is used."""
 
-    logger: WandbRunLogger
+    def __init__(self, logger: WandbRunLogger) -> None:
+        self._logger = logger
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.logger.wait(), name)
+        return getattr(self._logger.wait(), name)
 
 
 def sync_command(folder: Path) -> list[str]:
