@@ -70,12 +70,11 @@ def main(argv: list[str]) -> int:
     require(args.trials >= 1, "--trials", "be at least 1", args.trials)
     require(args.jobs >= 1, "--jobs", "be at least 1", args.jobs)
     require(0 <= args.seed < 2**32, "--seed", f"be from 0 to {2**32 - 1}", args.seed)
-    fits = args.name is None or re.fullmatch(r"\w[\w.\-]{0,99}", args.name)
-    require(fits, "--name", "be 1 to 100 letters, digits or .-_", f"'{args.name}'")
+    name = time.strftime("sweep_%Y-%m-%d_%H-%M-%S") if args.name is None else args.name
+    require(re.fullmatch(r"\w[\w.\-]{0,99}", name), "--name", "be 1 to 100 letters, digits or .-_", f"'{name}'")
     for flag in (word.split("=")[0] for word in fit_arguments):
         if flag in OWN_FLAGS:
             raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
-    name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
     folder, of_repository = args.root / name, Path(__file__).parents[1] / SPACE
     space_file = args.space or next((path for path in (SPACE, of_repository) if path.is_file()), SPACE)
     space, is_new = read_space(space_file), not folder.exists()

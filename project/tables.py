@@ -23,9 +23,8 @@ def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), o
     path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no such user
     ending = f"end in {' or '.join(endings)}"
     require(path.suffix.lower() in endings, option, ending, path, " The ending chooses the format.")
-    require(
-        not path.is_dir(), option, "be a file", f"the folder {path}", f" Name a file in it: {path}/out{endings[0]}."
-    )
+    name_one = f" Name a file in it: {path}/out{endings[0]}."
+    require(not path.is_dir(), option, "be a file", f"the folder {path}", name_one)
     require(path.parent.is_dir(), option, "lie in a folder that exists", path, f" Create {path.parent} first.")
     with contextlib.suppress(OSError):  # os.access() says yes to root where no file can be made, as in /proc
         tempfile.TemporaryFile(dir=path.parent).close()

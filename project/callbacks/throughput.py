@@ -268,15 +268,16 @@ def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return None
-    name, dtype = torch.cuda.get_device_name(device), MATMUL_DTYPES.get(str(trainer.precision).split("-")[0])
-    why = f"no known peak of {name} at precision {trainer.precision}"
     if isinstance(trainer.strategy, SHARDING):
         why = "FLOPs cannot be counted where a strategy shards the weights"
-    elif dtype and (peak := peak_flops(name, dtype, tf32=may_use_tf32(module))):
-        try:
-            return 100 * training_flops_per_sample(module, batch) / peak
-        except Exception as error:
-            why = f"the network's FLOPs cannot be counted ({error})"
+    else:
+        name, dtype = torch.cuda.get_device_name(device), MATMUL_DTYPES.get(str(trainer.precision).split("-")[0])
+        why = f"no known peak of {name} at precision {trainer.precision}"
+        if dtype and (peak := peak_flops(name, dtype, tf32=may_use_tf32(module))):
+            try:
+                return 100 * training_flops_per_sample(module, batch) / peak
+            except Exception as error:
+                why = f"the network's FLOPs cannot be counted ({error})"
     rank_zero_warn(f"throughput/mfu_pct is left out: {why}.")
     return None
 
