@@ -27,21 +27,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--name", default="Training, throughput, memory, mistakes", help="what the workspace is called")
     parser.add_argument("--print", action="store_true", help="print the specification as JSON and save nothing")
     options = parser.parse_args(argv)
-    if options.print:
-        workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
-
-        def what_is_set(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # without W&B's own notes
-            return {key: value for key, value in pairs if value is not None and key[0] != "_"}
-
-        print(json.dumps(dataclasses.asdict(workspace, dict_factory=what_is_set), indent=2, default=str))
-        return 0
-    for option in ("entity", "project", "name"):
+    for option in () if options.print else ("entity", "project", "name"):
         if not (getattr(options, option) or "").strip():
             raise UserError(f"--{option} must be given, to save a workspace. To look at it: --print.")
-    if not wandb_state().logged_in:
+    if not (options.print or wandb_state().logged_in):
         no_key = "saving a workspace needs a W&B login, and no API key is configured. Run wandb login"
         raise UserError(f"{no_key}, or look at it with --print.")
-    workspace = build_workspace(options.entity, options.project, options.name)
+    workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
+    if options.print:  # what is set, without W&B's own notes
+        plain = dataclasses.asdict(
+            workspace, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and k[0] != "_"}
+        )
+        print(json.dumps(plain, indent=2, default=str))
+        return 0
     try:
         print(workspace.save().url)
     except Exception as error:

@@ -7,7 +7,6 @@ python -m project.devices --output devices.json --data.root /data
 import shlex
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict  # feature: wandb
 from typing import Any
 
 from project import hardware
@@ -31,7 +30,7 @@ def main(argv: list[str]) -> int:
     print(f"CPU     {cpu['name']}, {cores}, {arithmetic or 'no bfloat16 arithmetic'}", flush=True)
     print(f"memory  {memory['total_gib']:.1f} GiB, {memory['available_gib']:.1f} GiB available", flush=True)
     facts: dict[str, Any] = {"cpu": cpu, "memory": memory}
-    facts["wandb"] = asdict(wandb_state())  # feature: wandb
+    facts["wandb"] = wandb_state()._asdict()  # feature: wandb
     print(f"W&B     {facts['wandb']['text']}", flush=True)  # feature: wandb
     facts["mnist"] = mnist_state(args.root)  # feature: mnist
     print(f"MNIST   {facts['mnist']['text']}", flush=True)  # feature: mnist
@@ -65,20 +64,18 @@ Flag = namedtuple("Flag", "flag value reason")  # a flag of ``fit``, its value a
 
 def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
     """Flags for what :func:`project.hardware.cpu` and :func:`project.hardware.accelerators` found."""
-    chosen: list[Mapping[str, Any]] = []
-    if not accelerators:
-        why = f"one process uses all cores ({cpu['cores']}) as threads; more processes would only share them"
-        flags = [Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use")]
-        flags.append(Flag("--devices", "1", why))
-    else:
+    if accelerators:
         chosen, why = choose_gpus(accelerators)
+        kind, here = "mps" if chosen[0]["type"] == "mps" else "gpu", f"{chosen[0]['name']} is here"
         devices = str(len(chosen))
         if len(chosen) < len(accelerators):  # a comma makes it a list of indices, not a count
             devices = ",".join(str(row["index"]) for row in chosen) + ("," if len(chosen) == 1 else "")
-        kind = "mps" if chosen[0]["type"] == "mps" else "gpu"
-        flags = [Flag("--accelerator", kind, f"{chosen[0]['name']} is here"), Flag("--devices", devices, why)]
-        if len(chosen) > 1:
-            flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
+    else:
+        chosen, kind, here, devices = [], "cpu", "there is no accelerator that PyTorch can use", "1"
+        why = f"one process uses all cores ({cpu['cores']}) as threads; more processes would only share them"
+    flags = [Flag("--accelerator", kind, here), Flag("--devices", devices, why)]
+    if len(chosen) > 1:
+        flags.append(Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch"))
     # named, not recommended, for its speed was not measured; bf16 comes first, because it needs no loss scaling
     other = "bf16-mixed" if all(row.get("bf16") for row in chosen or [cpu]) else None
     other = other or ("16-mixed" if chosen and all(row.get("tensor_cores") for row in chosen) else None)
@@ -88,7 +85,11 @@ def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]])
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
     """The largest set of equal GPUs that nobody else uses, and the reason for this choice."""
-    idle = [row for row in accelerators if not is_busy(row)]
+    idle = []
+    for row in accelerators:
+        free = row.get("memory_free_gib", row["memory_total_gib"])
+        if row.get("utilization_pct", 0) <= BUSY_PCT and free >= LEAST_FREE * row["memory_total_gib"]:
+            idle.append(row)
     if not idle:
         freest = max(accelerators, key=lambda row: row.get("memory_free_gib", 0.0))
         return [freest], "every GPU is in use by others; this one has the most free memory"
@@ -99,12 +100,6 @@ def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping
         return chosen, "the only GPU" if len(chosen) == 1 else f"{len(chosen)} equal GPUs, none in use"
     others = "the other is" if left_out == 1 else f"the other {left_out} are"
     return chosen, f"idle{' and equal' if len(chosen) > 1 else ''}; {others} in use or of another kind"
-
-
-def is_busy(row: Mapping[str, Any]) -> bool:
-    """Whether others are computing on a GPU or hold most of its memory."""
-    free = row.get("memory_free_gib", row["memory_total_gib"])
-    return bool(row.get("utilization_pct", 0) > BUSY_PCT or free < LEAST_FREE * row["memory_total_gib"])
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ class BadImage(Exception):
     """A file that holds no usable image, or no usable input of another kind. The message is the reason alone."""
 
 
-def require(fits: bool, option: str, must: str, got: object) -> None:
-    """A UserError, such as the one above, unless the value that was ``got`` fits."""
+def require(fits: object, option: str, must: str, got: object, hint: str = "") -> None:
+    """A UserError, such as the one above, unless the value that was ``got`` fits. A ``hint`` begins with a space."""
     if not fits:
-        raise UserError(f"{option} must {must}, got {got}.")
+        raise UserError(f"{option} must {must}, got {got}.{hint}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

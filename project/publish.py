@@ -43,7 +43,7 @@ class Session:
         (commit, dirty), processor = summary.git_state(), cpu()
         metrics = dict(best.metrics)
         metrics |= self.throughput.summary() if self.throughput else {}  # feature: throughput
-        metrics |= self.memory.summary() if self.memory else {}  # feature: memory
+        metrics |= self.memory.peaks if self.memory else {}  # feature: memory
         return Summary(
             run_name=job.name,
             finished=finished,

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from project.engine.command import CommandParser, run
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 
 PACKAGE = Path(__file__).parent.name
 CLONE = Path(__file__).parents[1]
@@ -44,7 +44,16 @@ def main(argv: list[str]) -> int:
     leave = f"leave features out: any of {','.join(FEATURES)}; or all"
     parser.add_argument("--without", default="", metavar="LIST", help=leave)
     args = parser.parse_args(argv)
-    check_name(args.name)
+    new = args.name
+    fits = re.fullmatch(r"[a-z][a-z0-9_]*", new) and new not in (*keyword.kwlist, *keyword.softkwlist)
+    require(fits, "NAME", "be a lower-case Python identifier and no keyword (letters, digits, _)", f"'{new}'")
+    hidden = {
+        "a module of Python's standard library": new in sys.stdlib_module_names,
+        f"{CLONE / new}, which is taken": (CLONE / new).exists() or new in ("data", "checkpoints"),
+        "an installed package": importlib.util.find_spec(new) or new in importlib.metadata.packages_distributions(),
+    }
+    for what, is_hidden in hidden.items():
+        require(new == PACKAGE or not is_hidden, "NAME", f"not hide {what}", new, " Choose another.")
     chosen = {name.strip() for name in args.without.split(",")} - {""}
     for name in chosen - {*FEATURES, "all"}:
         known = ", ".join(FEATURES)
@@ -55,37 +64,27 @@ def main(argv: list[str]) -> int:
     if changed := git("status", "--porcelain"):
         some = changed.splitlines()[0][3:]
         raise UserError(f"the clone has uncommitted changes ({some}, ...). Commit or stash them before a rename.")
-    if args.name == PACKAGE and kept == here:
+    if new == PACKAGE and kept == here:
         print(f"the package is already called {PACKAGE}: nothing to do.")
         return 0
     if kept != here:
         remove({*FEATURES} - kept)
-    if args.name != PACKAGE:
+    if new != PACKAGE:
         found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
-        rewrite(lambda path, text: renamed(path, text, PACKAGE, args.name, found[1] if found else None))
-        git("mv", PACKAGE, args.name)
-        print(f"moved {PACKAGE}/ to {args.name}/")
-    tidy()
+        rewrite(lambda path, text: renamed(path, text, PACKAGE, new, found[1] if found else None))
+        git("mv", PACKAGE, new)
+        print(f"moved {PACKAGE}/ to {new}/")
+    if importlib.util.find_spec("ruff") is None:
+        print("ruff is not installed: run `ruff check --fix` and `ruff format` before you push.")
+    else:  # drop unused imports, sort and format: a new name has another place and length
+        for words in (["check", "--select", "I,F401", "--fix", "--quiet"], ["format", "--quiet"]):
+            subprocess.run([sys.executable, "-m", "ruff", *words], cwd=CLONE, check=False)
     print(f"""{git("status", "--short")}
 Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
-  git add --all && git commit -m 'Rename to {args.name}'
+  git add --all && git commit -m 'Rename to {new}'
   pip install -e .   # where {PACKAGE} was installed
-  python -m {args.name}.fit {"" if "mnist" in kept else MADE_UP}""")
+  python -m {new}.fit {"" if "mnist" in kept else MADE_UP}""")
     return 0
-
-
-def check_name(name: str) -> None:
-    """Raise a UserError where ``name`` cannot be a package of this clone."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        must = "must be a lower-case Python identifier and no keyword (letters, digits, _)"
-        raise UserError(f"NAME {must}, got '{name}'.")
-    hidden = {
-        "a module of Python's standard library": name in sys.stdlib_module_names,
-        f"{CLONE / name}, which is taken": (CLONE / name).exists() or name in ("data", "checkpoints"),
-        "an installed package": importlib.util.find_spec(name) or name in importlib.metadata.packages_distributions(),
-    }
-    if name != PACKAGE and (hides := next((what for what, is_hidden in hidden.items() if is_hidden), None)):
-        raise UserError(f"NAME must not hide {hides}, got {name}. Choose another.")
 
 
 def features_here() -> set[str]:
@@ -158,10 +157,8 @@ def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
 
 
 def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None = None) -> str:
-    """A file's text with the package called ``new``: where ``old`` is dotted, a folder, imported, or run by ``-m``.
-
-    The word in a sentence, W&B's ``project:`` key, ``project=`` argument and TOML's ``[project]`` tables stay.
-    W&B's default project ``wandb_project`` is called ``new`` as well.
+    """A file's text with ``old`` called ``new`` where it is dotted, a folder, imported, or run by ``-m``, as well as
+    W&B's default project. The word in a sentence, ``project:`` keys, ``project=`` and ``[project]`` tables stay.
     """
     if path.name in ("requirements.lock", "LICENSE"):
         return text
@@ -181,15 +178,6 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
     for pattern, instead in rules:
         text = re.sub(pattern, instead, text)
     return text
-
-
-def tidy() -> None:
-    """Drop unused imports, sort and format with ruff: a new name has another place and length."""
-    if importlib.util.find_spec("ruff") is None:
-        print("ruff is not installed: run `ruff check --fix` and `ruff format` before you push.")
-        return
-    for arguments in (["check", "--select", "I,F401", "--fix", "--quiet"], ["format", "--quiet"]):
-        subprocess.run([sys.executable, "-m", "ruff", *arguments], cwd=CLONE, check=False)
 
 
 def git(*arguments: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from project.engine.command import CommandParser, add_output
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 from project.tables import columns_of, flat, format_cell, format_table, write_rows
 
 Row = dict[str, Any]
@@ -55,9 +55,8 @@ class Run:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # a process holds it
                 self.state = "running"
-        best = self.summary.get("monitor")
-        kept = {name: v for name, v in self.summary.items() if name == best or str(name).startswith("test/")}
-        self.results = {name: value for name, value in kept.items() if is_number(value)}
+        best, numbers = self.summary.get("monitor"), {k: v for k, v in self.summary.items() if is_number(v)}
+        self.results = {name: value for name, value in numbers.items() if name == best or name.startswith("test/")}
 
     def row(self, differing: list[str]) -> Row:
         """The run as a line of the list."""
@@ -71,7 +70,7 @@ class Run:
 def main(argv: list[str]) -> int:
     """List, compare or draw runs as ``argv`` says."""
     parser = CommandParser("project.runs", __doc__)
-    parser.add_argument("--root", default="checkpoints", metavar="DIR", help="the folder of the runs")
+    parser.add_argument("--root", type=Path, default="checkpoints", metavar="DIR", help="the folder of the runs")
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds")
     seeds = "one line per configuration: mean and std over its seeds; with N train those first, or go on with them"
     parser.add_argument("--seeds", nargs="?", type=int, const=0, metavar="N", help=seeds)
@@ -83,13 +82,15 @@ def main(argv: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(fit_arguments)}")
 
     names = train(args.seeds or 0, args.run_name, args.root, fit_arguments)
-    runs = [run for run in read_runs(Path(args.root)) if not names or run.name in names]
+    folders = sorted(path for path in args.root.glob("*") if path.is_dir() and not path.is_symlink())
+    found = [folder for folder in folders if any((folder / name).exists() for name in FILES)]
+    require(found, "--root", "hold runs", f"{args.root}, where there is none", " Train one: python -m project.fit")
+    runs = [Run(folder) for folder in found if not names or folder.name in names]
     settings = differing(runs)
     rows = seed_rows(runs) if args.seeds is not None else [run.row(settings) for run in runs]
     if args.sort:
-        if args.sort not in (known := columns_of(rows)):
-            hint = nearest(args.sort, known)
-            raise UserError(f"--sort must be a column ({', '.join(known)}), got {args.sort}.{hint}")
+        known = columns_of(rows)
+        require(args.sort in known, "--sort", f"be a column ({', '.join(known)})", args.sort, nearest(args.sort, known))
         values = [row.get(args.sort) for row in rows]  # numbers first, then text, then what is missing
         keys = [(0, v, "") if is_number(v) else (2 if v is None else 1, 0, str(v)) for v in values]
         rows = [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train(seeds: int, name: str | None, root: str, fit_arguments: list[str]) -> list[str]:
+def train(seeds: int, name: str | None, root: Path, fit_arguments: list[str]) -> list[str]:
     """Train or resume a run of each seed from 1 until one fails or is stopped; returns their names."""
     if bool(seeds) != bool(name) or seeds < 0:
         raise UserError("--seeds N, at least 1, and --run_name NAME go together: they train the runs NAME-1 to NAME-N.")
@@ -118,15 +119,6 @@ def train(seeds: int, name: str | None, root: str, fit_arguments: list[str]) -> 
             process.terminate()  # a clean stop, where this process is stopped
             process.wait()
     return names
-
-
-def read_runs(root: Path) -> list[Run]:
-    """The runs of a folder, by name; a UserError where there is none."""
-    folders = sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
-    runs = [Run(folder) for folder in folders if any((folder / name).exists() for name in FILES)]
-    if not runs:
-        raise UserError(f"--root must hold runs, got {root}, where there is none. Train one: python -m project.fit")
-    return runs
 
 
 def mapping_in(path: Path) -> Row:

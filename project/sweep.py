@@ -30,7 +30,7 @@ import yaml
 from project import threads
 from project.engine.command import CommandParser, add_output, prepare_process, run
 from project.engine.signals import end_with_parent
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 from project.tables import format_cell, format_table, write_rows
 
 prepare_process(__name__)  # signals, before optuna and torch are imported
@@ -40,7 +40,6 @@ try:
 except ModuleNotFoundError:
     raise UserError("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'") from None
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
@@ -68,8 +67,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
     add_output(parser)
     args, fit_arguments = parser.parse_known_args(argv)
-    check(args, fit_arguments)
-    name = args.name or time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
+    require(args.trials >= 1, "--trials", "be at least 1", args.trials)
+    require(args.jobs >= 1, "--jobs", "be at least 1", args.jobs)
+    require(0 <= args.seed < 2**32, "--seed", f"be from 0 to {2**32 - 1}", args.seed)
+    name = time.strftime("sweep_%Y-%m-%d_%H-%M-%S") if args.name is None else args.name
+    require(re.fullmatch(r"\w[\w.\-]{0,99}", name), "--name", "be 1 to 100 letters, digits or .-_", f"'{name}'")
+    for flag in (word.split("=")[0] for word in fit_arguments):
+        if flag in OWN_FLAGS:
+            raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
     folder, of_repository = args.root / name, Path(__file__).parents[1] / SPACE
     space_file = args.space or next((path for path in (SPACE, of_repository) if path.is_file()), SPACE)
     space, is_new = read_space(space_file), not folder.exists()
@@ -98,20 +103,6 @@ def main(argv: list[str]) -> int:
     print(f"\npicture: {folder}/sweep.png\nbest:    python -m project.test --ckpt_path {chosen}\n")
     print(shlex.join(["python", "-m", "project.fit", *fit_arguments, *flags]))
     return 0
-
-
-def check(args: Namespace, fit_arguments: list[str]) -> None:
-    """Raise a UserError for options that a sweep cannot have."""
-    for option in ("trials", "jobs"):
-        if (value := getattr(args, option)) < 1:
-            raise UserError(f"--{option} must be at least 1, got {value}.")
-    if not 0 <= args.seed < 2**32:
-        raise UserError(f"--seed must be from 0 to {2**32 - 1}, got {args.seed}.")
-    if args.name is not None and not re.fullmatch(r"\w[\w.\-]{0,99}", args.name):
-        raise UserError(f"--name must be 1 to 100 letters, digits or .-_, got '{args.name}'.")
-    for flag in (word.split("=")[0] for word in fit_arguments):
-        if flag in OWN_FLAGS:
-            raise UserError(f"{flag} is set for every trial. Use {OWN_FLAGS[flag]} for the whole sweep.")
 
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
@@ -146,22 +137,18 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
 
 
 def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
-    """Every trial's curve over the epochs, and its best value over each parameter, as PNG.
-
-    Optuna's own pictures neither mark the best trial nor show the parameters of those stopped early.
-    """
+    """Every trial's curve, and its best value over each parameter. Optuna's pictures leave out those stopped early."""
     from matplotlib.figure import Figure
 
     varied = {name: drawn_from for name, drawn_from in space.parameters.items() if not drawn_from.single()}
     figure = Figure(figsize=(3.4 + 2.4 * len(varied), 3.6), layout="constrained")
     first, *others = figure.subplots(1, 1 + len(varied), sharey=True, squeeze=False)[0]
-    for axis, name in zip([first, *others], ["epoch", *varied], strict=True):
-        axis.set_xlabel(name)
-        axis.grid(alpha=0.25)
-    first.set_ylabel(space.metric)
+    first.set(xlabel="epoch", ylabel=space.metric)
+    first.grid(alpha=0.25)
     first.xaxis.get_major_locator().set_params(integer=True)
-    for axis, drawn_from in zip(others, varied.values(), strict=True):
-        axis.set_xscale("log" if getattr(drawn_from, "log", False) else "linear")
+    for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
+        axis.set(xlabel=name, xscale="log" if getattr(drawn_from, "log", False) else "linear")
+        axis.grid(alpha=0.25)
         if isinstance(drawn_from, CategoricalDistribution):  # choices stand at equal distances
             axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
     finished = [trial.number for trial in study.trials if trial.state.name == "COMPLETE"]
@@ -179,9 +166,6 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
-
-
-# The search space
 
 
 @dataclass
@@ -210,12 +194,12 @@ def read_space(path: Path) -> Space:
     parameters, metric, stop = (section.get(key, {}) for key in ("parameters", "metric", "early_terminate"))
     if not isinstance(parameters, dict) or not parameters:
         raise UserError(f"--space: {path} must have a section `parameters:`, as configs/sweep.yaml has.")
-    goal = metric.get("goal", "maximize") if isinstance(metric, dict) else None
-    if goal not in ("maximize", "minimize"):
-        raise UserError(f"--space: metric must be {{name: ..., goal: maximize or minimize}}, got {metric}.")
+    goal: Any = metric.get("goal", "maximize") if isinstance(metric, dict) else None
+    goals = "be {name: ..., goal: maximize or minimize}"
+    require(goal in ("maximize", "minimize"), "--space: metric", goals, metric)
     least = stop.get("min_iter", 1) if isinstance(stop, dict) else stop
-    if type(least) is not int or least < 1:
-        raise UserError(f"--space: early_terminate.min_iter must be a whole number of at least 1, got {least}.")
+    whole = "be a whole number of at least 1"
+    require(type(least) is int and least >= 1, "--space: early_terminate.min_iter", whole, least)
     found = {str(name): distribution(name, entry) for name, entry in parameters.items()}
     return Space(found, str(metric.get("name", "val/accuracy")), goal, least)
 
@@ -225,29 +209,28 @@ def distribution(name: Any, entry: Any) -> BaseDistribution:
     entry = entry if isinstance(entry, dict) else {"value": entry}
     if "value" in entry or "values" in entry:
         values = [entry["value"]] if "value" in entry else entry["values"]
-        if not isinstance(values, list) or not values:
-            raise UserError(f"--space: {name}.values must be a list of at least one value, got {values}.")
+        is_list = isinstance(values, list) and values
+        require(is_list, f"--space: {name}.values", "be a list of at least one value", values)
         return CategoricalDistribution(values)
     low, high = entry.get("min"), entry.get("max")
     kind = entry.get("distribution", "int_uniform" if type(low) is type(high) is int else "uniform")
-    if kind not in RANGES:
-        known = ", ".join(RANGES)
-        raise UserError(f"--space: {name}.distribution must be one of {known}, got {kind}.{nearest(str(kind), RANGES)}")
+    must, hint = f"be one of {', '.join(RANGES)}", nearest(str(kind), RANGES)
+    require(kind in RANGES, f"--space: {name}.distribution", must, kind, hint)
     types, must = ((int,), "whole numbers") if kind == "int_uniform" else ((int, float), "numbers")
     if not all(type(end) in types and -math.inf < end < math.inf for end in (low, high)) or low >= high:
         hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
         raise UserError(f"--space: {name} needs values, or {must} min below max, got min {low}, max {high}.{hint}")
     if kind == "int_uniform":
         return IntDistribution(low, high)
-    if kind == "log_uniform_values" and low <= 0:
-        raise UserError(f"--space: {name}.min must be above 0 on a logarithmic scale, got {low}.")
-    return FloatDistribution(low, high, log=kind == "log_uniform_values")
+    log = kind == "log_uniform_values"
+    require(not log or low > 0, f"--space: {name}.min", "be above 0 on a logarithmic scale", low)
+    return FloatDistribution(low, high, log=log)
 
 
 def open_study(folder: Path, space: Space, trials: int, seed: int) -> optuna.Study:
     """The study in a folder, new or continued: it asks for unfinished trials first. Its journal survives any kill."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1)

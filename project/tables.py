@@ -1,6 +1,5 @@
-"""Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written.
-
-A row is a dictionary. A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
+"""Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written. A row is a dictionary.
+A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from project.errors import UserError
+from project.errors import UserError, require
 
 Row = Mapping[str, Any]
 
@@ -22,12 +21,11 @@ Row = Mapping[str, Any]
 def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output") -> Path:
     """``path``, or a UserError where no file with such an ending can be written. Call it before any work."""
     path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no such user
-    if path.suffix.lower() not in endings:
-        raise UserError(f"{option} must end in {' or '.join(endings)}, got {path}. The ending chooses the format.")
-    if path.is_dir():
-        raise UserError(f"{option} must be a file, got the folder {path}. Name a file in it: {path}/out{endings[0]}.")
-    if not path.parent.is_dir():
-        raise UserError(f"{option} must lie in a folder that exists, got {path}. Create {path.parent} first.")
+    ending = f"end in {' or '.join(endings)}"
+    require(path.suffix.lower() in endings, option, ending, path, " The ending chooses the format.")
+    name_one = f" Name a file in it: {path}/out{endings[0]}."
+    require(not path.is_dir(), option, "be a file", f"the folder {path}", name_one)
+    require(path.parent.is_dir(), option, "lie in a folder that exists", path, f" Create {path.parent} first.")
     with contextlib.suppress(OSError):  # os.access() says yes to root where no file can be made, as in /proc
         tempfile.TemporaryFile(dir=path.parent).close()
         if not path.exists() or os.access(path, os.W_OK):

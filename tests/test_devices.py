@@ -156,7 +156,7 @@ def test_with_nvml_the_driver_and_what_others_use_are_told(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
     (row,) = hardware.accelerators()
     assert (row["driver"], row["memory_free_gib"], row["utilization_pct"]) == ("580.1", 7.0, 42)
-    assert devices.is_busy(row)
+    assert devices.choose_gpus([row]) == ([row], "every GPU is in use by others; this one has the most free memory")
 
 
 def test_of_an_amd_gpu_only_name_and_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

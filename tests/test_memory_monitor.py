@@ -116,7 +116,7 @@ def test_a_peak_belongs_to_its_own_window(tmp_path):
     trainer.callbacks.append(Spike())
     trainer.fit(module, Points(80, 8).loader())
     assert [row["peak_allocated_gib"] for _, row in rows.of("memory")] == [3.0, 3.5, 3.0]
-    assert monitor.summary() == {
+    assert monitor.peaks == {
         "memory/peak_allocated_gib": 3.5,
         "memory/peak_reserved_gib": 7.0,
         "memory/peak_reserved_pct": 87.5,
@@ -135,7 +135,7 @@ def test_validation_counts_for_the_peak_but_not_for_the_breakdown_of_a_training_
     trainer.callbacks.append(SpikeRightBefore())
     trainer.fit(module, Points(80, 8).loader(), Points(16, 8).loader())
     assert [row["peak_allocated_gib"] for _, row in rows.of("memory")] == [3.0, 5.0, 3.0]
-    assert monitor.summary()["memory/peak_allocated_gib"] == 5.0
+    assert monitor.peaks["memory/peak_allocated_gib"] == 5.0
     assert sum(monitor.breakdown.values()) == pytest.approx(3.5)
 
 
@@ -185,8 +185,8 @@ def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path)
     ((step, row),) = rows.of("memory")
     assert (step, set(row)) == (9, {"rss_gib"})
     assert row["rss_gib"] == pytest.approx(measured[step], rel=0.05)
-    assert monitor.summary().keys() == {"memory/peak_rss_gib"}
-    assert monitor.summary()["memory/peak_rss_gib"] >= row["rss_gib"]
+    assert monitor.peaks.keys() == {"memory/peak_rss_gib"}
+    assert monitor.peaks["memory/peak_rss_gib"] >= row["rss_gib"]
     parts = monitor.breakdown
     assert parts.keys() == {"weights", "gradients", "optimizer state", ACTIVATIONS}
     assert parts["gradients"] == 72 / GIB
@@ -222,7 +222,7 @@ def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
 
     trainer.callbacks.append(SpikeInTheSecond())
     trainer.fit(module, Points(80, 8).loader())
-    assert monitor.summary()["memory/peak_allocated_gib"] == 4.0
+    assert monitor.peaks["memory/peak_allocated_gib"] == 4.0
     assert [row["peak_allocated_gib"] for step, row in rows.of("memory") if step % 10 == 9] == [3.0, 4.0, 3.0]
 
 
@@ -238,7 +238,7 @@ def two_rank_run(folder: Path) -> None:
             host.process = 1.0 + trainer.global_rank
 
         def on_train_end(self, trainer, pl_module):
-            report = [rows.of("memory"), monitor.summary()]
+            report = [rows.of("memory"), monitor.peaks]
             (folder / f"{trainer.global_rank}.json").write_text(json.dumps(report))
 
     trainer.callbacks.append(Differ())

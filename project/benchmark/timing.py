@@ -149,7 +149,7 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
         raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
     if session is not None and session.memory is not None:  # feature: memory
         clock.memory = session.memory.breakdown
-        clock.peak_allocated_gib = session.memory.summary().get("memory/peak_allocated_gib")
+        clock.peak_allocated_gib = session.memory.peaks.get("memory/peak_allocated_gib")
     return clock
 
 

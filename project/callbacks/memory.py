@@ -16,7 +16,7 @@ from torch import Tensor
 
 from project.engine.lightning_internals import LiveMemory, memory_history
 from project.engine.log_steps import is_due, is_log_step, is_optimizer_step, log_values
-from project.engine.ranks import of_all_ranks
+from project.engine.ranks import of_all_ranks, say
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tables import check_output
@@ -49,24 +49,17 @@ class MemoryMonitor(Callback):
 
     def __init__(self, read: Reader | None = None, host: Reader | None = None) -> None:
         self._read, self._read_host = read or device_memory, host or host_memory
-        self._device = torch.device("cpu")
-        self._live, self._counts_tensors = LiveMemory(), False  # of a step, if no allocator does it
+        self._live = LiveMemory()  # counts a step's tensors, if no allocator does it
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
         self._parts: dict[str, float] = {}  # GiB by use
-        self._run: dict[str, float] = {}  # highest values
+        self.peaks: dict[str, float] = {}  # of the run: ``memory/peak_rss_gib``, and with CUDA the other ones
         self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
         self.leaks: dict[str, str] = {}  # place → the newest report of growth there
 
-    def summary(self) -> dict[str, float]:
-        """The run's highest values: ``memory/peak_rss_gib``, and with CUDA the other ``memory/peak_*``."""
-        return self._run
-
     @property
     def breakdown(self) -> dict[str, float]:
-        """GiB by use on this rank, see :func:`memory_breakdown`, and of ``activations and the rest``: the training peak
-        less those, where it is known. Empty before the first step.
-        """
+        """GiB by use on this rank, with what the training peak has more, where it is known; empty before a step."""
         parts, peak = self._parts, self._step_peak
         if self._live.peak_bytes and parts:  # weights and state were there before
             peak = self._live.peak_bytes + int(GIB * (parts["weights"] + parts["optimizer state"]))
@@ -75,36 +68,34 @@ class MemoryMonitor(Callback):
         return {**parts, ACTIVATIONS: max(0.0, peak / GIB - sum(parts.values()))}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._device = trainer.strategy.root_device
         self._window_peaks, self._step_peak, self._at_epoch_ends = {}, None, {}
-        counted = self._read(self._device, reset_peaks=True)  # what came before is not the training's
-        # a compiled network would run eagerly while its tensors are counted
-        self._live, self._counts_tensors = LiveMemory(), not counted and not pl_module.hparams.get("compile")
+        self._read(trainer.strategy.root_device, reset_peaks=True)  # what came before is not the training's
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._counts_tensors and trainer.global_step == 1:  # the first step makes the optimizer's state
+        # the first step makes the optimizer's state; a compiled network would run eagerly while its tensors are counted
+        may_count = trainer.global_step == 1 and not pl_module.hparams.get("compile")
+        if may_count and not self._read(trainer.strategy.root_device):
             self._live.__enter__()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._live.close()
-        settling = trainer.global_step <= SETTLING_STEPS or not self._parts
-        if settling and is_optimizer_step(trainer, batch_idx):
+        if (trainer.global_step <= SETTLING_STEPS or not self._parts) and is_optimizer_step(trainer, batch_idx):
             self._parts = memory_breakdown(trainer)
         if is_log_step(trainer, batch_idx):
             self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._read_peaks()
+        self._read_peaks(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._read_peaks(of_training=False)
+        self._read_peaks(trainer, of_training=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log(trainer, again=is_due(trainer, trainer.global_step))
-        used = {"host": self._read_host()["process"], "device": self._read(self._device).get("allocated", 0)}
-        for place, size in used.items():
+        on_device = self._read(trainer.strategy.root_device).get("allocated", 0)
+        for place, size in {"host": self._read_host()["process"], "device": on_device}.items():
             self._at_epoch_ends.setdefault(place, []).append(size / MIB)
             if report := leak_report(place, self._at_epoch_ends[place]):
                 if place not in self.leaks:
@@ -114,13 +105,13 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._live.close()
         if is_out_of_memory(exception) and HEADLINE not in str(exception):
-            total, self._parts = self._read_peaks().get("total"), memory_breakdown(trainer)
+            total, self._parts = self._read_peaks(trainer).get("total"), memory_breakdown(trainer)
             # in the message, so that it is the last thing on the screen whoever prints the error
             exception.args = (f"{exception}\n\n{explain(trainer, self.breakdown, self._step_peak, total)}",)
 
-    def _read_peaks(self, of_training: bool = True) -> dict[str, int]:
+    def _read_peaks(self, trainer: Trainer, of_training: bool = True) -> dict[str, int]:
         """Read the allocator, keep its peaks for the window, and reset them."""
-        now = self._read(self._device, reset_peaks=True)
+        now = self._read(trainer.strategy.root_device, reset_peaks=True)
         for name in now.keys() & {"peak_allocated", "peak_reserved"}:
             self._window_peaks[name] = max(self._window_peaks.get(name, 0), now[name])
         if of_training and "peak_allocated" in now:
@@ -129,28 +120,25 @@ class MemoryMonitor(Callback):
 
     def _log(self, trainer: Trainer, again: bool = False) -> None:
         """Log a row; ``again``: a log step ended the epoch, and its row is written once more."""
-        sizes = self._read_peaks() | self._window_peaks
+        sizes = self._read_peaks(trainer) | self._window_peaks
         self._window_peaks = {}
         metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
         if "peak_reserved" in sizes:
             metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
-        host = self._read_host()
-        ranks = of_all_ranks({**metrics, "rss": host["rss"] / GIB, "peak_rss": host["peak_rss"] / GIB})
-        rss, peak_rss = (sum(rank[name] for rank in ranks) for name in ("rss", "peak_rss"))
+        ranks = of_all_ranks(metrics | self._read_host())
+        rss, peak_rss = (sum(rank[name] for rank in ranks) / GIB for name in ("rss", "peak_rss"))
         for name in metrics:
             metrics[name] = max(rank[name] for rank in ranks)
             if again and name.startswith("memory/peak"):
                 metrics[name] = max(metrics[name], float(trainer.callback_metrics.get(name, 0.0)))
         for name, value in {**metrics, "memory/peak_rss_gib": max(rss, peak_rss)}.items():
             if name.startswith("memory/peak"):
-                self._run[name] = max(self._run.get(name, 0.0), value)
+                self.peaks[name] = max(self.peaks.get(name, 0.0), value)
         log_values(trainer, {**metrics, "memory/rss_gib": rss})
 
 
 def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
-    """Bytes ``allocated`` in tensors, ``reserved`` from the device, its ``total``; on CUDA also ``peak_allocated`` and
-    ``peak_reserved``, the most since the last reset. Nothing on the CPU.
-    """
+    """Bytes ``allocated``, ``reserved`` and in ``total``, on CUDA ``peak_*`` since the last reset; none on the CPU."""
     if device.type == "mps":
         now = {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
         return {**now, "total": torch.mps.recommended_max_memory()}
@@ -187,12 +175,10 @@ def host_memory() -> dict[str, int]:
 
 
 def leak_report(place: str, mib: list[float]) -> str | None:
-    """What to tell where memory at epoch ends (``mib``, in MiB) looks like a leak: each of the last four epochs added
-    ``LEAST_MIB`` or more, and a third of the largest addition or more (a cache adds less and less).
-    """
+    """What to tell where each of the last epochs added ``LEAST_MIB`` or more, and a third of the largest addition."""
     recent = mib[-EPOCHS - 1 :]
     added = [after - before for before, after in pairwise(recent)]
-    if len(added) < EPOCHS or min(added) < max(LEAST_MIB[place], max(added) / 3):
+    if len(added) < EPOCHS or min(added) < max(LEAST_MIB[place], max(added) / 3):  # a cache adds less and less
         return None
     return (
         f"{place} memory looks like it leaks: {sum(added) / EPOCHS:.1f} MiB more after each of the last {EPOCHS} "
@@ -202,9 +188,7 @@ def leak_report(place: str, mib: list[float]) -> str | None:
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
-    """GiB of this rank's ``weights`` (with buffers), ``gradients`` (there after an optimizer step), ``optimizer
-    state``, and ``data`` on a GPU.
-    """
+    """GiB of this rank's ``weights`` (with buffers), ``gradients``, ``optimizer state``, and on a GPU ``data``."""
 
     def size_gib(tensors: Iterable[object]) -> float:
         own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]  # a rank's own shard
@@ -268,11 +252,9 @@ class MemorySnapshot(Callback):
         if device != "cuda":
             raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
         check_output(path, (path.suffix.lower(),), "--memory_snapshot")
-        if rank:
-            path = path.with_stem(f"{path.stem}.rank{rank}")
-        else:
-            where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
-            self._recording.callback(print, f"memory snapshot: {where}", flush=True)
+        where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
+        self._recording.callback(say, f"memory snapshot: {where}")
+        path = path.with_stem(f"{path.stem}.rank{rank}") if rank else path
         self._recording.enter_context(memory_history(path, 100_000))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

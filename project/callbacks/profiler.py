@@ -14,7 +14,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, record_function, schedule, tensorboard_trace_handler
 
 from project.engine.lightning_internals import profiled_module, surround_calls
-from project.errors import UserError
+from project.errors import require
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
 # Last word of Lightning's action name → the region that begins with the action; and those that end a region
@@ -54,8 +54,7 @@ class StepProfiler(Profiler):
     ) -> None:
         super().__init__()
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1), ("rows", rows, 1)):
-            if value < least:
-                raise UserError(f"--profiler.{name} must be at least {least}, got {value}.")
+            require(value >= least, f"--profiler.{name}", f"be at least {least}", value)
         # Kineto reports its own start and stop, and every missing GPU as an error, on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self.unrecorded, self.needed, self.rows = wait + warmup, wait + warmup + active, rows  # steps
@@ -63,17 +62,18 @@ class StepProfiler(Profiler):
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
         self._profile: profile | None = None
-        self._hooks, self._calls = ExitStack(), ExitStack()  # of the recording, and of a training step
-        self._region = ExitStack()
+        self._recording, self._calls, self._region = ExitStack(), ExitStack(), ExitStack()  # calls: of a training step
 
     def start(self, action_name: str) -> None:
         hook = action_name.rpartition(".")[2]
         if hook == "run_training_epoch" and self._profile is None and self.folder is None:
             for optimizer in profiled_module(self).trainer.optimizers:
                 # inside PyTorch's own range around step(), which must not end before ours
-                self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._switch(None)).remove)
+                self._recording.callback(optimizer.register_step_post_hook(lambda *_: self._region.close()).remove)
             self._profile = profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
-            self._profile.start()
+            self._recording.callback(setattr, self, "_profile", None)
+            self._recording.enter_context(self._profile)
+            self._recording.callback(self._region.close)
         if self._profile is None:
             return
         if hook in BEGINS:
@@ -89,31 +89,23 @@ class StepProfiler(Profiler):
         if hook == "training_step":
             self._calls.close()
         if hook in ENDS:
-            self._switch(None)
+            self._region.close()
         if self._profile is not None and hook == "run_training_batch":
             self._profile.step()
             if self.folder is not None:
-                self._end()
+                self._recording.close()
 
     def teardown(self, stage: str | None) -> None:
         if self._profile is not None:
-            self._end()
+            self._recording.close()
             if self.folder is None:
                 rank_zero_warn(f"nothing was profiled: wait, warmup and active take {self.needed} training steps.")
         super().teardown(stage)
 
-    def _switch(self, region: str | None) -> None:
+    def _switch(self, region: str) -> None:
         """End the region that is open, and begin another one."""
         self._region.close()
-        if region is not None:
-            self._region.enter_context(record_function(region))
-
-    def _end(self) -> None:
-        assert self._profile is not None
-        self._switch(None)
-        running, self._profile = self._profile, None
-        running.stop()
-        self._hooks.close()
+        self._region.enter_context(record_function(region))
 
     def _write(self, finished: profile) -> None:
         trainer, steps = profiled_module(self).trainer, finished.step_num - self.unrecorded
@@ -138,9 +130,7 @@ class StepProfiler(Profiler):
 
 
 def region_times(events: Iterable[Any]) -> dict[str, tuple[float, float]]:
-    """Microseconds of every region on the CPU, and of the kernels that any thread launched in it, from
-    ``profile.events()``.
-    """
+    """Microseconds of every region on the CPU, and of the kernels that any thread launched in it."""
     on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
     launches = [(e.time_range.start, sum(kernel.duration for kernel in e.kernels)) for e in on_cpu if e.kernels]
     times: dict[str, tuple[float, float]] = {}

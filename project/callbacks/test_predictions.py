@@ -12,13 +12,13 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 from project.engine.ranks import of_all_ranks
 from project.engine.summary import Mistake
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MOST_CLASSES = 1000  # a confusion matrix of more fills memory, and nobody reads it
 
 
 class TestPredictions(Callback):
-    """Counts predictions by class during the test pass, and keeps the ``most`` confident mistakes of all ranks.
-
-    For classifiers alone: ``test_step`` returns logits, float (batch, classes), for (inputs, integer labels (batch,)).
+    """Counts predictions by class during the test pass, and keeps the ``most`` confident mistakes of all ranks. For
+    classifiers alone: ``test_step`` returns logits, float (batch, classes), for (inputs, integer labels (batch,)).
     Mistakes are kept if inputs are images: (batch, 1 or 3, height, width), uint8 or 0-1.
     """
 
@@ -35,9 +35,13 @@ class TestPredictions(Callback):
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int, **__: int
     ) -> None:
-        if not _is_classified(outputs, batch):
+        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+        if not (isinstance(outputs, Tensor) and isinstance(labels, Tensor) and labels.shape == outputs.shape[:1]):
             return
-        images, labels, classes = batch[0], batch[1].long().cpu(), outputs.shape[1]  # the one pass may wait for it
+        classes = outputs.shape[1] if outputs.ndim == 2 and outputs.is_floating_point() else 0
+        if not 1 < classes <= MOST_CLASSES or labels.dtype not in INTEGERS or len(labels) == 0:
+            return  # no logits of a classifier
+        images, labels = batch[0], labels.long().cpu()  # the one pass may wait for it
         probabilities, predictions = outputs.float().cpu().softmax(dim=1).max(dim=1)  # (batch,)
         known = (labels >= 0) & (labels < classes)  # others, such as -100, say that a sample does not count
         counts = multiclass_confusion_matrix(predictions[known], labels[known], classes).numpy()
@@ -63,13 +67,3 @@ class TestPredictions(Callback):
     def _keep(self, mistakes: Iterable[Mistake]) -> None:
         """Keep the surest of these and of those that are kept already."""
         self.mistakes = sorted([*self.mistakes, *mistakes], key=lambda mistake: -mistake.probability)[: self.most]
-
-
-def _is_classified(outputs: Any, batch: Any) -> bool:
-    """Whether these are logits of a classifier, and the labels that belong to them."""
-    labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    if not (isinstance(outputs, Tensor) and isinstance(labels, Tensor)):
-        return False
-    logits = outputs.is_floating_point() and outputs.ndim == 2 and 1 < outputs.shape[1] <= MOST_CLASSES
-    integers = labels.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    return logits and integers and len(outputs) > 0 and labels.shape == outputs.shape[:1]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
 from project.engine.ranks import of_all_ranks
-from project.errors import UserError
+from project.errors import require
 from project.model.networks import in_eval_mode
 
 WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
@@ -69,12 +69,9 @@ class ThroughputMonitor(Callback):
         self._fetching = 0.0  # the clock's reading when training began to wait for a batch
 
     def profiler(self, chosen: Profiler | str | None = None) -> Profiler:
-        """The Trainer's profiler: ``chosen``, the user's own or one of Lightning's by name. It tells this monitor, too,
-        of waits for a batch, saving, and validations: a profiler is the public way to see them.
-        """
+        """The Trainer's profiler, ``chosen`` or an idle one, heard here too: the public way to see waits and saving."""
         if isinstance(chosen, str):
-            if chosen.lower() not in PROFILERS:
-                raise UserError(f"--profiler must be one of {', '.join(PROFILERS)} or a class, got {chosen}.")
+            require(chosen.lower() in PROFILERS, "--profiler", f"be one of {', '.join(PROFILERS)} or a class", chosen)
             chosen = PROFILERS[chosen.lower()]()
         profiler: Any = chosen or PassThroughProfiler()
         start, stop, profile = profiler.start, profiler.stop, profiler.profile
@@ -244,12 +241,9 @@ def samples_in(batch: Any) -> int:
 
 
 class GpuUtilization:
-    """Samples the share of time in which the GPU ran a kernel, in a thread, so that training never waits. ``read``
-    returns percent (0-100), or raises if there is no value (MIG, no driver access); None: there is no GPU. NVML
-    averages over up to a second, so a shorter interval tells nothing new.
-    """
+    """Samples in a thread how busy the GPU is: ``read`` returns percent, or raises (MIG, no access); None: no GPU."""
 
-    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:
+    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:  # NVML: mean over 1 s
         self.paused = False  # whether samples are dropped
         self._samples: list[float] = []
         self.ended = threading.Event()  # set: the thread ends
@@ -289,9 +283,8 @@ def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any
 
 
 def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
-    """FLOPs of one forward and backward pass per sample (a multiply-add counts 2). Counted on the meta device, where
-    nothing is computed, and in evaluation mode, without the second forward pass of activation checkpointing. Raises
-    whatever the module's ``forward`` raises there.
+    """FLOPs of one forward and backward pass per sample (a multiply-add counts 2), on the meta device, where nothing is
+    computed, and in evaluation mode, without activation checkpointing's second forward pass.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
@@ -300,10 +293,7 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
-
-    def forward() -> Tensor:
-        return torch.func.functional_call(module, state, (torch.empty_like(inputs, device="meta"),))
-
+    forward = partial(torch.func.functional_call, module, state, (torch.empty_like(inputs, device="meta"),))
     with in_eval_mode(module), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         return measure_flops(module, forward, lambda outputs: outputs.float().sum()) / len(inputs)
 
@@ -316,10 +306,10 @@ def may_use_tf32(module: nn.Module) -> bool:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s of a GPU in dense matrix products, None where unknown; ``tf32``: float32 products may be done in TF32.
-    ``device_name`` is CUDA's, such as ``NVIDIA A100-SXM4-40GB``. A laptop's or a slice's (MIG) chip is another one.
+    """FLOP/s of a GPU, by CUDA's name, in dense matrix products, with ``tf32`` those of float32 in TF32; None: unknown.
     Lightning's get_available_flops lacks the H200, and is wrong for L40S, A40 and RTX.
     """
+    # a laptop's or a slice's (MIG) chip is another one
     chip = re.sub(r"\b(nvidia|tesla|geforce|\d+gb|hbm3e?)\b|-", " ", device_name.lower())
     lines = Path(__file__).with_name("gpu_peaks.csv").read_text().splitlines()
     chips = {row["chip"]: row for row in csv.DictReader(line for line in lines if not line.startswith("#"))}

@@ -3,8 +3,8 @@
 import contextlib  # feature: wandb
 import netrc  # feature: wandb
 import os  # feature: wandb
-from dataclasses import dataclass  # feature: report, dashboard, wandb
-from typing import Any, Literal  # feature: report, dashboard, wandb
+from dataclasses import dataclass  # feature: report, dashboard
+from typing import Any, Literal, NamedTuple  # feature: report, dashboard, wandb
 from urllib.parse import urlparse  # feature: wandb
 
 STEP = "trainer/global_step"  # W&B's key of the optimizer step, the axis of every chart  # feature: wandb
@@ -23,15 +23,12 @@ class Panel:
     in_report: bool = True  # False: one run shows it elsewhere, but runs are compared by it
 
 
-def _parts(metric: str) -> dict[str, str]:
-    return {f"train/{metric}": "train", f"val/{metric}": "validation", f"test/{metric}": "test"}
-
-
+PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
 _GPU = {"throughput/gpu_utilization_pct": "a kernel runs", "throughput/mfu_pct": "model FLOPs utilization"}
 _DEVICE = {f"memory/{name}_gib": name.replace("_", " ") for name in ("peak_reserved", "peak_allocated", "allocated")}
 PANELS = (
-    Panel("Training", "Loss", "", _parts("loss"), "log"),
-    Panel("Training", "Accuracy", "fraction", _parts("accuracy"), "fitting"),
+    Panel("Training", "Loss", "", {f"{part}/loss": label for part, label in PARTS.items()}, "log"),
+    Panel("Training", "Accuracy", "fraction", {f"{part}/accuracy": label for part, label in PARTS.items()}, "fitting"),
     Panel("Training", "Learning rate", "", {"optimizer/lr": "learning rate"}),
     Panel("Training", "Gradient norm", "L2, before clipping", {"optimizer/grad_norm": "gradient norm"}),
     Panel("Training", "Loss scale", "16-mixed", {"optimizer/loss_scale": "loss scale"}),
@@ -51,8 +48,7 @@ MEANINGS = {"online": "runs go online", "offline": "runs are kept offline, for w
 MEANINGS["refused"] = "but WANDB_MODE wants online runs, fit will refuse"
 
 
-@dataclass(frozen=True)
-class WandbState:
+class WandbState(NamedTuple):
     """Whether W&B has an account here, and how a run would log to it."""
 
     mode: str  # online, offline, disabled, or refused: online without a key

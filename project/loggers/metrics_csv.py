@@ -18,10 +18,8 @@ FIRST = {"step": 0, "epoch": 0}  # the first columns, of whole numbers
 
 
 class MetricsCSV(Logger):
-    """One row per logged step in ``metrics.csv``.
-
-    Lightning's CSVLogger writes a row per call, and deletes the file of a run that is resumed. Here a resumed run keeps
-    the rows its checkpoint knew, so the file of a killed run ends like that of an undisturbed one.
+    """One row per logged step in ``metrics.csv``. Lightning's CSVLogger writes a row per call, and deletes the file of
+    a resumed run. Here such a run keeps the rows its checkpoint knew: the file ends like that of an undisturbed one.
     """
 
     name, version = "csv", ""
@@ -33,14 +31,10 @@ class MetricsCSV(Logger):
         rows = self._read()
         self._columns, self._before = columns_of([FIRST, *rows]), len(rows)  # rows before the one being gathered
         self._row: dict[str, Any] = {}  # being gathered
-        self._row_start = path.stat().st_size if path.exists() else 0  # where it begins in the file, in bytes
+        self._row_start = 0  # where it begins in the file, in bytes
         self._row_changed = False
 
-    @property
-    def save_dir(self) -> str:
-        return str(self.path.parent)
-
-    log_dir = save_dir  # where a module's own code puts its files
+    save_dir = log_dir = property(lambda self: str(self.path.parent))  # where a module's own code puts its files
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run's config.yaml holds them."""
@@ -48,17 +42,14 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         metrics = {**metrics, "step": step or 0}
-        if self._row and int(float(self._row["step"])) != metrics["step"]:  # text after a resume
-            self.save()
-            self._row, self._before = {}, self._before + 1
+        if not self._row or int(float(self._row["step"])) != metrics["step"]:  # text after a resume
+            self._before, self._row = self.save(), {}
             self._row_start = self.path.stat().st_size if self.path.exists() else 0
         self._row |= {key: int(value) if key in FIRST else float(value) for key, value in metrics.items()}
         self._row_changed = True
 
     def save(self, to_disk: bool = False) -> int:  # type: ignore[override] # finalize calls it, too
-        """Write the row being gathered, which may still grow; returns the number of rows. ``to_disk``: they survive a
-        power cut, as a checkpoint that counts them does.
-        """
+        """Write the row, which may still grow; returns the number of rows, which ``to_disk`` saves from a power cut."""
         if self._row_changed:
             new = sorted(self._row.keys() - {*self._columns})
             if new or not self.path.exists():
@@ -77,9 +68,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def keep_rows(self, count: int) -> None:
-        """Go on after the first ``count`` rows of the file; the resumed run repeats the steps of the others. What is
-        still logged at the step of the last one joins it.
-        """
+        """Go on after the first ``count`` rows, the last of which may still grow: a resumed run repeats the others."""
         rows = self._read()[:count]
         self._columns = columns_of([FIRST, *rows])
         self._row = {key: value for row in rows[-1:] for key, value in row.items() if value}

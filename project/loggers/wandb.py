@@ -1,7 +1,5 @@
-"""Weights & Biases: one run per job. Training never waits for its server, and never fails with it.
-
-Online where an API key is configured, else offline: no prompt, no network. W&B's own variables are honoured:
-``WANDB_MODE``, ``WANDB_PROJECT``, ``WANDB_ENTITY``, ``WANDB_TAGS``, ``WANDB_NOTES``, ``WANDB_RUN_GROUP`` and the rest.
+"""Weights & Biases: one run per job. Training never waits for its server, and never fails with it. Online where an API
+key is configured, else offline: no prompt, no network. W&B's own variables, such as ``WANDB_MODE``, are honoured.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import shlex
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from project.engine.restore import Run
 from project.engine.stop import failure_within
 from project.engine.summary import RunRecord, parameter_count
 from project.engine.trainer import as_list
-from project.errors import UserError
+from project.errors import UserError, require
 from project.loggers import STEP, wandb_state
 
 DEFAULT_PROJECT = "mnist-lightning"
@@ -45,33 +42,28 @@ MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
 
 
 def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
-    """A run's W&B logger, which does nothing on ranks above 0 and with ``WANDB_MODE=disabled``; None with ``--logger
-    false`` and with a WandbLogger of the user's. A UserError where W&B's variables are wrong.
-    """
+    """A run's W&B logger, idle on ranks above 0; None with ``--logger false`` and with a WandbLogger of the user's."""
     mode, project = "disabled", os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if is_rank_zero():
-        asked = os.environ.get("WANDB_MODE", "")
-        if asked and asked.lower() not in MODES:
-            raise UserError(f"WANDB_MODE must be one of {', '.join(MODES[:3])}, got {asked}.")
+        asked = os.environ.get("WANDB_MODE") or mode
+        require(asked.lower() in MODES, "WANDB_MODE", f"be one of {', '.join(MODES[:3])}", asked)
         finish_timeout()
         mode = wandb_state().mode
         if mode == "refused":
             raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
         os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
-        if mode != "disabled" and set(project) & set(REFUSED_IN_PROJECT):
-            raise UserError(f"WANDB_PROJECT must have none of {' '.join(REFUSED_IN_PROJECT)}, got {project}.")
+        fits = mode == "disabled" or not set(project) & set(REFUSED_IN_PROJECT)
+        require(fits, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
     logger = WandbRunLogger(run, project, config.resolved, mode, best)  # its settings serve the user's, too
     chosen = config.trainer["logger"]
     return None if chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen)) else logger
 
 
 class WandbRunLogger(WandbLogger, Callback):
-    """Lightning's W&B logger, whose run starts in a thread while training goes on.
-
-    Lightning's waits for the server at its start, for all uploads at its end, and sends a row per call. Here rows wait
-    until the run is up, a step is one row, as in metrics.csv, and the end waits a few seconds. It is a callback, too,
-    and begins with training: before, nothing is on disk. ``mode``: online, offline (files only) or disabled (a stand-in
-    does nothing). W&B sums up the metric of ``best`` by its best value, others by their last.
+    """Lightning's W&B logger, which waits for the server at its start and its end, and sends a row per call. Here the
+    run starts in a thread, rows wait until it is up, a step is one row, as in metrics.csv, and the end waits a few
+    seconds. It is a callback, too, and begins with training: before, nothing is on disk. ``mode``: online, offline or
+    disabled (a stand-in). W&B sums up the metric of ``best`` by its best value, others by their last.
     """
 
     def __init__(self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None) -> None:
@@ -132,9 +124,8 @@ class WandbRunLogger(WandbLogger, Callback):
         """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
         if not self._begun:
             return
-        patience: float | None = STOP_PATIENCE
-        if exit_code == 0:  # files need no server, so there is no limit
-            patience = None if self.offline else finish_timeout()
+        # files need no server, so there is no limit
+        patience = STOP_PATIENCE if exit_code else (None if self.offline else finish_timeout())
         if failure_within(patience, lambda: self._finish(exit_code)):
             import wandb
 
@@ -201,14 +192,14 @@ def finish_timeout() -> float:
         raise UserError(f"WANDB_FINISH_TIMEOUT must be seconds, got {chosen}.") from None
 
 
-@dataclass
 class _Awaited:
     """Stands for the W&B run until it is up, and waits for it when it is used."""
 
-    logger: WandbRunLogger
+    def __init__(self, logger: WandbRunLogger) -> None:
+        self._logger = logger
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.logger.wait(), name)
+        return getattr(self._logger.wait(), name)
 
 
 def sync_command(folder: Path) -> list[str]:
@@ -220,9 +211,7 @@ def sync_command(folder: Path) -> list[str]:
 
 
 def log_record(run: Any, record: RunRecord, folder: Path) -> None:
-    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run. Keys:
-    ``test/confusion_matrix``, ``test/class_accuracy``, ``test/mistakes``, ``memory/breakdown``, ``report``.
-    """
+    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run."""
     import wandb
 
     pictures: dict[str, Any] = {}

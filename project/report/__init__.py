@@ -1,6 +1,5 @@
-"""The run report, ``report.html``: one file with charts, images and styles, no script, no address outside it.
-
-Its charts are matplotlib figures as SVG that takes its colours from the page, light or dark.
+"""The run report, ``report.html``: one file with charts, images and styles, no script, no address outside it. Its
+charts are matplotlib figures as SVG that takes its colours from the page, light or dark.
 """
 
 import base64
@@ -23,14 +22,13 @@ from matplotlib.ticker import LogLocator
 from PIL import Image
 
 from project.engine.summary import RunRecord, Series
-from project.loggers import PANELS
+from project.loggers import PANELS, PARTS
 
 HERE = Path(__file__).parent
 MOST_PIXELS = 96  # of a mistake's longer side: 24 such colour images are about half a megabyte
 MOST_OTHERS = 24  # charts of metrics that no panel names
 MOST_CLASSES = 25  # that are listed with their accuracy, the worst ones
 PREDICTIONS = "Predictions on the test set"
-PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
 # Not drawn under "Other metrics": a panel shows them, or the same in another unit
 SHOWN = {"epoch", "throughput/device_samples_per_sec", "throughput/batches_per_sec", "memory/reserved_gib"}
 SHOWN |= {metric for panel in PANELS for metric in panel.lines}
@@ -116,9 +114,6 @@ def png(pixels: np.ndarray) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-# Charts
-
-
 def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
     """What ``paint`` draws of ``facts`` on its axes, as an SVG element; ``name``, for screen readers, is unique."""
     with rc_context({"svg.hashsalt": name}, HERE / "report.mplstyle"):
@@ -135,9 +130,7 @@ def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
 
 
 def curves(ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: int, epochs: dict[int, int]) -> None:
-    """Metrics over optimizer steps, up to ``last_step`` in all charts of a run: ``lines`` are label → values. ``unit``
-    labels the vertical ``axis``, which is a :class:`Panel`'s. ``epochs`` to mark are number from 1 → last step.
-    """
+    """Metrics by label over optimizer steps. ``axis`` is a :class:`Panel`'s; ``epochs``: number from 1 → last step."""
     for label, series in lines.items():
         # where there are more points than could be told apart, each is the mean of neighbours
         parts = np.array_split(np.array(series, dtype=float), min(len(series), MOST_POINTS))  # of (points, 2)
