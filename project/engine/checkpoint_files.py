@@ -135,6 +135,8 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
         raise UserError(f"--ckpt_path {path} {reason}.")
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
+    if dotted := [key for key in run["config"] if "." in str(key)]:  # the parser would take it for a section's
+        raise _changed(path, f"run.config.{dotted[0]}")
     for key in ("config", "metrics", "data_source", "versions"):
         if not all(isinstance(value, VALUES) for _, value in _leaves(run.get(key))):
             raise _changed(path, f"run.{key}")

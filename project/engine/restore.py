@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, get_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from project.data import BatchedDataModule
@@ -41,9 +41,10 @@ FUNCTIONS += ["torchvision.models", "torchvision.ops", "torchvision.transforms",
 # and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
 CLASSES = [PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"]
 CLASSES += ["torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"]
+COMMAND_LINES = ("lightning.pytorch.cli", f"{PACKAGE}.engine.cli")  # but these classes make what a text names
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
-IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+IMPORT_PATH = re.compile(r"[\w-]+(?:\.[\w-]+)+")  # importlib takes more than identifiers
 FILES = ("csv", "tsv", "txt", "json", "jsonl", "yaml", "yml", "npy", "npz", "parquet", "pt", "pth", "ckpt")  # endings
 
 
@@ -150,15 +151,16 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
         # the parser also takes a class path, or YAML with one, where the type is not text
         names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
         for named in names or ():
-            root, end = named.split(".")[0], named.rpartition(".")[2]
-            if root in {"test", *sys.stdlib_module_names & sys.modules.keys()} and end in FILES and not holds_path:
-                continue  # test.csv: a file's name; nothing would be run, for the others are imported and test is empty
+            root, _, end = named.partition(".")
+            is_file = end in FILES and not holds_path  # test.csv; as a class it would run nothing: test is empty
             if root not in trusted and _is_foreign(root, holds_path):
+                if is_file and root in {"test", *sys.stdlib_module_names & sys.modules.keys()}:
+                    continue
                 raise UserError(
                     f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
                     f"Nothing was imported. If you trust the file: --allow_imports {root}"
                 )
-            if (holds_path or root in trusted) and (home := _foreign_home(named, packages)):
+            if not is_file and (home := _foreign_home(named, packages)):
                 reason = f"names {named}, which {home} defines: no part of a model, of data or of a training"
                 raise UserError(f"--ckpt_path {path} {reason}. If you trust the file: --allow_imports {home}")
 
@@ -188,13 +190,13 @@ def _default(class_path: str, name: str) -> Any:
 
 def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, str, str]]:
     """Every text in a configuration, with the key it stands under, and the class whose argument it is."""
-    if isinstance(value, str):  # the parser reads YAML in a text as well
+    if isinstance(value, str):  # the parser reads YAML in a text as well, in its own way
         with contextlib.suppress(yaml.YAMLError, ValueError):
-            value = content if isinstance(content := yaml.safe_load(value), (dict, list)) else value
+            value = content if isinstance(content := get_loader("yaml")(value), (dict, list)) else value
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _texts(item, str(name), str(value.get("class_path", owner)))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, set)):
         for item in value:
             yield from _texts(item, key, owner)
     elif isinstance(value, str):
@@ -208,27 +210,33 @@ def _is_foreign(root: str, holds_path: bool) -> bool:
     """
     clone = Path(__file__).parents[2]
     folders = [Path.cwd()] if "site-packages" in clone.parts else [Path.cwd(), clone]
-    if any((folder / root).is_dir() or (folder / f"{root}.py").is_file() for folder in folders):
-        return False
     try:
-        return holds_path or importlib.util.find_spec(root) is not None
+        spec = importlib.util.find_spec(root)
     except (ImportError, ValueError):
         return True
+    if spec is None:
+        return holds_path
+    # a package that is installed comes before a plain folder of its name
+    places = spec.submodule_search_locations or [spec.origin or ""]
+    return any(Path(place).parent not in folders for place in places)
 
 
 def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
     """The package where a name leads, as ``torch.hub.os.system`` to ``posix``, if nothing of the kind may be named."""
-    found: Any = None
-    with contextlib.suppress(Exception):  # the parser reports the reason
-        found = resolve_name(named)
+    try:
+        found: Any = resolve_name(named)
+        holder: Any = resolve_name(named.rpartition(".")[0])
+    except Exception:  # the parser reports the reason
+        return None
     if not callable(found):
         return None
-    home = str(getattr(found, "__module__", None) or named)
+    home = getattr(found, "__module__", None)  # None: of a builtin function
+    home = str(home or getattr(holder, "__name__" if inspect.ismodule(holder) else "__module__", "builtins"))
+    trusted = (*FUNCTIONS, *(CLASSES if inspect.isclass(found) else ()))
+    is_trusted = f"{home}.".startswith(tuple(f"{name}." for name in trusted)) and home not in COMMAND_LINES
     root = home.split(".")[0]
-    trusted = (*allowed, *FUNCTIONS, *(CLASSES if inspect.isclass(found) else ()))
-    is_trusted = any(f"{home}.".startswith(f"{name}.") for name in trusted)
     is_own = root != PACKAGE and not _is_foreign(root, holds_path=True)
-    return None if is_trusted or is_own else root
+    return None if is_trusted or is_own or f"{home}.".startswith(tuple(f"{name}." for name in allowed)) else root
 
 
 @dataclass
