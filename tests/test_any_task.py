@@ -613,7 +613,6 @@ def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureF
     [
         *(
             "torch.nn.functional.gelu",
-            "torch.nn.functional.conv2d",
             "torch.optim.lr_scheduler.StepLR",
             "torch.utils.data.default_collate",
         ),

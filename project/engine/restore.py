@@ -28,7 +28,7 @@ from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
 from project.engine.cli import CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 
 ROOT = Path("checkpoints")
 LATEST = "latest"
@@ -89,10 +89,8 @@ class Loaded:
 
 
 def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Loaded:
-    """The module and data module of a checkpoint, from the checkpoint alone; ``again``: see :func:`load_weights`.
-
-    ``argv`` are arguments of ``project.test`` that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
-    A UserError where the file is unusable, not this project's, does not fit its network, or names a foreign class.
+    """The module and data module of a checkpoint, from the checkpoint alone, or a UserError; ``again``: see
+    :func:`load_weights`. ``argv``: arguments of ``project.test`` that beat what the checkpoint holds.
     """
     run = record(path)
     base = run.pop("config")
@@ -153,22 +151,20 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
         for named in names or ():
             root, _, end = named.partition(".")
             is_file = end in FILES and not holds_path  # test.csv; as a class it would run nothing: test is empty
+            reason, package = "", root
             if root not in trusted and _is_foreign(root, holds_path):
-                if is_file and root in {"test", *sys.stdlib_module_names & sys.modules.keys()}:
-                    continue
-                raise UserError(
-                    f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
-                    f"Nothing was imported. If you trust the file: --allow_imports {root}"
-                )
-            if not is_file and (home := _foreign_home(named, packages)):
-                reason = f"names {named}, which {home} defines: no part of a model, of data or of a training"
-                raise UserError(f"--ckpt_path {path} {reason}. If you trust the file: --allow_imports {home}")
+                if not is_file or root not in {"test", *sys.stdlib_module_names & sys.modules.keys()}:
+                    reason = (
+                        f"the class {named}, which is neither yours nor PyTorch's or Lightning's. Nothing was imported"
+                    )
+            elif not is_file and (package := _foreign_home(named, packages) or ""):
+                reason = f"{named}, which {package} defines: no part of a model, of data or of a training"
+            if reason:
+                raise UserError(f"--ckpt_path {path} names {reason}. If you trust the file: --allow_imports {package}")
 
 
 def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run) -> None:
-    """Raise a UserError if a checkpoint's logger, profiler or callback is to write outside the run's folder, unless
-    that is typed again, or is its class's default.
-    """
+    """A UserError if a Trainer's part would write outside the run's folder, unless typed or a class's default."""
     typed, folder = {text for _, text, _ in _texts(line.given)}, run.folder.resolve()
     for key, text, owner in _texts(config.get("trainer")):
         is_free = text in typed or key in ("class_path", "default_root_dir")
@@ -204,10 +200,8 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
 
 
 def _is_foreign(root: str, holds_path: bool) -> bool:
-    """Whether a module of this name can be imported, or shall be (``holds_path``), that is not the user's own.
-
-    Nothing is imported. The user's own are in the working folder, and in a clone beside this package.
-    """
+    """Whether a module that is not the user's can be imported, or shall be (``holds_path``). Nothing is imported."""
+    # the user's own are in the working folder, and in a clone beside this package
     clone = Path(__file__).parents[2]
     folders = [Path.cwd()] if "site-packages" in clone.parts else [Path.cwd(), clone]
     try:
@@ -320,12 +314,10 @@ def point_latest_at(folder: Path) -> None:
 
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
-    """The run that ``--run_name`` (default: the time) and ``--ckpt_path`` (default: a new run) mean. Writes nothing
-    except a new run's folder. A UserError where the name is bad or taken, or the checkpoint unusable.
-    """
-    if run_name is not None and (not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) or run_name == LATEST):
-        allowed = f"1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
-        raise UserError(f"--run_name must be {allowed}, got '{run_name}'.")
+    """The run that ``--run_name`` and ``--ckpt_path`` mean, or a UserError. Writes nothing but a new run's folder."""
+    fits = run_name is None or (re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) and run_name != LATEST)
+    must = f"be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
+    require(bool(fits), "--run_name", must, f"'{run_name}'")
     if ckpt_path == "auto" and run_name is not None:
         run = Run(root / run_name)
         for path in filter(Path.exists, (root / run_name / "last.ckpt", root / run_name / "best.ckpt")):
