@@ -581,6 +581,7 @@ def test_a_name_of_a_trusted_package_that_leads_to_a_command_or_a_file_is_refuse
     "config",
     [
         {"network": '{class_path: "\\x73ubprocess.Popen", init_args: {when: 2001-99-99}}'},
+        {"network": r'!!set {"\x73ubprocess.Popen"}'},
         {"loader": "unittest.__main__.json"},
         {"loader": "tests.commands.os.remove"},
         {"loader": "torch.nn.Module.forward.__globals__.pop"},
@@ -595,6 +596,25 @@ def test_a_name_in_disguise_is_refused(config: dict[str, str], tmp_path: Path, m
     with pytest.raises(UserError, match="--allow_imports"):
         refuse_foreign_classes({"model": {"init_args": config}}, None, Path("x.ckpt"))
     assert "unittest.__main__" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" * 2000 + "]" * 2000, "- " * 100_000, "&a [*a]", "&a {x: *a}"], ids=len
+)
+def test_a_text_that_is_nested_too_deeply_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is nested too deeply"):
+        refuse_foreign_classes({"model": {"init_args": {"network": text}}}, None, Path("x.ckpt"))
+
+
+def test_a_checkpoint_that_is_nested_too_deeply_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nested: list[Any] = []
+    for _ in range(3000):
+        nested = [nested]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10 * limit)  # for torch.save; a stranger's pickle needs none
+    path = forge(trained, "data", {"x": nested})
+    sys.setrecursionlimit(limit)
+    assert "is damaged or no checkpoint" in error_of(capsys, "--ckpt_path", path)
 
 
 def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,9 +168,13 @@ class SplitDataModule(LightningDataModule):
         if not isinstance(dataset, TensorRows) and self.on_device is True:
             kind = type(dataset).__name__
             raise UserError(f"--data.on_device true needs data in memory (TensorRows), make_split gave {kind}.")
-        if self.on_device == "auto" and device.type == "cuda" and not self.num_workers:
-            most = torch.cuda.get_device_properties(device).total_memory / 10
-            return isinstance(dataset, TensorRows) and dataset.nbytes <= most
+        if (
+            self.on_device == "auto"
+            and isinstance(dataset, TensorRows)
+            and device.type == "cuda"
+            and not self.num_workers
+        ):
+            return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
         return self.on_device is True
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -77,6 +77,7 @@ def read(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
         # explicitly, since an environment variable can turn torch's safe default off
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        leaves = [value for _, value in _leaves(checkpoint)]
     except Exception as error:
         # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
@@ -92,7 +93,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     _check(checkpoint, LIGHTNING, path, "checkpoint")
     size = path.stat().st_size
-    for _, value in _leaves(checkpoint):  # a shape of a few bytes can claim any size
+    for value in leaves:  # a shape of a few bytes can claim any size
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
             raise UserError(f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint.")
     return checkpoint

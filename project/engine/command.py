@@ -52,8 +52,7 @@ def prepare_process(name: str) -> None:
         sys.excepthook = lambda _, error, __: os._exit(report(error))  # such as short memory in an import
         for variable in NUMBERED:  # Lightning reads some of them as it is imported
             if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
-                fix = f"must be a whole number, got '{value}'. Unset it."
-                raise UserError(f"the environment variable {variable} {fix}")
+                raise UserError(f"the environment variable {variable} must be a whole number, got '{value}'. Unset it.")
         threads.configure()
         threads.waiting.start()
 

@@ -45,6 +45,7 @@ COMMAND_LINES = ("lightning.pytorch.cli", f"{PACKAGE}.engine.cli")  # but these 
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
 IMPORT_PATH = re.compile(r"[\w-]+(?:\.[\w-]+)+")  # importlib takes more than identifiers
+MOST_NESTED = 5000  # brackets, lines and the like in a text; the parser's loader is written in C and can overflow
 FILES = ("csv", "tsv", "txt", "json", "jsonl", "yaml", "yml", "npy", "npz", "parquet", "pt", "pth", "ckpt")  # endings
 
 
@@ -94,7 +95,14 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     """
     run = record(path)
     base = run.pop("config")
-    _prepare_for_use(base)
+    base.pop("trainer", None)  # flags of another machine
+    # nothing is compiled; `weights` names pretrained ones, often a download: the checkpoint has its own
+    for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
+        section: Any = base
+        for name in ("model", "init_args", *names):
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
+            section[last] = value
     refuse_foreign_classes(base, CommandLine(argv or []).value("allow_imports"), path)
     config = configure(argv or [], "project.test", base)
     fits = load_weights(config.module, path, late=True, again=again)
@@ -110,18 +118,6 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 
 
-def _prepare_for_use(config: dict[str, Any]) -> None:
-    """Change a configuration for using a checkpoint: nothing compiled or downloaded, no flags of another machine."""
-    config.pop("trainer", None)
-    # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
-    for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
-        section: Any = config
-        for name in ("model", "init_args", *names):
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and last in section:
-            section[last] = value
-
-
 def start_from(module: LightningModule, name: str | None) -> list[str]:
     """Give a new run's module the weights of another's checkpoint that fit by name and shape; returns what to say."""
     if name is None:
@@ -134,17 +130,21 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
-    taken = f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."
-    left = sorted(own.keys() - fitting.keys())
-    names = ", ".join(left[:8]) + (" ..." if left[8:] else "")
-    return [taken, f"--init_weights: these keep their random start: {names}"] if left else [taken]
+    said = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
+    if left := sorted(own.keys() - fitting.keys()):
+        said.append(f"--init_weights: these keep their random start: {', '.join(left[:8])}{' ...' if left[8:] else ''}")
+    return said
 
 
 def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
     """Raise a UserError, before any import, if a configuration names an untrusted class; ``allowed``: more packages."""
     packages = (allowed or "").replace(",", " ").split()
     trusted = {name.split(".")[0] for name in (*FUNCTIONS, *CLASSES, *packages)}
-    for key, text, _ in _texts(config):
+    try:
+        texts = [*_texts(config)]
+    except RecursionError:
+        raise UserError(f"--ckpt_path {path}: its configuration is nested too deeply. Give another.") from None
+    for key, text, _ in texts:
         holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
         # the parser also takes a class path, or YAML with one, where the type is not text
         names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
@@ -187,10 +187,13 @@ def _default(class_path: str, name: str) -> Any:
 def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, str, str]]:
     """Every text in a configuration, with the key it stands under, and the class whose argument it is."""
     if isinstance(value, str):  # the parser reads YAML in a text as well, in its own way
+        if len(re.findall(r"[\[{?\n]|- |: ", value)) > MOST_NESTED:
+            raise RecursionError
         with contextlib.suppress(yaml.YAMLError, ValueError):
-            value = content if isinstance(content := get_loader("yaml")(value), (dict, list)) else value
+            value = content if isinstance(content := get_loader("yaml")(value), (dict, list, set)) else value
     if isinstance(value, dict):
         for name, item in value.items():
+            yield "", str(name), owner  # YAML's sets are written as keys
             yield from _texts(item, str(name), str(value.get("class_path", owner)))
     elif isinstance(value, (list, tuple, set)):
         for item in value:

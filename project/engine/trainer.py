@@ -41,14 +41,13 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
     check()
     flags = dict(config.trainer)
     _, world_size, local_size = launched_world()
-    if world_size > 1:
+    devices, nodes = flags["devices"], flags["num_nodes"]
+    if world_size > 1 and devices == "auto":
         # Without this, `torchrun fit` would run as many independent trainings (Lightning's devices default to one CPU).
-        if flags["devices"] == "auto":
-            flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
-        elif str(flags["devices"]).isdigit() and int(flags["devices"]) * flags["num_nodes"] != world_size:
-            given = f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']}"
-            fix = "Leave both away to take what it started."
-            raise UserError(f"{given} must be the {world_size} processes that the launcher started. {fix}")
+        flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
+    elif world_size > 1 and str(devices).isdigit() and int(devices) * nodes != world_size:
+        fix = f"must be the {world_size} processes that the launcher started. Leave both away to take what it started."
+        raise UserError(f"--devices {devices} × --num_nodes {nodes} {fix}")
     refuse_what_cannot_run(flags, world_size)
     if str(flags["strategy"]).startswith("fsdp"):  # feature: fsdp
         from project.engine.sharding import ShardedStrategy  # half a second, for FSDP alone
@@ -110,8 +109,8 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
         # Lightning sets 1, and torch's optimizers then open the driver's library at every step: 0.2 ms without a GPU
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     if launched_world()[1] == 1 and trainer.num_devices > 1:  # it is about to start the other ranks
-        os.environ |= (part := threads.share(trainer.num_devices))
-        if part:
+        if part := threads.share(trainer.num_devices):
+            os.environ |= part
             torch.set_num_threads(int(part["OMP_NUM_THREADS"]))
         threads.waiting.spin()  # on all cores: the ranks will have those that this process has
     return trainer
