@@ -637,7 +637,12 @@ def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureF
             "torch.utils.data.default_collate",
         ),
         *("torchvision.models.resnet18", "torchmetrics.R2Score", "lightning.pytorch.callbacks.EarlyStopping"),
-        *("torch.distributed.fsdp.MixedPrecision", "tests.other_tasks.Line", "project.model.ConvNet"),
+        *(
+            "lightning.pytorch.cli.ReduceLROnPlateau",
+            "torch.distributed.fsdp.MixedPrecision",
+            "tests.other_tasks.Line",
+            "project.model.ConvNet",
+        ),
         *("lightning.pytorch.callbacks.finetuning.multiplicative", "torchvision.datasets.folder.default_loader"),
     ],
 )

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, get_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
 
 from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
@@ -41,7 +42,7 @@ FUNCTIONS += ["torchvision.models", "torchvision.ops", "torchvision.transforms",
 # and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
 CLASSES = [PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"]
 CLASSES += ["torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"]
-COMMAND_LINES = ("lightning.pytorch.cli", f"{PACKAGE}.engine.cli")  # but these classes make what a text names
+COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # but not these: they make what a text names
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
 IMPORT_PATH = re.compile(r"[\w-]+(?:\.[\w-]+)+")  # importlib takes more than identifiers
@@ -154,9 +155,8 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
             reason, package = "", root
             if root not in trusted and _is_foreign(root, holds_path):
                 if not is_file or root not in {"test", *sys.stdlib_module_names & sys.modules.keys()}:
-                    reason = (
-                        f"the class {named}, which is neither yours nor PyTorch's or Lightning's. Nothing was imported"
-                    )
+                    which = "which is neither yours nor PyTorch's or Lightning's. Nothing was imported"
+                    reason = f"the class {named}, {which}"
             elif not is_file and (package := _foreign_home(named, packages) or ""):
                 reason = f"{named}, which {package} defines: no part of a model, of data or of a training"
             if reason:
@@ -193,7 +193,6 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
             value = content if isinstance(content := get_loader("yaml")(value), (dict, list, set)) else value
     if isinstance(value, dict):
         for name, item in value.items():
-            yield "", str(name), owner  # YAML's sets are written as keys
             yield from _texts(item, str(name), str(value.get("class_path", owner)))
     elif isinstance(value, (list, tuple, set)):
         for item in value:
@@ -229,11 +228,12 @@ def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
         return None
     home = getattr(found, "__module__", None)  # None: of a builtin function
     home = str(home or getattr(holder, "__name__" if inspect.ismodule(holder) else "__module__", "builtins"))
-    trusted = (*FUNCTIONS, *(CLASSES if inspect.isclass(found) else ()))
-    is_trusted = f"{home}.".startswith(tuple(f"{name}." for name in trusted)) and home not in COMMAND_LINES
-    root = home.split(".")[0]
+    root, is_class = home.split(".")[0], inspect.isclass(found)
+    trusted = (*allowed, *FUNCTIONS, *(CLASSES if is_class else ()))
+    is_trusted = any(f"{home}.".startswith(f"{name}.") for name in trusted)
     is_own = root != PACKAGE and not _is_foreign(root, holds_path=True)
-    return None if is_trusted or is_own or f"{home}.".startswith(tuple(f"{name}." for name in allowed)) else root
+    is_command_line = is_class and issubclass(found, COMMAND_LINES) and root not in allowed
+    return root if is_command_line or not (is_trusted or is_own) else None
 
 
 @dataclass
