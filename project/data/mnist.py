@@ -102,10 +102,9 @@ class MNISTDataModule(BatchedDataModule):
     def make_split(self, split: Split) -> Dataset[Any]:
         sample, prefix = self.data_source == "sample", "t10k" if split == "test" else "train"
         folder = self.sample_folder if sample and self.sample_folder else self.raw_folder()
-        images, labels = (
-            read_idx(find_idx(folder, name) or folder / name, None if sample else self.files.get(name))
-            for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
-        )
+        names = (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
+        digests = {} if sample else self.files
+        images, labels = (read_idx(find_idx(folder, name) or folder / name, digests.get(name)) for name in names)
         if len(images) != len(labels):
             raise UserError(f"{folder}: {len(images)} {prefix} images but {len(labels)} labels.")
         dataset = TensorImages(images, labels)

@@ -117,8 +117,8 @@ def _read_config(name: str) -> dict[str, Any]:
         raise UserError(f"--config {name} is not valid YAML{place}.") from None
     must = "hold sections (trainer:, model:, data:)"
     require(isinstance(content, dict), f"--config {name}", must, str(content)[:40])
-    if flags := [key for key in content if key in FLAT]:
-        raise UserError(f"--config {name}: write {flags[0]} under trainer:, as in `trainer: {{{flags[0]}: ...}}`.")
+    if flag := next((key for key in content if key in FLAT), None):
+        raise UserError(f"--config {name}: write {flag} under trainer:, as in `trainer: {{{flag}: ...}}`.")
     if unused := {"optimizer", "lr_scheduler"} & content.keys():
         here = "a module makes its own (configure_optimizers; project.model's take model.init_args.optimizer)"
         raise UserError(f"--config {name}: {min(unused)} is LightningCLI's automatic one; here {here}.")

@@ -45,7 +45,7 @@ CLASSES += ["torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.o
 COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # but not these: they make what a text names
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
-IMPORT_PATH = re.compile(r"[\w-]+(?:\.[\w-]+)+")  # importlib takes more than identifiers
+IMPORT_PATH = re.compile(r"\w[\w-]*(?:\.[\w-]+)+")  # importlib takes more than identifiers
 MOST_NESTED = 5000  # brackets, lines and the like in a text; the parser's loader is written in C and can overflow
 FILES = ("csv", "tsv", "txt", "json", "jsonl", "yaml", "yml", "npy", "npz", "parquet", "pt", "pth", "ckpt")  # endings
 
