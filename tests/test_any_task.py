@@ -497,6 +497,7 @@ PLACES = {
     "a data module": ("data.class_path", "{}.Data"),
     "a transform as text": ("data.init_args.transforms", ["{}.Transform"]),
     "transforms as YAML": ("data.init_args.transforms", "[{}.Transform]"),
+    "transforms as a set": ("data.init_args.transforms", {"{}.Transform"}),
     "a callback": ("trainer.callbacks", ["{}.Callback"]),
     "a strategy as text": ("trainer.strategy", "{}.Strategy"),
     "a profiler as text": ("trainer.profiler", "{}.Profiler"),
@@ -506,7 +507,7 @@ PLACES = {
 def filled(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         return {key: filled(item, name) for key, item in value.items()}
-    return [filled(item, name) for item in value] if isinstance(value, list) else value.format(name)
+    return type(value)(filled(item, name) for item in value) if isinstance(value, (list, set)) else value.format(name)
 
 
 def forge(trained: Path, keys: str, value: Any) -> str:
@@ -549,6 +550,8 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "lightning.fabric.strategies.launchers.subprocess_script.subprocess.Popen": POPEN,
     "torch.utils.collect_env.run": {"command": "touch ran"},
     "torch.from_file": {"filename": "ran", "shared": True, "size": 1},
+    "lightning.pytorch.cli.LightningCLI": {"args": ["--model=antigravity.Model"]},
+    "project.engine.cli.CommandLine": {"argv": ["--config=file.yaml"]},
     "project.tables.write_rows": {"path": "ran", "rows": {}},
     "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": {
         "entrypoint": "/usr/bin/touch",
@@ -575,11 +578,71 @@ def test_a_name_of_a_trusted_package_that_leads_to_a_command_or_a_file_is_refuse
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"network": '{class_path: "\\x73ubprocess.Popen", init_args: {when: 2001-99-99}}'},
+        {"network": r'!!set {"\x73ubprocess.Popen"}'},
+        {"loader": "unittest.__main__.json"},
+        {"loader": "tests.commands.os.remove"},
+        {"loader": "torch.nn.Module.forward.__globals__.pop"},
+        {"optimizer": "is-installed.Optimizer"},
+        {"class_path": "numpy.memmap"},
+    ],
+    ids=str,
+)
+def test_a_name_in_disguise_is_refused(config: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "numpy").mkdir()  # an installed package comes first
+    with pytest.raises(UserError, match="--allow_imports"):
+        refuse_foreign_classes({"model": {"init_args": config}}, None, Path("x.ckpt"))
+    assert "unittest.__main__" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" * 2000 + "]" * 2000, "- " * 100_000, "&a [*a]", "&a {x: *a}"], ids=len
+)
+def test_a_text_that_is_nested_too_deeply_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is nested too deeply"):
+        refuse_foreign_classes({"model": {"init_args": {"network": text}}}, None, Path("x.ckpt"))
+
+
+def test_a_checkpoint_that_is_nested_too_deeply_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nested: list[Any] = []
+    for _ in range(3000):
+        nested = [nested]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10 * limit)  # for torch.save; a stranger's pickle needs none
+    path = forge(trained, "data", {"x": nested})
+    sys.setrecursionlimit(limit)
+    assert "is damaged or no checkpoint" in error_of(capsys, "--ckpt_path", path)
+
+
+def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contents = checkpoint(trained)
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "../elsewhere"}}
+    contents["run"]["config"]["trainer.logger"] = logger
+    torch.save(contents, "strange.ckpt")
+    for main in (fit.main, test_command.main):
+        line = error_of(capsys, "--ckpt_path", "strange.ckpt", main=main)
+        assert "its entry run.config.trainer.logger is not what this project writes" in line
+    assert not list(Path.cwd().parent.glob("elsewhere"))
+
+
+@pytest.mark.parametrize(
     "name",
     [
-        *("torch.nn.functional.gelu", "torch.optim.lr_scheduler.StepLR", "torch.utils.data.default_collate"),
+        *(
+            "torch.nn.functional.gelu",
+            "torch.optim.lr_scheduler.StepLR",
+            "torch.utils.data.default_collate",
+        ),
         *("torchvision.models.resnet18", "torchmetrics.R2Score", "lightning.pytorch.callbacks.EarlyStopping"),
-        *("torch.distributed.fsdp.MixedPrecision", "tests.other_tasks.Line", "project.model.ConvNet"),
+        *(
+            "lightning.pytorch.cli.ReduceLROnPlateau",
+            "torch.distributed.fsdp.MixedPrecision",
+            "tests.other_tasks.Line",
+            "project.model.ConvNet",
+        ),
         *("lightning.pytorch.callbacks.finetuning.multiplicative", "torchvision.datasets.folder.default_loader"),
     ],
 )

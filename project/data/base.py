@@ -165,14 +165,13 @@ class SplitDataModule(LightningDataModule):
 
     def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
         """Whether ``on_device`` keeps a split on this device."""
-        if isinstance(dataset, TensorRows):
-            if self.on_device == "auto" and device.type == "cuda" and not self.num_workers:
-                return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
-            return self.on_device is True
-        if self.on_device is True:
+        if self.on_device is True and not isinstance(dataset, TensorRows):
             kind = type(dataset).__name__
             raise UserError(f"--data.on_device true needs data in memory (TensorRows), make_split gave {kind}.")
-        return False
+        may = self.on_device == "auto" and device.type == "cuda" and not self.num_workers
+        if may and isinstance(dataset, TensorRows):
+            return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
+        return self.on_device is True
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copies the parts directly: Lightning's search through nested collections costs more than a small copy."""

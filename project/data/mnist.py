@@ -96,18 +96,15 @@ class MNISTDataModule(BatchedDataModule):
         # ranks that have found other images would train one network on two data sets
         first = self.trainer.strategy.broadcast(self.data_source)
         if not self.trainer.strategy.reduce_boolean_decision(first == self.data_source):
-            raise UserError(
-                f"--data.source auto found different data on different ranks (rank 0: {first}). Give all machines the "
-                "files, or name the source: --data.source mnist or sample."
-            )
+            fix = "Give all machines the files, or name the source: --data.source mnist or sample."
+            raise UserError(f"--data.source auto found different data on different ranks (rank 0: {first}). {fix}")
 
     def make_split(self, split: Split) -> Dataset[Any]:
         sample, prefix = self.data_source == "sample", "t10k" if split == "test" else "train"
         folder = self.sample_folder if sample and self.sample_folder else self.raw_folder()
-        images, labels = (
-            read_idx(find_idx(folder, name) or folder / name, None if sample else self.files.get(name))
-            for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
-        )
+        names = (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
+        digests = {} if sample else self.files
+        images, labels = (read_idx(find_idx(folder, name) or folder / name, digests.get(name)) for name in names)
         if len(images) != len(labels):
             raise UserError(f"{folder}: {len(images)} {prefix} images but {len(labels)} labels.")
         dataset = TensorImages(images, labels)
@@ -127,24 +124,20 @@ class MNISTDataModule(BatchedDataModule):
         return [name for name in self.files if find_idx(self.raw_folder(), name) is None]
 
     def _do_without(self, reason: str = "") -> None:
-        """Take the bundled digits for missing files; a UserError if more than ``auto`` was asked for: the name of a
-        folder may be mistyped.
-        """
+        """Take the bundled digits for missing files; a UserError if more was asked for: a name may be wrong."""
         folder = self.raw_folder()
         if self.data_source == "auto" and self.sample_folder is not None and self.root == DEFAULT_ROOT:
             self.data_source = "sample"
-            warnings.warn(
-                f"\n{'!' * 100}\nFull MNIST was not found in {folder} and could not be downloaded: using "
-                "the bundled 10,000 + 2,000 digits.\nFor the full set name its folder with --data.root, "
-                f"or silence this with --data.source sample.\n{'!' * 100}",
-                stacklevel=2,
+            found = (
+                f"Full MNIST was not found in {folder} and could not be downloaded: using the bundled 10,000 + 2,000"
             )
+            fix = "For the full set name its folder with --data.root, or silence this with --data.source sample."
+            warnings.warn(f"\n{'!' * 100}\n{found} digits.\n{fix}\n{'!' * 100}", stacklevel=2)
             return
         bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
-        raise UserError(
-            f"--data.root {self.root}: {folder} lacks {', '.join(self.missing())}{reason}. Put the files "
-            f"there (plain or .gz) or name another --data.root{bundled}."
-        ) from None
+        lacks = f"{folder} lacks {', '.join(self.missing())}{reason}"
+        fix = f"Put the files there (plain or .gz) or name another --data.root{bundled}."
+        raise UserError(f"--data.root {self.root}: {lacks}. {fix}") from None
 
     def _download(self) -> None:
         """Torchvision's download, with bounded time-outs, into a folder of its own: no half file in the root."""

@@ -24,9 +24,8 @@ RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, confi
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old or new.
-
-    Lightning's own renames from the temporary folder, does not flush, swallows a PermissionError (issue 21800).
+    """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old or new. Lightning's
+    own renames from the temporary folder, does not flush, swallows a PermissionError (issue 21800).
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -69,10 +68,7 @@ class Unreadable(UserError):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint's contents, on the CPU. Nothing in the file is ever executed.
-
-    Unreadable where the system cannot read it now; a UserError where it is damaged, pickled code, or no checkpoint.
-    """
+    """A checkpoint's contents, on the CPU; nothing in it is executed. A UserError where it is damaged, or is none."""
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
@@ -81,6 +77,7 @@ def read(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
         # explicitly, since an environment variable can turn torch's safe default off
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        leaves = [value for _, value in _leaves(checkpoint)]
     except Exception as error:
         # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
@@ -96,7 +93,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     _check(checkpoint, LIGHTNING, path, "checkpoint")
     size = path.stat().st_size
-    for _, value in _leaves(checkpoint):  # a shape of a few bytes can claim any size
+    for value in leaves:  # a shape of a few bytes can claim any size
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
             raise UserError(f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint.")
     return checkpoint
@@ -106,9 +103,9 @@ def damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be whole."""
     try:
         read(path)
+    except Unreadable:
+        raise
     except UserError as error:
-        if isinstance(error, Unreadable):
-            raise
         return str(error).removeprefix("--ckpt_path ")
     return None
 
@@ -124,17 +121,18 @@ RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
-    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...
-
-    A UserError where the file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
+    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...; a UserError
+    where the file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
     """
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
-        reason = "was not written by this project: it does not say which network it belongs to"
-        raise UserError(f"--ckpt_path {path} {reason}.")
+        reason = "it does not say which network it belongs to"
+        raise UserError(f"--ckpt_path {path} was not written by this project: {reason}.")
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
+    if dotted := [key for key in run["config"] if "." in str(key)]:  # the parser would take it for a section's
+        raise _changed(path, f"run.config.{dotted[0]}")
     for key in ("config", "metrics", "data_source", "versions"):
         if not all(isinstance(value, VALUES) for _, value in _leaves(run.get(key))):
             raise _changed(path, f"run.{key}")

@@ -25,7 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespa
 import project.data  # noqa: F401 - known to the parser by their short names
 from project.engine.command import explain, option_names
 from project.engine.lightning_internals import values_are_no_files
-from project.errors import UserError
+from project.errors import UserError, require
 from project.model import networks
 from project.tables import flat
 
@@ -46,12 +46,7 @@ MONITORS: tuple[str, ...] = (
 register_type(torch.device)  # StochasticWeightAveraging has one: without this, config.yaml would hold no value for it
 # Timer has one, and YAML none
 yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(value.value))
-# Advice of Lightning and wandb that is wrong here: how its text begins, as a regular expression, with the reason
-UNFOUNDED = Path(__file__).with_name("unfounded_advice.txt")
-# What other tools call an option or a variable → its name here
-NAMES_ELSEWHERE = Path(__file__).with_name("names_elsewhere.yaml")
-# -h of fit: what people change, on one screen; --help has the rest
-MOST_USED = Path(__file__).with_name("most_used.txt")
+HERE = Path(__file__).parent
 # Our own flags: name, type, default, help
 OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
@@ -120,25 +115,26 @@ def _read_config(name: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"--config {name} is not valid YAML{place}.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"--config {name} must hold sections (trainer:, model:, data:), got {str(content)[:40]}.")
-    if flags := [key for key in content if key in FLAT]:
-        raise UserError(f"--config {name}: write {flags[0]} under trainer:, as in `trainer: {{{flags[0]}: ...}}`.")
+    must = "hold sections (trainer:, model:, data:)"
+    require(isinstance(content, dict), f"--config {name}", must, str(content)[:40])
+    if flag := next((key for key in content if key in FLAT), None):
+        raise UserError(f"--config {name}: write {flag} under trainer:, as in `trainer: {{{flag}: ...}}`.")
     if unused := {"optimizer", "lr_scheduler"} & content.keys():
         here = "a module makes its own (configure_optimizers; project.model's take model.init_args.optimizer)"
         raise UserError(f"--config {name}: {min(unused)} is LightningCLI's automatic one; here {here}.")
-    if not isinstance(content.get("trainer", {}), dict):
-        raise UserError(f"--config {name}: trainer must hold flags and values, got {str(content['trainer'])[:40]}.")
-    return content
+    flags = content.get("trainer", {})
+    require(isinstance(flags, dict), f"--config {name}: trainer", "hold flags and values", str(flags)[:40])
+    return dict(content)
 
 
 def silence_unfounded_advice() -> None:
-    """Hide Lightning's notes and the warnings above from the user; show every other warning."""
+    """Hide Lightning's notes, and advice of Lightning and wandb that is wrong here; show every other warning."""
     for name in ("lightning.pytorch", "lightning.fabric"):  # its import sets INFO; our own lines say what matters
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
         logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
-    for line in UNFOUNDED.read_text(encoding="utf-8").splitlines():
+    # how a text begins, as a regular expression, with the reason
+    for line in (HERE / "unfounded_advice.txt").read_text(encoding="utf-8").splitlines():
         warnings.filterwarnings("ignore", line.partition("  #")[0])
 
 
@@ -148,7 +144,7 @@ class OneLineParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         shown = option_names(self)
         known = [*shown, *(f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT)]
-        elsewhere = yaml.safe_load(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
+        elsewhere = yaml.safe_load((HERE / "names_elsewhere.yaml").read_text(encoding="utf-8"))
         raise UserError(explain(re.sub(r'(--|")trainer\.', r"\1", message), known, elsewhere))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
@@ -157,10 +153,8 @@ class OneLineParser(LightningArgumentParser):
 
 
 class ProjectCLI(LightningCLI):
-    """LightningCLI without sub-commands: defaults < checkpoint (when resuming) < config files < typed flags.
-
-    Any LightningModule and any LightningDataModule may be named; a class that is named has its own defaults. ``base``
-    is a configuration that beats the defaults and is beaten by everything typed: a resumed run's own.
+    """LightningCLI without sub-commands: defaults < ``base`` (a resumed run's configuration) < config files < typed
+    flags. Any LightningModule and LightningDataModule may be named; a class that is named has its own defaults.
     """
 
     def __init__(self, line: CommandLine, prog: str, base: dict[str, Any] | None = None) -> None:
@@ -201,7 +195,8 @@ class ProjectCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = self.line.words
         if "-h" in words and parser.prog.endswith(".fit"):
-            shown = re.sub(r"(?m) +#.*$", "", MOST_USED.read_text(encoding="utf-8"))  # marks of features
+            # what people change, on one screen; --help has the rest
+            shown = re.sub(r"(?m) +#.*$", "", (HERE / "most_used.txt").read_text(encoding="utf-8"))  # marks of features
             print(shown.format(prog=parser.prog), end="")
             raise SystemExit(0)
         # feature: mnist
@@ -228,8 +223,8 @@ class ProjectCLI(LightningCLI):
                 parser.error(str(error))
         if (seed := self.config.get("seed_everything")) is True:  # as other LightningCLIs' files have it
             self.config["seed_everything"] = 0
-        elif isinstance(seed, int) and not 0 <= seed < 2**32:
-            raise UserError(f"--seed_everything must be between 0 and {2**32 - 1}, got {seed}.")
+        elif isinstance(seed, int):
+            require(0 <= seed < 2**32, "--seed_everything", f"be between 0 and {2**32 - 1}", seed)
 
     def instantiate_classes(self) -> None:
         """Make module and data module, not the trainer: it needs the run's folder, see ``fit.build``."""
@@ -258,8 +253,8 @@ class Configuration:
         """The monitors that ``--monitors`` names."""
         text = self.options.monitors
         names = {"all": [*MONITORS], "none": []}.get(text, [part.strip() for part in text.split(",")])
-        if unknown := [name for name in names if name not in MONITORS]:
-            raise UserError(f"--monitors must be any of {', '.join(MONITORS)}, or all, or none, got {unknown[0]}.")
+        for name in names:
+            require(name in MONITORS, "--monitors", f"be any of {', '.join(MONITORS)}, or all, or none", name)
         return names
 
     def fresh_module(self) -> LightningModule:

@@ -38,10 +38,8 @@ LONGEST = 800  # characters of an error: a value of a thousand is not shown whol
 
 def prepare_process(name: str) -> None:
     """Set up the process of a command. Call it above the command's imports: torch reads thread settings only once.
-
     The garbage collector stays off until :func:`run`: it would visit the 650,000 objects that torch and Lightning make
-    again and again as they are imported (4.3 s against 2.8 s; 2 cores, median of 3). Where another module imports the
-    command, ``name`` is not ``__main__`` and nothing is done.
+    again and again as they are imported (4.3 s against 2.8 s; 2 cores, median of 3).
     """
     if name == "__main__" and not signals.state.importing:  # else it is set up
         gc.disable()
@@ -54,8 +52,7 @@ def prepare_process(name: str) -> None:
         sys.excepthook = lambda _, error, __: os._exit(report(error))  # such as short memory in an import
         for variable in NUMBERED:  # Lightning reads some of them as it is imported
             if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
-                fix = f"must be a whole number, got '{value}'. Unset it."
-                raise UserError(f"the environment variable {variable} {fix}")
+                raise UserError(f"the environment variable {variable} must be a whole number, got '{value}'. Unset it.")
         threads.configure()
         threads.waiting.start()
 
@@ -129,9 +126,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...] = ()) -> tuple[str | None, list[str]]:
-    """The first of ``words`` on a command line that is no option's value, or None; and the line without it.
-
-    argparse does not know ``fit``'s options, and would take their values for the word. ``switches`` take no value.
+    """The first of ``words`` on a command line that is no option's value, or None; and the line without it. argparse
+    does not know ``fit``'s options, and would take their values for the word. ``switches`` take no value.
     """
     for place, word in enumerate(argv):
         before = argv[place - 1] if place else ""
@@ -174,8 +170,13 @@ def quick_imports() -> Iterator[None]:
 # end feature: predict, export, tune, sweep, benchmark, devices, dashboard, runs, rename
 
 
-KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-KINDS |= {"dict": "key: value pairs"}
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "dict": "key: value pairs",
+}
 # What jsonargparse says of an option's value, and what the user is told
 TOLD = {
     # by a nested parser of a class's arguments, with explain()
@@ -186,10 +187,7 @@ TOLD = {
 
 
 def explain(message: str, options: list[str], elsewhere: Mapping[str, str] = {}) -> str:
-    """A parser's error, which lists every type that was tried, as one line: option, value, what is allowed.
-
-    A mistyped option is followed by the nearest of ``options``, one of other tools by its name here (``elsewhere``).
-    """
+    """A parser's error as one line: option, value, what is allowed; with the nearest of ``options``, ``elsewhere``."""
     message = " ".join(message.split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
     if found := re.search(r"unknown option --[\w.\-]+\.(?: Did you mean --[\w.\-]+\?)?", message):  # by a nested parser

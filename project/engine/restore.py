@@ -21,14 +21,15 @@ from pkgutil import resolve_name
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, get_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
 
 from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
 from project.engine.cli import CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero
-from project.errors import UserError, nearest
+from project.errors import UserError, nearest, require
 
 ROOT = Path("checkpoints")
 LATEST = "latest"
@@ -41,9 +42,11 @@ FUNCTIONS += ["torchvision.models", "torchvision.ops", "torchvision.transforms",
 # and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
 CLASSES = [PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"]
 CLASSES += ["torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"]
+COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # but not these: they make what a text names
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
-IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+IMPORT_PATH = re.compile(r"\w[\w-]*(?:\.[\w-]+)+")  # importlib takes more than identifiers
+MOST_NESTED = 5000  # brackets, lines and the like in a text; the parser's loader is written in C and can overflow
 FILES = ("csv", "tsv", "txt", "json", "jsonl", "yaml", "yml", "npy", "npz", "parquet", "pt", "pth", "ckpt")  # endings
 
 
@@ -88,14 +91,19 @@ class Loaded:
 
 
 def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Loaded:
-    """The module and data module of a checkpoint, from the checkpoint alone; ``again``: see :func:`load_weights`.
-
-    ``argv`` are arguments of ``project.test`` that beat what the checkpoint holds, such as ``["--data.root", "DIR"]``.
-    A UserError where the file is unusable, not this project's, does not fit its network, or names a foreign class.
+    """The module and data module of a checkpoint, from the checkpoint alone, or a UserError; ``again``: see
+    :func:`load_weights`. ``argv``: arguments of ``project.test`` that beat what the checkpoint holds.
     """
     run = record(path)
     base = run.pop("config")
-    _prepare_for_use(base)
+    base.pop("trainer", None)  # flags of another machine
+    # nothing is compiled; `weights` names pretrained ones, often a download: the checkpoint has its own
+    for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
+        section: Any = base
+        for name in ("model", "init_args", *names):
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
+            section[last] = value
     refuse_foreign_classes(base, CommandLine(argv or []).value("allow_imports"), path)
     config = configure(argv or [], "project.test", base)
     fits = load_weights(config.module, path, late=True, again=again)
@@ -111,18 +119,6 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 
 
-def _prepare_for_use(config: dict[str, Any]) -> None:
-    """Change a configuration for using a checkpoint: nothing compiled or downloaded, no flags of another machine."""
-    config.pop("trainer", None)
-    # a network's `weights` names pretrained weights, often a download; the checkpoint has its own
-    for *names, last, value in (("compile", False), ("network", "init_args", "weights", None)):
-        section: Any = config
-        for name in ("model", "init_args", *names):
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and last in section:
-            section[last] = value
-
-
 def start_from(module: LightningModule, name: str | None) -> list[str]:
     """Give a new run's module the weights of another's checkpoint that fit by name and shape; returns what to say."""
     if name is None:
@@ -135,38 +131,40 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
-    taken = f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."
-    left = sorted(own.keys() - fitting.keys())
-    names = ", ".join(left[:8]) + (" ..." if left[8:] else "")
-    return [taken, f"--init_weights: these keep their random start: {names}"] if left else [taken]
+    said = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
+    if left := sorted(own.keys() - fitting.keys()):
+        said.append(f"--init_weights: these keep their random start: {', '.join(left[:8])}{' ...' if left[8:] else ''}")
+    return said
 
 
 def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Path) -> None:
     """Raise a UserError, before any import, if a configuration names an untrusted class; ``allowed``: more packages."""
     packages = (allowed or "").replace(",", " ").split()
     trusted = {name.split(".")[0] for name in (*FUNCTIONS, *CLASSES, *packages)}
-    for key, text, _ in _texts(config):
+    try:
+        texts = [*_texts(config)]
+    except RecursionError:
+        raise UserError(f"--ckpt_path {path}: its configuration is nested too deeply. Give another.") from None
+    for key, text, _ in texts:
         holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
         # the parser also takes a class path, or YAML with one, where the type is not text
         names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
         for named in names or ():
-            root, end = named.split(".")[0], named.rpartition(".")[2]
-            if root in {"test", *sys.stdlib_module_names & sys.modules.keys()} and end in FILES and not holds_path:
-                continue  # test.csv: a file's name; nothing would be run, for the others are imported and test is empty
+            root, _, end = named.partition(".")
+            is_file = end in FILES and not holds_path  # test.csv; as a class it would run nothing: test is empty
+            reason, package = "", root
             if root not in trusted and _is_foreign(root, holds_path):
-                raise UserError(
-                    f"--ckpt_path {path} names the class {named}, which is neither yours nor PyTorch's or Lightning's. "
-                    f"Nothing was imported. If you trust the file: --allow_imports {root}"
-                )
-            if (holds_path or root in trusted) and (home := _foreign_home(named, packages)):
-                reason = f"names {named}, which {home} defines: no part of a model, of data or of a training"
-                raise UserError(f"--ckpt_path {path} {reason}. If you trust the file: --allow_imports {home}")
+                if not is_file or root not in {"test", *sys.stdlib_module_names & sys.modules.keys()}:
+                    which = "which is neither yours nor PyTorch's or Lightning's. Nothing was imported"
+                    reason = f"the class {named}, {which}"
+            elif not is_file and (package := _foreign_home(named, packages) or ""):
+                reason = f"{named}, which {package} defines: no part of a model, of data or of a training"
+            if reason:
+                raise UserError(f"--ckpt_path {path} names {reason}. If you trust the file: --allow_imports {package}")
 
 
 def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run) -> None:
-    """Raise a UserError if a checkpoint's logger, profiler or callback is to write outside the run's folder, unless
-    that is typed again, or is its class's default.
-    """
+    """A UserError if a Trainer's part would write outside the run's folder, unless typed or a class's default."""
     typed, folder = {text for _, text, _ in _texts(line.given)}, run.folder.resolve()
     for key, text, owner in _texts(config.get("trainer")):
         is_free = text in typed or key in ("class_path", "default_root_dir")
@@ -188,13 +186,15 @@ def _default(class_path: str, name: str) -> Any:
 
 def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, str, str]]:
     """Every text in a configuration, with the key it stands under, and the class whose argument it is."""
-    if isinstance(value, str):  # the parser reads YAML in a text as well
+    if isinstance(value, str):  # the parser reads YAML in a text as well, in its own way
+        if len(re.findall(r"[\[{?\n]|- |: ", value)) > MOST_NESTED:
+            raise RecursionError
         with contextlib.suppress(yaml.YAMLError, ValueError):
-            value = content if isinstance(content := yaml.safe_load(value), (dict, list)) else value
+            value = content if isinstance(content := get_loader("yaml")(value), (dict, list, set)) else value
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _texts(item, str(name), str(value.get("class_path", owner)))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, set)):
         for item in value:
             yield from _texts(item, key, owner)
     elif isinstance(value, str):
@@ -202,33 +202,38 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
 
 
 def _is_foreign(root: str, holds_path: bool) -> bool:
-    """Whether a module of this name can be imported, or shall be (``holds_path``), that is not the user's own.
-
-    Nothing is imported. The user's own are in the working folder, and in a clone beside this package.
-    """
+    """Whether a module that is not the user's can be imported, or shall be (``holds_path``). Nothing is imported."""
+    # the user's own are in the working folder, and in a clone beside this package
     clone = Path(__file__).parents[2]
     folders = [Path.cwd()] if "site-packages" in clone.parts else [Path.cwd(), clone]
-    if any((folder / root).is_dir() or (folder / f"{root}.py").is_file() for folder in folders):
-        return False
     try:
-        return holds_path or importlib.util.find_spec(root) is not None
+        spec = importlib.util.find_spec(root)
     except (ImportError, ValueError):
         return True
+    if spec is None:
+        return holds_path
+    # a package that is installed comes before a plain folder of its name
+    places = spec.submodule_search_locations or [spec.origin or ""]
+    return any(Path(place).parent not in folders for place in places)
 
 
 def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
     """The package where a name leads, as ``torch.hub.os.system`` to ``posix``, if nothing of the kind may be named."""
-    found: Any = None
-    with contextlib.suppress(Exception):  # the parser reports the reason
-        found = resolve_name(named)
+    try:
+        found: Any = resolve_name(named)
+        holder: Any = resolve_name(named.rpartition(".")[0])
+    except Exception:  # the parser reports the reason
+        return None
     if not callable(found):
         return None
-    home = str(getattr(found, "__module__", None) or named)
-    root = home.split(".")[0]
-    trusted = (*allowed, *FUNCTIONS, *(CLASSES if inspect.isclass(found) else ()))
+    home = getattr(found, "__module__", None)  # None: of a builtin function
+    home = str(home or getattr(holder, "__name__" if inspect.ismodule(holder) else "__module__", "builtins"))
+    root, is_class = home.split(".")[0], inspect.isclass(found)
+    trusted = (*allowed, *FUNCTIONS, *(CLASSES if is_class else ()))
     is_trusted = any(f"{home}.".startswith(f"{name}.") for name in trusted)
     is_own = root != PACKAGE and not _is_foreign(root, holds_path=True)
-    return None if is_trusted or is_own else root
+    is_command_line = is_class and issubclass(found, COMMAND_LINES) and root not in allowed
+    return root if is_command_line or not (is_trusted or is_own) else None
 
 
 @dataclass
@@ -312,12 +317,10 @@ def point_latest_at(folder: Path) -> None:
 
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
-    """The run that ``--run_name`` (default: the time) and ``--ckpt_path`` (default: a new run) mean. Writes nothing
-    except a new run's folder. A UserError where the name is bad or taken, or the checkpoint unusable.
-    """
-    if run_name is not None and (not re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) or run_name == LATEST):
-        allowed = f"1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
-        raise UserError(f"--run_name must be {allowed}, got '{run_name}'.")
+    """The run that ``--run_name`` and ``--ckpt_path`` mean, or a UserError. Writes nothing but a new run's folder."""
+    fits = run_name is None or (re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) and run_name != LATEST)
+    must = f"be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
+    require(bool(fits), "--run_name", must, f"'{run_name}'")
     if ckpt_path == "auto" and run_name is not None:
         run = Run(root / run_name)
         for path in filter(Path.exists, (root / run_name / "last.ckpt", root / run_name / "best.ckpt")):

@@ -126,9 +126,8 @@ class RunRecord:
 
 
 def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: report, wandb, test_predictions
-    """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that are not finite.
-
-    Of a training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
+    """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that are not finite. Of a
+    training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
     """
     series: dict[str, Series] = {}
     with contextlib.suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
@@ -145,9 +144,8 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: repor
 
 
 class RunTimer(Callback):
-    """Prints a run's first line; seconds from process start to the first step, and of training over all its parts.
-
-    With a subclass of Lightning's Timer among its callbacks the Trainer would ignore ``--max_time``.
+    """Prints a run's first line; seconds from process start to the first step, and of training over all its parts. With
+    a subclass of Lightning's Timer among its callbacks the Trainer would ignore ``--max_time``.
     """
 
     start_seconds: float | None = None
@@ -189,9 +187,8 @@ class RunTimer(Callback):
 
 
 class EpochLines(Callback):
-    """Prints a line per epoch, and why training ended early; on a terminal with a bar of the run below.
-
-    Printed when the next epoch begins or training ends: Lightning asks callbacks before the module has logged.
+    """Prints a line per epoch, and why training ended early; on a terminal with a bar of the run below. Printed when
+    the next epoch begins or training ends: Lightning asks callbacks before the module has logged.
     """
 
     def __init__(self, bar: bool = False) -> None:

@@ -25,7 +25,7 @@ from project.engine.cli import Configuration
 from project.engine.lightning_internals import check
 from project.engine.ranks import launched_world, say
 from project.engine.summary import RunTimer
-from project.errors import UserError
+from project.errors import UserError, require
 
 ENGINE = __name__.rpartition(".")[0]
 RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
@@ -41,14 +41,13 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
     check()
     flags = dict(config.trainer)
     _, world_size, local_size = launched_world()
-    if world_size > 1:
+    devices, nodes = flags["devices"], flags["num_nodes"]
+    if world_size > 1 and devices == "auto":
         # Without this, `torchrun fit` would run as many independent trainings (Lightning's devices default to one CPU).
-        if flags["devices"] == "auto":
-            flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
-        elif str(flags["devices"]).isdigit() and int(flags["devices"]) * flags["num_nodes"] != world_size:
-            given = f"--devices {flags['devices']} × --num_nodes {flags['num_nodes']}"
-            fix = "Leave both away to take what it started."
-            raise UserError(f"{given} must be the {world_size} processes that the launcher started. {fix}")
+        flags["devices"], flags["num_nodes"] = local_size, world_size // local_size
+    elif world_size > 1 and str(devices).isdigit() and int(devices) * nodes != world_size:
+        fix = f"must be the {world_size} processes that the launcher started. Leave both away to take what it started."
+        raise UserError(f"--devices {devices} × --num_nodes {nodes} {fix}")
     refuse_what_cannot_run(flags, world_size)
     if str(flags["strategy"]).startswith("fsdp"):  # feature: fsdp
         from project.engine.sharding import ShardedStrategy  # half a second, for FSDP alone
@@ -78,9 +77,8 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     devices, strategy = str(flags["devices"]), flags["strategy"]
     most = 4 * threads.available_cores()
     on_cpu = flags["accelerator"] == "cpu" or (flags["accelerator"] == "auto" and not torch.accelerator.is_available())
-    if on_cpu and devices.isdigit() and int(devices) > most:
-        cores = f"this machine's {threads.available_cores()} CPU cores"
-        raise UserError(f"--devices must be at most {most} on {cores}, got {devices}.")
+    must = f"be at most {most} on this machine's {threads.available_cores()} CPU cores"
+    require(not (on_cpu and devices.isdigit() and int(devices) > most), "--devices", must, devices)
     if world_size == 1 and flags["num_nodes"] > 1:  # rank 0 would wait half an hour for the others
         needed = "a launcher that starts the other machines: torchrun or SLURM, see the README"
         raise UserError(f"--num_nodes {flags['num_nodes']} needs {needed}.")
@@ -94,9 +92,8 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
             raise UserError("--strategy fsdp cannot average weights. Use --strategy ddp, or --trainer.callbacks null.")
     for name, further in COUNTS.items():
         value = flags[name]
-        if isinstance(value, int) and not 0 < value <= MOST and value != further:
-            also = "" if further is None else f", or {further}"
-            raise UserError(f"--{name} must be at least 1 and at most {MOST}{also}, got {value}.")
+        must = f"be at least 1 and at most {MOST}" + ("" if further is None else f", or {further}")
+        require(not isinstance(value, int) or 0 < value <= MOST or value == further, f"--{name}", must, value)
     if flags["val_check_interval"] in (0, "0"):
         raise UserError("--val_check_interval must be above 0, got 0. --limit_val_batches 0 turns validation off.")
 
@@ -112,8 +109,8 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
         # Lightning sets 1, and torch's optimizers then open the driver's library at every step: 0.2 ms without a GPU
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     if launched_world()[1] == 1 and trainer.num_devices > 1:  # it is about to start the other ranks
-        os.environ |= (part := threads.share(trainer.num_devices))
-        if part:
+        if part := threads.share(trainer.num_devices):
+            os.environ |= part
             torch.set_num_threads(int(part["OMP_NUM_THREADS"]))
         threads.waiting.spin()  # on all cores: the ranks will have those that this process has
     return trainer
@@ -126,9 +123,8 @@ def as_list(value: Any) -> list[Any]:
 
 @contextmanager
 def refusals_as_errors(checkpoint: Path | None, timer: RunTimer | None = None) -> Iterator[None]:
-    """Turn what Lightning refuses into a :class:`UserError`: before the first step a flag, later an unknown metric.
-
-    So is what cannot be restored of a checkpoint, unless the user's own code raised it. ``timer``: of a training.
+    """Turn what Lightning refuses into a :class:`UserError`: before the first step a flag, later an unknown metric. So
+    is what cannot be restored of a checkpoint, unless the user's own code raised it. ``timer``: of a training.
     """
     try:
         yield
@@ -195,9 +191,8 @@ def lacks_for_test(module: LightningModule, data: LightningDataModule | None) ->
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """Switch TF32 off. GPUs use it for convolutions, and for matrix products with ``--matmul_precision high``.
-
-    PyTorch has older and newer switches for it. Reading an older one is an error where a newer one was changed.
+    """Switch TF32 off. GPUs use it for convolutions, and for matrix products with ``--matmul_precision high``. PyTorch
+    has older and newer switches for it. Reading an older one is an error where a newer one was changed.
     """
     backends: Any = torch.backends
     newer = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]

@@ -91,8 +91,6 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
         found = " ".join(str(error).split())[:200]
     flags = {"image_shape": f"[{','.join(map(str, image_shape))}]", "num_classes": classes}
     known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
-    typed = [f"--model.network.{name} {value}" for name, value in flags.items() if name in known]
-    raise UserError(
-        f"--model.network {type(network).__name__} must give {classes} logits for {type(datamodule).__name__}'s "
-        f"images of shape {image_shape}, got {found}." + (f" Try {' '.join(typed)}" if typed else "")
-    )
+    typed = " ".join(f"--model.network.{name} {value}" for name, value in flags.items() if name in known)
+    must = f"must give {classes} logits for {type(datamodule).__name__}'s images of shape {image_shape}, got {found}."
+    raise UserError(f"--model.network {type(network).__name__} {must}{' Try ' if typed else ''}{typed}")

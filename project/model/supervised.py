@@ -295,10 +295,9 @@ class SupervisedModule(LightningModule):
         if outputs.shape == (*targets.shape, 1):  # (batch, 1) and (batch,) would broadcast to (batch, batch)
             outputs = outputs.squeeze(-1)
         if targets.is_floating_point() and outputs.shape != targets.shape:
-            raise UserError(
-                f"--model.network {type(self.network).__name__} must give outputs of the targets' shape "
-                f"{tuple(targets.shape)}, got {tuple(outputs.shape)}."
-            )
+            shapes = f"{tuple(targets.shape)}, got {tuple(outputs.shape)}"
+            name = f"--model.network {type(self.network).__name__}"
+            raise UserError(f"{name} must give outputs of the targets' shape {shapes}.")
         return outputs, targets
 
     def _loss(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
