@@ -180,11 +180,10 @@ def leak_report(place: str, mib: list[float]) -> str | None:
     added = [after - before for before, after in pairwise(recent)]
     if len(added) < EPOCHS or min(added) < max(LEAST_MIB[place], max(added) / 3):  # a cache adds less and less
         return None
-    return (
-        f"{place} memory looks like it leaks: {sum(added) / EPOCHS:.1f} MiB more after each of the last {EPOCHS} "
-        f"epochs ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB). Something keeps tensors alive from step to step: keep "
-        "loss.item() or loss.detach(), never the loss or outputs with their graph."
-    )
+    growth = f"{sum(added) / EPOCHS:.1f} MiB more after each of the last {EPOCHS} epochs"
+    found = f"{place} memory looks like it leaks: {growth} ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB)"
+    fix = "keep loss.item() or loss.detach(), never the loss or outputs with their graph"
+    return f"{found}. Something keeps tensors alive from step to step: {fix}."
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:

@@ -3,11 +3,5 @@
 from project.data.base import BatchedDataModule, Split, SplitDataModule, TensorImages, TensorRows
 from project.data.mnist import MNISTDataModule  # feature: mnist
 
-__all__ = [
-    "BatchedDataModule",
-    "MNISTDataModule",  # feature: mnist
-    "Split",
-    "SplitDataModule",
-    "TensorImages",
-    "TensorRows",
-]
+__all__ = ["BatchedDataModule", "Split", "SplitDataModule", "TensorImages", "TensorRows"]
+__all__ += ["MNISTDataModule"]  # feature: mnist

@@ -58,7 +58,11 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     top, left = _corner(digit)
     field = np.zeros((FIELD, FIELD), dtype=np.uint8)
     field[top : top + digit.shape[0], left : left + digit.shape[1]] = np.round(digit * 255)
-    return field, are_several(parts)
+    # several digits are beside each other, and as high
+    tallest = max((bottom - top for top, _, bottom, _ in parts), default=1)
+    high = sorted((left, right) for top, left, bottom, right in parts if bottom - top > 0.6 * tallest)
+    beside = any(left >= before for (_, before), (left, _) in itertools.pairwise(high))
+    return field, beside or any(right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts)
 
 
 def is_unclear(ink: np.ndarray, noise: float) -> bool:
@@ -162,14 +166,6 @@ def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         keep[tuple(part.T)] = True
     kept = np.where(keep.repeat(cell, axis=0).repeat(cell, axis=1)[:height, :width], ink, 0)
     return kept, [np.concatenate([part.min(axis=0), part.max(axis=0) + 1]) for part in parts]
-
-
-def are_several(parts: list[np.ndarray]) -> bool:
-    """Whether patches of ink (top, left, bottom, right) are more than one digit: beside each other, and as high."""
-    tallest = max((bottom - top for top, _, bottom, _ in parts), default=1)
-    high = sorted((left, right) for top, left, bottom, right in parts if bottom - top > 0.6 * tallest)
-    beside = any(left >= before for (_, before), (left, _) in itertools.pairwise(high))
-    return beside or any(right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts)
 
 
 def box_around(ink: np.ndarray) -> tuple[slice, slice]:

@@ -160,9 +160,7 @@ class MNISTDataModule(BatchedDataModule):
             socket.setdefaulttimeout(previous)
 
 
-# MNIST's IDX files, plain or ``.gz``: read, and checked before they are believed.
-
-IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049  # how MNIST's IDX files begin
 
 
 def find_idx(folder: Path, name: str) -> Path | None:

@@ -26,7 +26,7 @@ from project.engine.restore import Run, point_latest_at
 from project.engine.stop import SAVE_DUE, GracefulStop, requeue_job
 from project.engine.summary import versions, write_config
 from project.engine.trainer import requeue_signal
-from project.errors import UserError
+from project.errors import UserError, require
 from project.tables import flat, write_atomically
 
 Mode = Literal["min", "max"]
@@ -61,8 +61,7 @@ class Best:
         is_theirs = not monitor and isinstance(theirs, str)  # a module may have other things of these names
         if is_theirs:
             monitor, mode = theirs, mode or (direction if direction in ("min", "max") else None)
-        if mode not in ("min", "max", None):
-            raise UserError(f"--mode must be min or max, got {mode}.")
+        require(mode in ("min", "max", None), "--mode", "be min or max", mode)
         return cls(monitor or None, mode, "module" if is_theirs else "typed" if monitor else None)
 
     @property

@@ -28,10 +28,8 @@ ADVICE = dict.fromkeys(FULL_OR_CLOSED, "Free space or choose a folder you may wr
 ADVICE |= dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR), "Name another file.")
 
 # Variables by which torchrun, SLURM and Lightning tell a process its place
-NUMBERED = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"),
-)
+NUMBERED = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+NUMBERED += ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"]
 NO_MEMORY = "t allocate memory|failed to map segment"  # what torch on the CPU and the loader of libraries say
 LONGEST = 800  # characters of an error: a value of a thousand is not shown whole
 

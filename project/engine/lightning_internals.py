@@ -61,10 +61,8 @@ def check() -> None:
             attrgetter(*names)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         version = importlib.metadata.version("lightning")
-        raise UserError(
-            f"lightning {version} lacks a name that stopping and exact resume need ({error}). Known to work: "
-            f"{KNOWN_VERSIONS}. Run pip install 'lightning>=2.6.6,<2.7'."
-        ) from None
+        lacks = f"lacks a name that stopping and exact resume need ({error}). Known to work: {KNOWN_VERSIONS}"
+        raise UserError(f"lightning {version} {lacks}. Run pip install 'lightning>=2.6.6,<2.7'.") from None
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
@@ -323,9 +321,8 @@ class LiveMemory(ExitStack):  # feature: tune, memory
                     weakref.finalize(storage, self._add, -storage.nbytes())
                     self._add(storage.nbytes())
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-            raise torch.OutOfMemoryError(
-                f"{self.live_bytes / 2**30:.3f} GiB of tensors, the limit is {self.limit_bytes / 2**30:.3f} GiB"
-            )
+            used, limit = f"{self.live_bytes / 2**30:.3f} GiB", f"{self.limit_bytes / 2**30:.3f} GiB"
+            raise torch.OutOfMemoryError(f"{used} of tensors, the limit is {limit}")
 
     def _add(self, size: int) -> None:
         self.live_bytes += size

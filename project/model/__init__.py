@@ -7,10 +7,5 @@ from project.model.classifier import (
 from project.model.networks import MLP, ConvNet
 from project.model.supervised import SupervisedModule
 
-__all__ = [
-    "MLP",
-    "ConvNet",
-    "ImageClassifier",
-    "MNISTClassifier",  # feature: mnist
-    "SupervisedModule",
-]
+__all__ = ["MLP", "ConvNet", "ImageClassifier", "SupervisedModule"]
+__all__ += ["MNISTClassifier"]  # feature: mnist

@@ -352,9 +352,6 @@ def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], pre
         raise RuntimeError(f"mean has {len(module.mean)} channels, std {len(module.std)}")  # type: ignore[arg-type]
 
 
-# Loss, optimizer and learning-rate schedule by name, from plain values that a checkpoint can hold.
-
-
 def named_class(option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()) -> Any:
     """The subclass of ``base`` called ``name`` in ``home``, or with this import path. Errors name the ``option``."""
     module_name, _, class_name = name.rpartition(".")

@@ -128,9 +128,6 @@ def picture(path: Path, config: Configuration, flags: dict[str, Any], panels: in
     figure.savefig(path, dpi=130)
 
 
-# The learning-rate range test
-
-
 class RateRamp(ShortTraining):
     """Raises the learning rate of all parameter groups exponentially and records the loss of every optimizer step.
     Lightning's finder needs a module with an attribute ``lr``, and its running mean lags 50 steps behind.
@@ -214,9 +211,6 @@ def read_curve(losses: Sequence[float]) -> tuple[list[float], int]:
         if smooth[0] - smooth[lowest] > LEAST_FALL * abs(smooth[0]):
             return smooth, lowest
     raise UserError("tune lr: the loss never fell. Widen --min_lr and --max_lr, or raise --steps.")
-
-
-# The search for a batch size
 
 
 class Clock(ShortTraining):
