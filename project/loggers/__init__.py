@@ -3,8 +3,9 @@
 import contextlib  # feature: wandb
 import netrc  # feature: wandb
 import os  # feature: wandb
+import typing  # feature: wandb
 from dataclasses import dataclass  # feature: report, dashboard
-from typing import Any, Literal, NamedTuple  # feature: report, dashboard, wandb
+from typing import Literal  # feature: report, dashboard
 from urllib.parse import urlparse  # feature: wandb
 
 STEP = "trainer/global_step"  # W&B's key of the optimizer step, the axis of every chart  # feature: wandb
@@ -48,7 +49,7 @@ MEANINGS = {"online": "runs go online", "offline": "runs are kept offline, for w
 MEANINGS["refused"] = "but WANDB_MODE wants online runs, fit will refuse"
 
 
-class WandbState(NamedTuple):
+class WandbState(typing.NamedTuple):
     """Whether W&B has an account here, and how a run would log to it."""
 
     mode: str  # online, offline, disabled, or refused: online without a key
@@ -58,9 +59,9 @@ class WandbState(NamedTuple):
 
 def wandb_state() -> WandbState:
     """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc), else offline."""
-    path, hosts = os.environ.get("NETRC") or os.path.expanduser("~/.netrc"), dict[str, Any]()
+    path, hosts = os.environ.get("NETRC") or os.path.expanduser("~/.netrc"), list[str]()
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        hosts = netrc.netrc(path).hosts
+        hosts = [*netrc.netrc(path).hosts]
     own_server = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
     has_key = any(host == own_server or "wandb" in host for host in hosts)
     key_from = "WANDB_API_KEY" if os.environ.get("WANDB_API_KEY") else path if has_key else None
