@@ -31,7 +31,7 @@ from project import threads
 from project.engine.command import CommandParser, add_output, prepare_process, run
 from project.engine.signals import end_with_parent
 from project.errors import UserError, nearest, require
-from project.tables import format_cell, format_table, write_rows
+from project.tables import format_cell, format_table, write_atomically, write_rows
 
 prepare_process(__name__)  # signals, before optuna and torch are imported
 
@@ -115,7 +115,7 @@ def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str
         raise UserError(f"--name {folder.name}: another process is sweeping there. Wait or choose another.") from None
     record, now = folder / "sweep.json", {"fit": fit_arguments, "space": space.read_text()}
     if not record.exists():
-        write_rows(record, now)
+        write_atomically(json.dumps(now, indent=2).encode(), record)
     begun = json.loads(record.read_text())
     if begun["space"] != now["space"]:
         raise UserError(f"--name {folder.name} was begun with another search space. Choose another name.")
@@ -146,11 +146,6 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
     first.set(xlabel="epoch", ylabel=space.metric)
     first.grid(alpha=0.25)
     first.xaxis.get_major_locator().set_params(integer=True)
-    for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
-        axis.set(xlabel=name, xscale="log" if getattr(drawn_from, "log", False) else "linear")
-        axis.grid(alpha=0.25)
-        if isinstance(drawn_from, CategoricalDistribution):  # choices stand at equal distances
-            axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
     finished = [trial.number for trial in study.trials if trial.state.name == "COMPLETE"]
     best = study.best_trial.number if finished else None
     for trial in study.trials:
@@ -161,6 +156,11 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
             first.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
             for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
                 axis.scatter(drawn_from.to_internal_repr(trial.params[name]), score, s=28, **style)
+    for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
+        axis.set(xlabel=name, xscale="log" if getattr(drawn_from, "log", False) else "linear")
+        axis.grid(alpha=0.25)
+        if isinstance(drawn_from, CategoricalDistribution):  # all choices, at equal distances
+            axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
     for kind, colour in reversed(COLOURS.items()):
         first.plot([], [], color=colour, marker="o", markersize=4, label=kind)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)

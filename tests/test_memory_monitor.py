@@ -171,6 +171,48 @@ def test_the_breakdown_adds_up_tensors_exactly(tmp_path):
     )
 
 
+class Late(torch.optim.Adam):
+    """Its first step is skipped, as a gradient scaler skips it."""
+
+    skipped = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.skipped:
+            return super().step(closure)
+        self.skipped = True
+        return None if closure is None else closure()
+
+
+def test_a_first_step_that_two_optimizers_skip_does_not_hide_their_state(tmp_path):
+    class Two(Linear):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self(batch[0]).sum())
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return Late([self.layer.weight]), Late([self.layer.bias])
+
+    monitor = MemoryMonitor()
+    trainer, _ = make_trainer(tmp_path, monitor)
+    trainer.fit(Two(), Points(80, 8).loader())
+    assert monitor.breakdown["optimizer state"] >= 2 * (8 * 2 + 2) * 4 / GIB
+
+
+def test_a_second_training_does_not_show_the_first_ones_memory(tmp_path):
+    monitor, activations = MemoryMonitor(), []
+    for width in (10_000, 2):
+        module = Linear()
+        module.layer = nn.Linear(8, width)
+        trainer, _ = make_trainer(tmp_path, monitor)
+        trainer.fit(module, Points(80, 8).loader())
+        activations.append(monitor.breakdown[ACTIVATIONS])
+    assert activations[1] < activations[0] / 100
+
+
 def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path):
     monitor, measured = MemoryMonitor(), list[float]()
     trainer, rows = make_trainer(tmp_path, monitor)

@@ -370,6 +370,30 @@ def test_what_fit_refuses_ends_the_sweep_with_fits_own_line_and_leaves_no_folder
     assert not (tmp_path / "lr").exists()
 
 
+def test_the_picture_has_room_for_choices_that_no_trial_drew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    space = Space({"size": CategoricalDistribution(["a", "b", "c"])})
+    study = sweep.open_study(tmp_path, space, trials=2, seed=0)
+    study.enqueue_trial({"size": "a"})
+    asked = study.ask(space.parameters)
+    asked.report(0.5, 0)
+    study.tell(asked, 0.5)
+    sweep.draw(tmp_path / "sweep.png", study, space, "one trial")
+    low, high = figures[0].axes[1].get_xlim()
+    assert low <= 0
+    assert high >= 2
+
+
+def test_a_sweep_goes_on_with_an_argument_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text(SPACE)
+    arguments = ["--data.root", os.fsdecode(b"d\xff")]
+    for asked in (arguments, []):
+        found, lock = sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", asked)
+        lock.close()
+        assert found == arguments
+
+
 def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> None:
     space = tmp_path / "space.yaml"
     space.write_text(SPACE)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from project.callbacks import test_predictions
 from project.callbacks.test_predictions import TestPredictions
+from project.engine.lightning_internals import LiveMemory  # feature: tune, memory
 from tests.monitored import make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -47,6 +48,18 @@ def test_predictions_are_counted_and_the_surest_mistakes_kept(tmp_path):
     assert [(m.label, m.prediction) for m in callback.mistakes] == [(1, 0), (1, 0)]
     assert [m.probability for m in callback.mistakes] == pytest.approx([0.95, 0.8])
     assert [m.image.tolist() for m in callback.mistakes] == [[[[i] * 3] * 2] * 2 for i in (0, 1)]
+
+
+def test_many_classes_take_little_memory_also_in_a_deterministic_run(tmp_path):  # feature: tune, memory
+    answers = torch.zeros(64, 1000)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with LiveMemory(limit_bytes=100 * 2**20):
+            callback = pass_over(tmp_path, (torch.zeros(64, 7), torch.zeros(64, dtype=torch.int64), answers))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert callback.confusion is not None
+    assert (callback.confusion.sum(), callback.confusion[0, 0]) == (64, 64)
 
 
 def test_pictures_in_0_to_1_are_shown_as_they_are(tmp_path):

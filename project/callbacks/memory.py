@@ -52,7 +52,7 @@ class MemoryMonitor(Callback):
         self._live = LiveMemory()  # counts a step's tensors, if no allocator does it
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
-        self._parts: dict[str, float] = {}  # GiB by use
+        self._parts, self._parts_due = dict[str, float](), SETTLING_STEPS  # GiB by use; steps after which to look
         self.peaks: dict[str, float] = {}  # of the run: ``memory/peak_rss_gib``, and with CUDA the other ones
         self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
         self.leaks: dict[str, str] = {}  # place → the newest report of growth there
@@ -68,6 +68,7 @@ class MemoryMonitor(Callback):
         return {**parts, ACTIVATIONS: max(0.0, peak / GIB - sum(parts.values()))}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._live, self._parts, self._parts_due = LiveMemory(), {}, SETTLING_STEPS
         self._window_peaks, self._step_peak, self._at_epoch_ends = {}, None, {}
         self._read(trainer.strategy.root_device, reset_peaks=True)  # what came before is not the training's
 
@@ -81,8 +82,8 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._live.close()
-        if (trainer.global_step <= SETTLING_STEPS or not self._parts) and is_optimizer_step(trainer, batch_idx):
-            self._parts = memory_breakdown(trainer)
+        if self._parts_due and is_optimizer_step(trainer, batch_idx):
+            self._parts, self._parts_due = memory_breakdown(trainer), self._parts_due - 1
         if is_log_step(trainer, batch_idx):
             self._log(trainer)
 

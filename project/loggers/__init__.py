@@ -60,7 +60,7 @@ class WandbState(typing.NamedTuple):
 def wandb_state() -> WandbState:
     """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc), else offline."""
     path, hosts = os.environ.get("NETRC") or os.path.expanduser("~/.netrc"), list[str]()
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
+    with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
         hosts = [*netrc.netrc(path).hosts]
     own_server = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
     has_key = any(host == own_server or "wandb" in host for host in hosts)
