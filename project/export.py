@@ -145,6 +145,8 @@ def test_set(loaded: Loaded, count: int) -> tuple[list[tuple[tuple[Tensor, ...],
         inputs = [torch.cat(parts)[:MOST_SAMPLES] for parts in zip(*batches, strict=True)]
     except Exception as error:  # somebody else's data are missing in their own way: an export does not need them
         return [], [f"no test set of tensors: {first_line(error)}"]
+    if not inputs:
+        return [], ["the test set has no batch"]
     labels = inputs[count] if len(inputs) > count and inputs[count].dtype == torch.int64 else None
     return [(tuple(inputs[:count]), labels, f"{getattr(data, 'data_source', type(data).__name__)} test")], []
 

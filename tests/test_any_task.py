@@ -644,6 +644,7 @@ def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureF
             "project.model.ConvNet",
         ),
         *("lightning.pytorch.callbacks.finetuning.multiplicative", "torchvision.datasets.folder.default_loader"),
+        *("torch.tanh", "torch.relu", "torch.optim.swa_utils.get_ema_avg_fn", "torch.profiler.schedule"),
     ],
 )
 def test_what_training_is_made_of_may_be_named(name: str) -> None:

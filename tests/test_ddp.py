@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from project import fit
 from project import test as test_command
+from project.model import MNISTClassifier
 from tests.commands import (
     CONVNET,
     SMALL,
@@ -38,6 +39,21 @@ def test_two_ranks_of_torchrun_train_what_one_trains_in_one_folder(workplace: Pa
         assert a == pytest.approx(b, rel=2e-2, abs=5e-3), name
     # before rounding errors have grown, the curves are one
     assert float(ours[0]["train/loss"]) == pytest.approx(float(theirs[0]["train/loss"]), rel=1e-5)
+
+
+class Part(MNISTClassifier):
+    """Counts after the first batch on one rank at a time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0 or batch_idx % 2 == self.global_rank:
+            return super().training_step(batch, batch_idx)
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_ranks_that_count_at_different_steps_do_not_wait_for_each_other(workplace: Path) -> None:
+    mine = ["--max_epochs", "1", "--log_every_n_steps", "1", "--run_name", "part"]
+    assert run_ranks("fit", "--model", "tests.test_ddp.Part", *SMALL, *mine, timeout=60).returncode == 0
+    assert any("train/loss" in row for row in rows(Path("checkpoints/part")))
 
 
 class WriteBuffers(Callback):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -24,12 +26,13 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
-from project.engine.exact_loading import ExactBatches, ExactLoader, ExactLoading, Start
+from project.engine.exact_loading import ExactBatches, ExactLoader, ExactLoading, Start, WatchedLoader
 from project.errors import UserError
 from tests.commands import complete
-from tests.other_tasks import ByEpoch
+from tests.other_tasks import ByEpoch, Line, table
 
 
 class Numbers(Dataset[Tensor]):
@@ -235,6 +238,52 @@ def test_the_loader_keeps_what_was_asked_of_it() -> None:
     assert isinstance(next(iter(ours)), list)
     ours.fetching.worker_init_fn(0)  # type: ignore[misc]
     assert seen == [0]
+
+
+class Opened(Numbers):
+    """Has a handle that each worker opens."""
+
+    handle = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return self.handle
+
+
+def open_handle(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.handle = 10 + worker
+
+
+def test_what_a_worker_does_to_its_dataset_reaches_it() -> None:
+    ours = exact(DataLoader(Opened(8), batch_size=4, num_workers=2, worker_init_fn=open_handle))
+    assert [batch.tolist() for batch in ours] == [[10] * 4, [11] * 4]
+
+
+def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
+    alive: list[int] = []
+
+    class Counts(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            alive.append(len(multiprocessing.active_children()))
+
+        def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            alive.append(len(multiprocessing.active_children()))
+
+    before = len(multiprocessing.active_children())
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[Counts()], default_root_dir=tmp_path, **quiet)
+    ExactLoading().install(trainer)
+    samples = table(16)
+    trainer.fit(Line(), DataLoader(samples, batch_size=4, num_workers=2, persistent_workers=True))
+    assert alive == [before + 2, before]
+
+
+def test_a_state_that_an_older_version_saved_goes_on_with_its_batch() -> None:
+    stream = ResumableStream()
+    loader = WatchedLoader(DataLoader(stream, batch_size=2), stream, seed=0)
+    loader.start_at(Start(batches=3), 0, {"next": 6})
+    next(iter(loader))
+    assert next(iter(loader.states)) == 3
 
 
 class Stream(IterableDataset[Tensor]):

@@ -154,6 +154,23 @@ def test_other_shapes_and_ways_of_training_export_as_well(tmp_path: Path, networ
     assert all(row["agrees"] and row["samples"] == 1000 and row["different_labels"] == 0 for row in rows)
 
 
+class Empty(ThreeColours):
+    """With a test set that has no batch."""
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
+    def test_dataloader(self) -> Any:
+        return []
+
+
+def test_a_test_set_without_a_batch_is_said_to_be_one() -> None:
+    network = MLP(image_shape=(3, 16, 24), num_classes=4)
+    loaded = Loaded(MNISTClassifier(network).eval(), Empty(), {}, {}, Path("best.ckpt"))
+    assert export.find_samples(loaded).source == "random images; the test set has no batch"
+
+
 class Houses(LightningDataModule):
     """Somebody else's data: floats, and their names."""
 

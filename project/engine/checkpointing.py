@@ -58,7 +58,7 @@ class Best:
     def of(cls, module: LightningModule, monitor: str | None, mode: Any) -> Best:
         """The metric named on the command line, else by the module."""
         theirs, direction = getattr(module, "monitor", None), getattr(module, "mode", None)
-        is_theirs = not monitor and isinstance(theirs, str)  # a module may have other things of these names
+        is_theirs = not monitor and isinstance(theirs, str) and bool(theirs)  # not a thing of another kind
         if is_theirs:
             monitor, mode = theirs, mode or (direction if direction in ("min", "max") else None)
         require(mode in ("min", "max", None), "--mode", "be min or max", mode)

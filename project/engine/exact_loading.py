@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader
 
+from project.engine.lightning_internals import iterator_of
 from project.errors import UserError
 
 # Samplers that draw from torch's generator only, which is seeded here.
@@ -224,6 +225,7 @@ class ExactLoader(DataLoader[Any]):
     """The exact form of a plain loader over a map-style dataset: to the user's code the same loader, sampler apart."""
 
     sampler: ExactBatches
+    _iterator = iterator_of("fetching")
 
     def __init__(self, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> None:
         dataset: Any = loader.dataset
@@ -295,6 +297,10 @@ class WatchedLoader(Passes):
             self.finished = batch is END
             self.first = done if self.finished and self.cycles else 0
             yield current
+
+    def start_at(self, start: Start, first: int = 0, state: Any = None) -> None:
+        # a state of an older version comes without the number of its batch
+        super().start_at(start, first or (0 if start.over or state is None else start.batches), state)
 
     def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
         with isolate_rng(include_cuda=False):
@@ -405,6 +411,9 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"  # for other libraries: torch sees to itself
     if further is not None:
+        info: Any = data.get_worker_info()
+        if info is not None:
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, for their code
         further(worker)
 
 

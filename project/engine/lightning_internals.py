@@ -44,6 +44,7 @@ NAMES = {
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
+    "torch.utils.data": ["DataLoader._iterator"],
     "jsonargparse._optionals": ["_config_read_mode"],
     "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],  # feature: profiler
     "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
@@ -244,6 +245,14 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
     loop: Any = trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop.val_loop
     last = batch_idx + 1 == loop.max_batches[loader_idx] if loop._is_sequential else loop.batch_progress.is_last_batch
     return loop._combined_loader.flattened, last
+
+
+def iterator_of(name: str) -> property:
+    """The ``_iterator`` of an inner loader, as an outer one's. Buys that Lightning ends its workers after training.
+    Public way missing: Lightning looks for this attribute of a loader alone.
+    """
+    inner = attrgetter(name)
+    return property(lambda self: inner(self)._iterator, lambda self, value: setattr(inner(self), "_iterator", value))
 
 
 def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler

@@ -20,6 +20,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import ArgumentParser, get_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -37,11 +38,15 @@ RUN_ID = "run-id.txt"
 PACKAGE = __name__.split(".")[0]
 # Besides the user's own files, a checkpoint's configuration may name classes and functions that these modules define,
 FUNCTIONS = [f"{PACKAGE}.model", f"{PACKAGE}.data", "lightning.pytorch.callbacks", "torch.nn", "torch._C._nn"]
-FUNCTIONS += ["torch.utils.data", "torch.distributed.algorithms", "torchmetrics"]
+FUNCTIONS += ["torch.utils.data", "torch.distributed.algorithms", "torchmetrics", "torch.optim.swa_utils"]
+FUNCTIONS += ["torch.profiler.profiler.schedule", "torchvision.io.image.read_image"]
 FUNCTIONS += ["torchvision.models", "torchvision.ops", "torchvision.transforms", "torchvision.datasets.folder"]
 # and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
 CLASSES = [PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"]
-CLASSES += ["torch._C._profiler", "torch.distributed.fsdp", "torch.distributed.optim"]
+CLASSES += ["torch._C._profiler", "torch._C.Generator", "torch.distributed.fsdp", "torch.distributed.optim"]
+# Files and rooms of this package whose functions are no part of a training; others in it are the user's
+ROOMS = {"engine", "callbacks", "loggers", "report", "tables", "publish", "hardware", "threads", "errors", "fit"}
+ROOMS |= {"test", "predict", "export", "devices", "dashboard", "rename", "runs", "sweep", "tune", "benchmark"}
 COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # but not these: they make what a text names
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
@@ -230,8 +235,10 @@ def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
     home = str(home or getattr(holder, "__name__" if inspect.ismodule(holder) else "__module__", "builtins"))
     root, is_class = home.split(".")[0], inspect.isclass(found)
     trusted = (*allowed, *FUNCTIONS, *(CLASSES if is_class else ()))
-    is_trusted = any(f"{home}.".startswith(f"{name}.") for name in trusted)
-    is_own = root != PACKAGE and not _is_foreign(root, holds_path=True)
+    end, room = getattr(found, "__name__", ""), home.partition(".")[2].partition(".")[0]
+    is_trusted = any(f"{home}.{end}.".startswith(f"{name}.") for name in trusted)
+    is_trusted |= holder is torch and hasattr(torch.Tensor, end)  # tanh and the like
+    is_own = room not in ROOMS if root == PACKAGE else not _is_foreign(root, holds_path=True)
     is_command_line = is_class and issubclass(found, COMMAND_LINES) and root not in allowed
     return root if is_command_line or not (is_trusted or is_own) else None
 

@@ -137,6 +137,8 @@ def refusals_as_errors(checkpoint: Path | None, timer: RunTimer | None = None) -
         begun = timer is not None and timer.begun
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in, text = modules[-1], " ".join(str(error).split())
+        if RESTORING in modules and "loading state_dict" in text:
+            raise UserError(f"--ckpt_path: {text[:300]}") from None
         # what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint say
         unknown = "which is not available" in text or "could not find the monitored key" in text
         refused = not begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))

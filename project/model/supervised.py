@@ -287,6 +287,8 @@ class SupervisedModule(LightningModule):
         return {name: sums.cpu() for name, sums in self.sums.items()}
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
+        if "train_sums" in state:  # of an older version
+            state = dict(zip(("recent", "epoch"), state["train_sums"].T, strict=True))
         self.sums = {name: sums.to(self.device) for name, sums in state.items()}
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -327,9 +329,13 @@ class SupervisedModule(LightningModule):
 
     def _log(self, split: str, counted: str, metrics: Any = None) -> None:
         """The mean loss and the metrics, over all ranks; what was counted for them is then forgotten."""
-        if counted not in self.sums:  # a training_step of one's own may have counted nothing
+        mine = self.sums.pop(counted, None)
+        if mine is None and self.trainer.world_size == 1:  # a training_step of one's own may have counted nothing
             return
-        loss, samples = self.trainer.strategy.reduce(self.sums.pop(counted), reduce_op="sum")
+        sums = exact(torch.zeros(2, device=self.device)) if mine is None else mine  # every rank must meet the others
+        loss, samples = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        if mine is None and not samples:
+            return
         values = {"loss": (loss / samples).float(), **(metrics.compute() if metrics else {})}
         self.log_dict({f"{split}/{name}": value.float() for name, value in values.items()}, prog_bar=split == "val")
         if metrics:
