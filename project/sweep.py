@@ -234,9 +234,8 @@ def open_study(folder: Path, space: Space, trials: int, seed: int) -> optuna.Stu
     startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1)
-    study = optuna.create_study(
-        storage=storage, sampler=sampler, pruner=pruner, study_name="sweep", direction=space.goal, load_if_exists=True
-    )
+    settings: dict[str, Any] = {"study_name": "sweep", "direction": space.goal, "load_if_exists": True}
+    study = optuna.create_study(storage=storage, sampler=sampler, pruner=pruner, **settings)
     study_id = storage.get_study_id_from_name("sweep")
     for begun in study.get_trials(states=(TrialState.RUNNING,)):  # when the sweep was killed; keeps what was drawn
         trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, begun.number)

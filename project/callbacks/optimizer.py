@@ -33,9 +33,8 @@ class OptimizerMonitor(Callback):
         if scaler is not None:
             metrics["optimizer/loss_scale"] = scaler.get_scale()
         if not isinstance(trainer.strategy, SHARDING):
-            norm = torch.nn.utils.get_total_norm(
-                p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-            )
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            norm = torch.nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
             # under 16-mixed a fused optimizer divides by the scale itself, later
             fused = scaler is not None and optimizer.defaults.get("fused")
             metrics["optimizer/grad_norm"] = norm / metrics["optimizer/loss_scale"] if fused else norm

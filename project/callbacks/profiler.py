@@ -120,9 +120,8 @@ class StepProfiler(Profiler):
         kind = "cuda" if trainer.strategy.root_device.type == "cuda" else None
         averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])
         operations = [event for event in averages if not event.is_user_annotation]
-        table = EventList(operations, use_device=kind, profile_memory=self._options["profile_memory"]).table(
-            sort_by="self_device_time_total" if kind else "self_cpu_time_total", row_limit=self.rows
-        )
+        events = EventList(operations, use_device=kind, profile_memory=self._options["profile_memory"])
+        table = events.table("self_device_time_total" if kind else "self_cpu_time_total", row_limit=self.rows)
         (self.folder / "top_operations.txt").write_text("\n".join([*lines, "", table]))
         print(f"profile: trace       {self.folder}/rank0.*.pt.trace.json: drop it on https://ui.perfetto.dev")
         print(f"         TensorBoard pip install torch-tb-profiler; tensorboard --logdir {self.folder}")
