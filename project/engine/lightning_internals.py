@@ -44,7 +44,7 @@ NAMES = {
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
-    "torch.utils.data": ["DataLoader._iterator"],
+    "torch.utils.data": ["DataLoader._get_iterator"],
     "jsonargparse._optionals": ["_config_read_mode"],
     "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],  # feature: profiler
     "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],  # feature: memory
