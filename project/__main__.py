@@ -1,6 +1,7 @@
 """The commands, one line each."""
 
 import ast
+import os
 from pathlib import Path
 
 
@@ -14,9 +15,12 @@ def main() -> None:
             name = path.parent.name if path.name == "__main__.py" else path.stem
             commands[name] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     width = max(map(len, commands))
-    for name in sorted(commands, key=lambda name: (name != "fit", name)):  # the main job first
-        print(f"python -m {here.name}.{name:{width}}  {commands[name]}")
-    print("\nEach of them explains itself with --help.")
+    order = sorted(commands, key=lambda name: (name != "fit", name))  # the main job first
+    lines = [f"python -m {here.name}.{name:{width}}  {commands[name]}" for name in order]
+    try:
+        print(*lines, "\nEach of them explains itself with --help.", sep="\n", flush=True)
+    except BrokenPipeError:  # `... | head` is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -65,10 +65,12 @@ def main(argv: list[str]) -> int:
     samples = find_samples(loaded)
     exported = trace(loaded, samples)
     try:
+        str(folder).encode()  # torch ends the process where it is not UTF-8
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({error.strerror}).") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", "its name is not UTF-8")
+        raise UserError(f"--output_dir must be a folder you may write to, got {folder} ({reason}).") from None
     print(f"{checkpoint}: comparing the exports on {len(samples.inputs[0]):,} samples ({samples.source})", flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
         write_files(Path(scratch), loaded, exported, samples)

@@ -73,10 +73,8 @@ def accelerators() -> list[dict[str, Any]]:
             row |= {"type": "cuda", "compute_capability": f"{gpu.major}.{gpu.minor}"}
             row["tensor_cores"] = gpu.major >= 7 and not WITHOUT_TENSOR_CORES.search(gpu.name)
             row |= {"bf16": gpu.major >= 8, "tf32": gpu.major >= 8}
-        # each fails without its library, driver or permission, and on a slice (MIG) without the counter
-        with suppress(Exception):
+        with suppress(Exception):  # without a library, driver or permission; the second on a slice of a GPU (MIG)
             row["memory_free_gib"] = (gpu.total_memory - torch.cuda.device_memory_used(index)) / GIB
-        with suppress(Exception):
             row["utilization_pct"] = int(torch.cuda.utilization(index))
         with suppress(Exception):
             if "memory_free_gib" not in row:

@@ -162,13 +162,13 @@ def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
 
 
 def find_files(arguments: Iterable[str], only_images: bool = False) -> list[Path]:
-    """Files meant by the command line's words: files, folders (and what is below them) and globs, each file once.
-    A file that was named is returned in any case, even a missing one, to be reported with others that cannot be read;
-    of a folder no hidden ones.
+    """Files meant by the command line's words: files, folders (and what is below, not hidden) and globs, each once.
+    A file that was named is returned in any case, even a missing one, to be reported with others that cannot be read.
     """
     found: list[Path] = []
     endings = {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
     for argument in arguments:
+        require(argument, "IMAGE", "be a file, a folder or a pattern", "nothing")
         word = os.path.expanduser(argument)  # Path.expanduser() raises where there is no such user
         is_glob = glob.has_magic(word) and not os.path.exists(word)
         files: list[Path] = []
@@ -190,21 +190,18 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
     3) in 0-1; else MNIST's way for the ten digits at 28x28; else its ``image_shape``, to cut and scale to.
     """
     data: Any = loaded.datamodule
-    owner, shape = "the data module" if data is None else type(data).__name__, tuple(getattr(data, "image_shape", ()))
+    owner = "the data module" if data is None else type(data).__name__
     if hasattr(data, "prepare_file"):
         return lambda path: (data.prepare_file(path), ""), f"inputs: {owner}.prepare_file"
     if hasattr(data, "prepare_image"):
         return lambda path: (data.prepare_image(read_image(path)), ""), f"inputs: {owner}.prepare_image"
+    shape = tuple(getattr(data, "image_shape", ()))  # feature: images
     if shape == (1, 28, 28) and getattr(data, "class_names", None) == DIGITS:  # feature: mnist
         from project.data.digits import find_digit
 
-        def prepare(path: Path) -> tuple[np.ndarray, str]:
-            digit, several = find_digit(read_image(path))
-            return digit[None], "more than one digit" if several else ""
-
-        return prepare, "inputs: each digit scaled and centred as in MNIST"
-    if len(shape) == 3 and shape[0] in (1, 3):
-        from project.data.base import fit_image
+        return lambda path: find_digit(read_image(path)), "inputs: each digit scaled and centred as in MNIST"
+    if len(shape) == 3 and shape[0] in (1, 3):  # feature: images
+        from project.data.images import fit_image
 
         def fitted(path: Path) -> tuple[Any, str]:
             return fit_image(Image.fromarray(np.round(read_image(path) * 255).astype(np.uint8)), shape), ""
@@ -270,7 +267,7 @@ def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]
         said = [f"{value:.0%}" if name == "probability" else format_cell(value) for name, value in row.items()][1:3]
         colour = UNSURE_COLOUR if row.get("note") else "black"
         pen.text((left, top + TILE + 1), cut("  ".join(said), 11), fill=colour, font=fonts[14])
-        pen.text((left, top + TILE + 17), cut(Path(row["file"]).name, 15), fill="grey", font=fonts[10])
+        pen.text((left, top + TILE + 17), cut(format_cell(Path(row["file"]).name), 15), fill="grey", font=fonts[10])
     if "probability" in rows[0]:
         pen.text((MARGIN, sheet.height - 20), f"at least {UNSURE:.0%} sure", fill="black", font=fonts[14])
         pen.text((2 * TILE, sheet.height - 20), "less sure, or several digits", fill=UNSURE_COLOUR, font=fonts[14])

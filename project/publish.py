@@ -4,7 +4,6 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from project import threads
 from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
@@ -20,6 +19,7 @@ from project.hardware import cpu
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import WandbRunLogger  # feature: wandb
 from project.tables import write_atomically  # feature: report
+from project.waiting import waiting  # feature: waiting
 
 REPORT_PATIENCE = 4.0  # seconds for that of a stopped run, which has ten for everything  # feature: report
 INPUTS = {"prepare_file", "prepare_image", "image_shape"}  # turn a file into an input  # feature: predict
@@ -57,7 +57,7 @@ class Session:
             steps=trainer.global_step,
             fit_seconds=timer.fit_seconds,
             start_seconds=timer.start_seconds,
-            busy_seconds=round(threads.waiting.seconds_slept(), 1) or None,
+            busy_seconds=round(waiting.seconds_slept(), 1) or None,  # feature: waiting
             monitor=best.monitor if best.score is not None else None,
             mode=best.mode if best.score is not None else None,
             best_epoch=best.epoch,
@@ -72,22 +72,18 @@ class Session:
     def publish(self, config: Configuration, job: Run, facts: Summary, stopped_by: str | None = None) -> None:
         """Write the report and complete the W&B run; a failure is a warning. ``stopped_by``: the signal's name."""
         self.csv.save()
-        # feature: report, wandb
-        record = summary.RunRecord(
+        record = summary.RunRecord(  # feature: report, wandb
             facts,
             config=yaml.safe_dump(config.resolved, sort_keys=False),
             series=summary.read_series(self.csv.path, facts.epochs),
             class_names=[str(name) for name in getattr(config.datamodule, "class_names", [])],
             stopped_by=stopped_by,
             max_epochs=self.trainer.max_epochs,
-            remarks=[facts.advice] if facts.advice else [],
             confusion=self.predictions.confusion,  # feature: test_predictions
             mistakes=self.predictions.mistakes,  # feature: test_predictions
+            breakdown=self.memory.breakdown if self.memory else {},  # feature: memory
+            leaks=[*self.memory.leaks.values()] if self.memory else [],  # feature: memory
         )
-        if self.memory is not None:  # feature: memory
-            record.breakdown = self.memory.breakdown
-            record.remarks += self.memory.leaks.values()
-        # end feature: report, wandb
         if self.wandb is not None:  # feature: wandb
             self.wandb.record = record  # sent when the W&B run is closed
         if config.options.report:  # feature: report
@@ -95,7 +91,7 @@ class Session:
             def write() -> None:
                 from project.report import render  # matplotlib takes half a second to import
 
-                write_atomically(render(record).encode(), job.folder / "report.html")
+                write_atomically(render(record), job.folder / "report.html")
 
             if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
                 rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")

@@ -3,11 +3,11 @@
 python -m project.rename digits
 python -m project.rename digits --without report,sweep      # code, tests, configs, pages and packages go together
 python -m project.rename digits --without mnist             # without the bundled digits, for data of your own
-python -m project.rename digits --without all               # the core: fit, test, engine, model, data; this goes too
+python -m project.rename digits --without supervised        # for a LightningModule and data module of your own
+python -m project.rename digits --without all               # the same, and the core alone: fit, test, engine
 """
 
 import ast
-import contextlib
 import importlib.metadata
 import importlib.util
 import keyword
@@ -25,14 +25,12 @@ from project.errors import UserError, nearest, require
 PACKAGE = Path(__file__).parent.name
 CLONE = Path(__file__).parents[1]
 
-# Feature → its files; how it is marked in other files stands there as well
-FEATURES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("features.yaml").read_text(encoding="utf-8"))
-MADE_UP = "--config configs/examples/tabular.yaml"  # an example that needs no files
+# Feature → its files; → the feature that it takes along; → what stands in tests and commands that need it
+FEATURES: dict[str, list[str]]
+FEATURES, ALONG, NEEDS = yaml.safe_load_all(Path(__file__).with_name("features.yaml").read_text(encoding="utf-8"))
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z_]+(?:, [a-z_]+)*)(?: -->.*)?$")
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
 IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
-# A test with this in its text uses the bundled digits.
-NEEDS_DIGITS = re.compile(r"""["']sample["']|\bSMALL\b|finished_run|trained_checkpoint|MNIST(DataModule|Classifier)""")
 # W&B's default project follows these, in loggers/wandb.py, a sweep's file and commands.
 WANDB_PROJECT = r"(?<=DEFAULT_PROJECT = \")|(?<=project: )|(?<=--project )"
 
@@ -42,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser = CommandParser(f"{PACKAGE}.rename", __doc__)
     parser.add_argument("name", metavar="NAME", help="the package's new name, such as digits")
     leave = f"leave features out: any of {','.join(FEATURES)}; or all"
-    parser.add_argument("--without", default="", metavar="LIST", help=leave)
+    parser.add_argument("--without", default=[], action="append", metavar="LIST", help=leave)
     args = parser.parse_args(argv)
     new = args.name
     fits = re.fullmatch(r"[a-z][a-z0-9_]*", new) and new not in (*keyword.kwlist, *keyword.softkwlist)
@@ -54,11 +52,11 @@ def main(argv: list[str]) -> int:
     }
     for what, is_hidden in hidden.items():
         require(new == PACKAGE or not is_hidden, "NAME", f"not hide {what}", new, " Choose another.")
-    chosen = {name.strip() for name in args.without.split(",")} - {""}
+    chosen = {name.strip() for name in ",".join(args.without).split(",")} - {""}
     for name in chosen - {*FEATURES, "all"}:
-        known = ", ".join(FEATURES)
-        raise UserError(f"--without must be any of {known}, or all, got {name}.{nearest(name, FEATURES)}")
-    chosen |= {"dashboard"} if "wandb" in chosen else set()  # it shows what W&B has
+        raise UserError(f"--without must be any of {', '.join(FEATURES)}, or all, got {name}.{nearest(name, FEATURES)}")
+    for name, further in ALONG.items():
+        chosen |= {further} if name in chosen else set()
     here = features_here()
     kept = set() if "all" in chosen else here - chosen
     if changed := git("status", "--porcelain"):
@@ -69,6 +67,7 @@ def main(argv: list[str]) -> int:
         return 0
     if kept != here:
         remove({*FEATURES} - kept)
+        print(f"left out: {', '.join(sorted(here - kept))}")
     if new != PACKAGE:
         found = re.search(r'(?m)^DEFAULT_PROJECT = "(.+)"', "".join(texts().values()))
         rewrite(lambda path, text: renamed(path, text, PACKAGE, new, found[1] if found else None))
@@ -83,7 +82,7 @@ def main(argv: list[str]) -> int:
 Look at it with git diff HEAD; git reset --hard undoes it. To keep it:
   git add --all && git commit -m 'Rename to {new}'
   pip install -e .   # where {PACKAGE} was installed
-  python -m {new}.fit {"" if "mnist" in kept else MADE_UP}""")
+  python -m {new}.fit {example({*FEATURES} - kept)}""")
     return 0
 
 
@@ -92,30 +91,37 @@ def features_here() -> set[str]:
     return {name for name, patterns in FEATURES.items() if git("ls-files", "--", patterns[0])}
 
 
+def example(gone: Collection[str]) -> str:
+    """What trains on data that need no files, where features are gone."""
+    name = "autoencoder" if "supervised" in gone else "tabular"
+    return f"--config configs/examples/{name}.yaml" if "mnist" in gone else ""
+
+
+def needs(text: str, gone: Collection[str]) -> bool:
+    """Whether a test, or a command in Markdown, needs a feature that is gone."""
+    return any(name in gone and re.search(pattern, text) is not None for name, pattern in NEEDS.items())
+
+
 def texts() -> dict[Path, str]:
-    """The text files under git's control, by their path in the clone."""
-    found = {}
-    for name in git("ls-files", "-z").split("\0"):
-        path = CLONE / name
-        if path.is_file() and not path.is_symlink():
-            with contextlib.suppress(UnicodeDecodeError):  # pictures and digits hold no names
-                found[Path(name)] = path.read_bytes().decode()
-    return found
+    """The text files under git's control, by their path in the clone; pictures and digits hold no names."""
+    names = git("grep", "-I", "--files-with-matches", "--null", "--no-color", "").split("\0")[:-1]
+    return {Path(name): (CLONE / name).read_bytes().decode(errors="surrogateescape") for name in names}
 
 
 def rewrite(change: Callable[[Path, str], str]) -> None:
     """Replace every text by what ``change`` makes of its path and text."""
     for path, text in texts().items():
         if (changed := change(path, text)) != text:
-            (CLONE / path).write_bytes(changed.encode())
+            (CLONE / path).write_bytes(changed.encode(errors="surrogateescape"))
 
 
 def remove(gone: Collection[str]) -> None:
     """Remove features: their files, marked lines, then tests that import or need what is gone."""
-    git("rm", "-r", "--ignore-unmatch", "--", *(pattern for name in gone for pattern in FEATURES[name]))
+    kept, going = ({file for name in names for file in FEATURES[name]} for names in ({*FEATURES} - {*gone}, gone))
+    git("rm", "-r", "--ignore-unmatch", "--", *going - kept)
     rewrite(lambda path, text: without_marked(path, text, gone))
     tests = {path: text for path, text in texts().items() if path.match("tests/*.py")}
-    while stale := [path for path in tests if is_stale(path, tests, "mnist" in gone)]:
+    while stale := [path for path in tests if is_stale(path, tests, gone)]:
         git("rm", "--force", "--", *map(str, stale))
         tests = {path: text for path, text in tests.items() if path not in stale}
 
@@ -123,7 +129,7 @@ def remove(gone: Collection[str]) -> None:
 def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
     """A file's text without the lines, blocks and commands of features that are gone."""
     ends: dict[int, int] = {}  # line on which a statement, or its first decorator, begins → line on which it ends
-    for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+    for node in ast.walk(ast.parse(text.encode(errors="surrogateescape"))) if path.suffix == ".py" else ():
         if isinstance(node, ast.stmt):
             ends[min(n.lineno for n in [node, *getattr(node, "decorator_list", [])])] = node.end_lineno or 0
     kept, depth, end = [], 0, 0
@@ -134,22 +140,22 @@ def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
                 end = max(end, ends.get(number, number))
             else:
                 depth += -1 if mark[2] else 1
-        elif number > end and not depth and not (path.suffix == ".md" and {*COMMAND.findall(line)} & {*gone}):
-            kept.append(line)
+        elif number > end and not depth:
+            named = COMMAND.match(line) if path.suffix == ".md" else None
+            kept += [] if named and (named[1] in gone or needs(line, gone)) else [line]
     shortened = "".join(kept)
     if "mnist" in gone:  # the digits had a licence of their own; what is left to train on is an example
         shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)
-        shortened = re.sub(rf"(?m)( && python -m {PACKAGE}\.fit)$", rf"\1 {MADE_UP}", shortened)
+        shortened = re.sub(rf"(?m)( && python -m {PACKAGE}\.fit)$", rf"\1 {example(gone)}", shortened)
     return re.sub(r"\n{3,}", "\n\n", shortened) if path.suffix == ".md" and shortened != text else shortened
 
 
-def is_stale(path: Path, tests: dict[Path, str], without_digits: bool) -> bool:
-    """Whether a file of tests/ imports what is gone, needs the digits, or only helped tests that are gone."""
-    if without_digits and NEEDS_DIGITS.search(tests[path]):
+def is_stale(path: Path, tests: dict[Path, str], gone: Collection[str]) -> bool:
+    """Whether a file of tests/ imports or needs what is gone, or only helped tests that are gone."""
+    if needs(tests[path], gone):
         return True
     for module, name in IMPORT.findall(tests[path]):
-        parts = (*module.split("."), name) if name and module in (PACKAGE, "tests") else module.split(".")
-        found = CLONE.joinpath(*parts)
+        found = CLONE / (f"{module}.{name}" if name and module in (PACKAGE, "tests") else module).replace(".", "/")
         if not found.with_suffix(".py").is_file() and not any(found.glob("*.py")):
             return True
     helps = not path.name.startswith(("test_", "conftest"))

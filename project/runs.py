@@ -12,7 +12,6 @@ import contextlib
 import csv
 import fcntl
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -25,18 +24,25 @@ import yaml
 
 from project.engine.command import CommandParser, add_output
 from project.errors import UserError, nearest, require
-from project.tables import columns_of, flat, format_cell, format_table, write_rows
+from project.tables import (
+    columns_of,
+    flat,
+    format_cell,
+    format_table,
+    is_number,
+    load_yaml,
+    write_atomically,
+    write_rows,
+)
 
 Row = dict[str, Any]
 SEED = "seed_everything"
 # Settings that do not tell configurations apart: where a run and its data lie
 PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.root")
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")  # a run's folder has at least one of them
-# feature: report
-# Of configurations, legible on white and on black; further configurations have the same colours, dashed
-COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c2379a", "#8a6de9", "#b8860b", "#d93025", "#12a4af")
-NOT_DRAWN = ("epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv
-# end feature: report
+# Of configurations, legible on white and on black; further ones have the same colours, dashed  # feature: report
+COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c2379a", "#8a6de9", "#b8860b", "#d93025", "#12a4af")  # feature: report
+NOT_DRAWN = ("epoch", "test/", "throughput/", "memory/", "optimizer/")  # columns of metrics.csv  # feature: report
 
 
 class Run:
@@ -98,7 +104,7 @@ def main(argv: list[str]) -> int:
     if args.output:
         write_rows(args.output, rows)
     if args.report:  # feature: report
-        args.report.write_text(render(runs), encoding="utf-8")
+        write_atomically(render(runs), args.report)
         print(f"report in {args.report}")
     return 0
 
@@ -125,7 +131,7 @@ def mapping_in(path: Path) -> Row:
     """A YAML or JSON file's mapping; empty where the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else load_yaml(text)
         return content if isinstance(content, dict) else {}
     return {}
 
@@ -134,11 +140,6 @@ def differing(runs: list[Run]) -> list[str]:
     """Names of the settings that are not the same in all runs."""
     names = columns_of([run.settings for run in runs])
     return [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def by_configuration(runs: list[Run]) -> list[tuple[Row, list[Run]]]:
@@ -177,7 +178,7 @@ def render(runs: list[Run]) -> str:  # feature: report
         style = {"color": COLOURS[index % len(COLOURS)], "linestyle": ("-", "--", ":")[index // len(COLOURS) % 3]}
         for run in group:
             curves: dict[str, Series] = {}
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, csv.Error):  # of a damaged file
+            with contextlib.suppress(OSError, ArithmeticError, ValueError, KeyError, TypeError, csv.Error):  # damaged
                 curves = read_series(run.folder / "metrics.csv", int(run.summary.get("epochs", 0)))
             lines.append((run, style, curves))
 

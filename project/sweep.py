@@ -31,7 +31,7 @@ from project import threads
 from project.engine.command import CommandParser, add_output, prepare_process, run
 from project.engine.signals import end_with_parent
 from project.errors import UserError, nearest, require
-from project.tables import format_cell, format_table, write_atomically, write_rows
+from project.tables import format_cell, format_table, is_number, load_yaml, write_atomically, write_rows
 
 prepare_process(__name__)  # signals, before optuna and torch are imported
 
@@ -107,22 +107,29 @@ def main(argv: list[str]) -> int:
 
 def claim(folder: Path, space: Path, fit_arguments: list[str]) -> tuple[list[str], Any]:
     """Lock a sweep's folder, new or begun with the same space and arguments; returns the arguments and the lock."""
+    record = folder / "sweep.json"
+    got, hint = f"{folder}, which holds something else", " Choose another name."
+    require(record.exists() or not any(folder.glob("[!.]*")), "--name", "be new, or a sweep's", got, hint)
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "a")  # noqa: SIM115 - held until the sweep ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(f"--name {folder.name}: another process is sweeping there. Wait or choose another.") from None
-    record, now = folder / "sweep.json", {"fit": fit_arguments, "space": space.read_text()}
+    now = {"fit": fit_arguments, "space": space.read_text()}
     if not record.exists():
-        write_atomically(json.dumps(now, indent=2).encode(), record)
-    begun = json.loads(record.read_text())
-    if begun["space"] != now["space"]:
+        write_atomically(json.dumps(now, indent=2), record)
+    try:
+        begun = json.loads(record.read_text())
+        space_then, fit_then = begun["space"], [*map(str, begun["fit"])]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"--name {folder.name}: {record} is damaged. Choose another name.") from None
+    if space_then != now["space"]:
         raise UserError(f"--name {folder.name} was begun with another search space. Choose another name.")
-    if fit_arguments and fit_arguments != begun["fit"]:
+    if fit_arguments and fit_arguments != fit_then:
         advice = "Leave these options away to go on with it, or choose another name."
-        raise UserError(f"--name {folder.name} was begun with `{shlex.join(begun['fit'])}`. {advice}")
-    return begun["fit"], lock
+        raise UserError(f"--name {folder.name} was begun with `{shlex.join(fit_then)}`. {advice}")
+    return fit_then, lock
 
 
 def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
@@ -131,8 +138,7 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
     for trial in study.trials:
         if (best := space.best(trial.intermediate_values.values())) is not None:
             row = {"trial": trial.number, space.metric: best, **trial.params, "epochs": len(trial.intermediate_values)}
-            row |= {"seconds": trial.duration.total_seconds()} if trial.duration else {}
-            rows.append(row | {"state": STATES.get(trial.state.name, "failed")})
+            rows.append(row | trial.user_attrs | {"state": STATES.get(trial.state.name, "failed")})
     return sorted(rows, key=lambda row: row[space.metric], reverse=space.goal == "maximize")
 
 
@@ -155,12 +161,15 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
             epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
             first.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=3, linewidth=1.4, **style)
             for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
-                axis.scatter(drawn_from.to_internal_repr(trial.params[name]), score, s=28, **style)
+                axis.scatter(drawn_from.to_internal_repr(trial.params[name]), score, s=28, clip_on=False, **style)
     for axis, (name, drawn_from) in zip(others, varied.items(), strict=True):
         axis.set(xlabel=name, xscale="log" if getattr(drawn_from, "log", False) else "linear")
         axis.grid(alpha=0.25)
         if isinstance(drawn_from, CategoricalDistribution):  # all choices, at equal distances
             axis.set_xticks(range(len(drawn_from.choices)), map(str, drawn_from.choices))
+        elif isinstance(drawn_from, FloatDistribution | IntDistribution):  # all of its range
+            axis.set_xlim(drawn_from.low, drawn_from.high)
+            axis.tick_params(axis="x", which="minor", labelsize=7, labelrotation=90)  # 2×10⁻³ beside 3×10⁻³
     for kind, colour in reversed(COLOURS.items()):
         first.plot([], [], color=colour, marker="o", markersize=4, label=kind)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
@@ -185,18 +194,17 @@ class Space:
 def read_space(path: Path) -> Space:
     """The search space of a sweep file; a UserError for what a local sweep cannot search."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = load_yaml(path.read_text())
     except OSError as error:
         raise UserError(f"--space: {path} cannot be read: {error.strerror}. Name a file in W&B's format.") from None
-    except (UnicodeDecodeError, yaml.YAMLError):
+    except (ValueError, yaml.YAMLError):
         raise UserError(f"--space: {path} is not valid YAML.") from None
     section = {key: value for key, value in content.items() if value} if isinstance(content, dict) else {}
     parameters, metric, stop = (section.get(key, {}) for key in ("parameters", "metric", "early_terminate"))
     if not isinstance(parameters, dict) or not parameters:
         raise UserError(f"--space: {path} must have a section `parameters:`, as configs/sweep.yaml has.")
     goal: Any = metric.get("goal", "maximize") if isinstance(metric, dict) else None
-    goals = "be {name: ..., goal: maximize or minimize}"
-    require(goal in ("maximize", "minimize"), "--space: metric", goals, metric)
+    require(goal in ("maximize", "minimize"), "--space: metric", "be {name: ..., goal: maximize or minimize}", metric)
     least = stop.get("min_iter", 1) if isinstance(stop, dict) else stop
     whole = "be a whole number of at least 1"
     require(type(least) is int and least >= 1, "--space: early_terminate.min_iter", whole, least)
@@ -211,31 +219,33 @@ def distribution(name: Any, entry: Any) -> BaseDistribution:
         values = [entry["value"]] if "value" in entry else entry["values"]
         is_list = isinstance(values, list) and values
         require(is_list, f"--space: {name}.values", "be a list of at least one value", values)
-        return CategoricalDistribution(values)
+        return CategoricalDistribution(json.loads(json.dumps(values, default=str)))  # a date is text
     low, high = entry.get("min"), entry.get("max")
     kind = entry.get("distribution", "int_uniform" if type(low) is type(high) is int else "uniform")
     must, hint = f"be one of {', '.join(RANGES)}", nearest(str(kind), RANGES)
     require(kind in RANGES, f"--space: {name}.distribution", must, kind, hint)
     types, must = ((int,), "whole numbers") if kind == "int_uniform" else ((int, float), "numbers")
-    if not all(type(end) in types and -math.inf < end < math.inf for end in (low, high)) or low >= high:
+    if not all(type(end) in types and is_number(end) for end in (low, high)) or low >= high:
         hint = " YAML reads 1e-4 as text: write 0.0001." if isinstance(low, str) or isinstance(high, str) else ""
         raise UserError(f"--space: {name} needs values, or {must} min below max, got min {low}, max {high}.{hint}")
-    if kind == "int_uniform":
-        return IntDistribution(low, high)
     log = kind == "log_uniform_values"
     require(not log or low > 0, f"--space: {name}.min", "be above 0 on a logarithmic scale", low)
-    return FloatDistribution(low, high, log=log)
+    return IntDistribution(low, high) if kind == "int_uniform" else FloatDistribution(low, high, log=log)
 
 
 def open_study(folder: Path, space: Space, trials: int, seed: int) -> optuna.Study:
     """The study in a folder, new or continued: it asks for unfinished trials first. Its journal survives any kill."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     startup = max(3, int(0.4 * trials))  # drawn at random, before the sampler learns from them
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=True)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=space.min_epochs - 1)
     settings: dict[str, Any] = {"study_name": "sweep", "direction": space.goal, "load_if_exists": True}
-    study = optuna.create_study(storage=storage, sampler=sampler, pruner=pruner, **settings)
+    try:
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+        study = optuna.create_study(storage=storage, sampler=sampler, pruner=pruner, **settings)
+    except Exception as error:  # Optuna does not check what it reads
+        reason = f"{folder}/journal.log cannot be read ({type(error).__name__}: {error})"
+        raise UserError(f"--name {folder.name}: {reason}. Choose another name.") from None
     study_id = storage.get_study_id_from_name("sweep")
     for begun in study.get_trials(states=(TrialState.RUNNING,)):  # when the sweep was killed; keeps what was drawn
         trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, begun.number)
@@ -292,6 +302,8 @@ class RunningTrial:
 
     def finish(self, exit_code: int, rows: list[dict[str, float]], score: float | None) -> None:
         """Tell Optuna and the user how it ended; a UserError where ``fit`` refused its flags or logs no metric."""
+        import torch
+
         log, metric = f"see {self.log_path}", self.space.metric
         state, end = TrialState.FAIL, f"failed (exit code {exit_code}, {log})"
         was_stopped = self.pruned or exit_code in STOPPED
@@ -299,6 +311,9 @@ class RunningTrial:
             state, end = TrialState.COMPLETE, "done"
         elif self.pruned and exit_code != 0:
             state, end = TrialState.PRUNED, f"stopped after {len(self.reported)} epochs"
+        with contextlib.suppress(OSError, RuntimeError, KeyError):  # a trial that has saved nothing
+            saved = torch.load(self.folder / "last.ckpt", weights_only=True, mmap=True)
+            self.trial.set_user_attr("seconds", saved["callbacks"]["RunTimer"]["seconds"])  # of training, in all parts
         self.trial.study.tell(self.trial, score if end == "done" else None, state)
         if exit_code == 2:  # bad input
             lines = [line for line in self.log_path.read_text().splitlines() if line.startswith("error: ")]

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from project.errors import UserError, require
 
 Row = Mapping[str, Any]
@@ -46,11 +48,13 @@ def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
         writer.writeheader()
         for row in plain:
             writer.writerow({key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()})
-    write_atomically(text.getvalue().encode(), path)
+    write_atomically(text.getvalue(), path)
 
 
-def write_atomically(data: bytes | memoryview, path: Path) -> None:
+def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
     """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
+    # a file's name need not be valid Unicode: Python reads such a byte as a code that UTF-8 does not have
+    data = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")  # two commands may write the same file
     try:
         with open(beside, "wb") as file:
@@ -94,6 +98,18 @@ def format_cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(format_cell, value))
     return " ".join(str(value).split())
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that can be averaged and drawn: not NaN, and not beyond 1e100."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def load_yaml(text: str) -> Any:
+    """What a YAML text holds; a ValueError where that contains itself, as in ``&x [*x]``."""
+    content = yaml.safe_load(text)
+    json.dumps(content, default=str, skipkeys=True)
+    return content
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:

@@ -39,7 +39,7 @@ REPORTED = [*SMALL]
 REPORTED += ["--report", "true"]  # feature: report
 # end feature: mnist
 # With batch normalisation, whose running statistics every rank gathers from its own batches
-CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]
+CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]  # feature: images
 CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 TIMED = ("throughput/", "memory/")  # columns that measure this machine, not the training

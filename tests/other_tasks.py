@@ -279,6 +279,23 @@ class LineWithLoaders(Line):
         return DataLoader(table(53), batch_size=10)
 
 
+class Builtins(Line):
+    """Logs with Python's own functions, which Lightning takes as it takes torch's."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for reduce in (max, min, sum):
+            self.log(f"train_{reduce.__name__}", batch[1].mean(), on_step=False, on_epoch=True, reduce_fx=reduce)
+        return super().training_step(batch, batch_idx)
+
+
+class Grouped(Line):
+    """Logs a value over a group of ranks of its own, for which a name stands here."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("train_grouped", batch[1].mean(), on_step=False, on_epoch=True, sync_dist_group="mine")
+        return super().training_step(batch, batch_idx)
+
+
 class Told(Line):
     """Its validation errors are told beforehand: the best is not the last."""
 

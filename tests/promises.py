@@ -96,7 +96,7 @@ class TaskSuite:
         assert_same_metrics(undisturbed, tmp_path / "metrics.json")
 
 
-class PictureSuite(TaskSuite):
+class PictureSuite(TaskSuite):  # feature: images
     """Besides, of a classifier of pictures: predict and export."""
 
     # feature: predict

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project import fit
 from project import test as test_command
+from project.data import MNISTDataModule  # feature: mnist
 from project.engine import command as entry
 from project.engine import signals
 from project.engine.checkpointing import Best
@@ -25,6 +26,7 @@ from project.engine.cli import CommandLine, configure
 from project.engine.restore import Run, load, refuse_foreign_classes, refuse_writing_elsewhere
 from project.errors import UserError
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.made_data import make_idx_files  # feature: mnist
 from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
 
 LINE = ["--model", "tests.other_tasks.Line", "--data", "tests.other_tasks.Loaders", "--accelerator", "cpu"]
@@ -105,6 +107,28 @@ def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
         name for row in rows(reference) for name in row
     }
     assert [float(row["train_samples"]) for row in rows(reference) if "train_samples" in row] == [101.0] * 3
+
+
+def test_a_value_that_pythons_own_max_reduces_goes_on_in_its_epoch() -> None:
+    flags = ["--model", "tests.other_tasks.Builtins", *LINE[2:], *SHORT]
+    reference = train("reference", *flags)
+    train_until(6, "stopped", *flags)
+    assert_same_run(reference, resume("stopped"))
+
+
+def test_a_sum_over_a_group_of_ones_own_is_said_to_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "tests.other_tasks.Grouped", *LINE[2:], *SHORT]
+    reference = train("reference", *flags)
+    train_until(6, "stopped", *flags)
+    capsys.readouterr()
+    resumed = resume("stopped")
+    said = "train_grouped is logged with a sync_dist_group: in this epoch its sum begins anew."
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+    different = [a.keys() & {"train_grouped"} for a, b in zip(rows(reference), rows(resumed), strict=True) if a != b]
+    assert different == [{"train_grouped"}], "of the interrupted epoch alone, nothing else"
+    train_until(20, "at the end", *flags, dies=True)  # goes on from the first epoch's end
+    resume("at the end")
+    assert said not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["sampler with state", "sized stream with state", "loader with state"])
@@ -391,6 +415,16 @@ def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
     assert (by_default.monitor, by_default.mode) == ("val/loss", "max")
 
 
+@pytest.mark.parametrize("monitor", ["", None, ["val_told"]])
+def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(monitor: Any) -> None:
+    module: Any = Told()
+    module.monitor, module.mode = monitor, "min"
+    best = Best.of(module, None, None)
+    assert (best.monitor, best.named_mode, best.asked) == (None, None, None)  # its mode is of its own metric
+    best.take({"val/accuracy": 0.5}, 0)
+    assert (best.monitor, best.mode) == ("val/accuracy", "max")
+
+
 def test_a_resumed_run_remembers_that_its_validation_did_not_log_the_metric(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -553,6 +587,11 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.cli.LightningCLI": {"args": ["--model=antigravity.Model"]},
     "project.engine.cli.CommandLine": {"argv": ["--config=file.yaml"]},
     "project.tables.write_rows": {"path": "ran", "rows": {}},
+    "torchvision.datasets.MNIST": {"root": "ran", "download": True},
+    "lightning.pytorch.demos.mnist_datamodule.MNISTDataModule": {"data_dir": "ran"},
+    "lightning.pytorch.demos.transformer.WikiText2": {"data_dir": "ran"},
+    "lightning.pytorch.loggers.csv_logs.ExperimentWriter": {"log_dir": "ran"},
+    "lightning.fabric.loggers.csv_logs._ExperimentWriter": {"log_dir": "ran"},
     "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": {
         "entrypoint": "/usr/bin/touch",
         "args": ["ran"],
@@ -565,8 +604,9 @@ COMMANDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_name_of_a_trusted_package_that_leads_to_a_command_or_a_file_is_refused(
-    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
     spec = {"class_path": name, "init_args": COMMANDS[name]}
     path = forge(trained, "model.init_args.optimizer_args", {"x": spec})  # whose type is Any
     for main in (fit.main, test_command.main):
@@ -644,6 +684,8 @@ def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureF
             "project.model.ConvNet",
         ),
         *("lightning.pytorch.callbacks.finetuning.multiplicative", "torchvision.datasets.folder.default_loader"),
+        *("torchvision.datasets.ImageFolder", "torchvision.datasets.FakeData"),
+        *("lightning.pytorch.demos.boring_classes.BoringModel", "lightning.pytorch.loggers.CSVLogger"),
         *("torch.tanh", "torch.relu", "torch.optim.swa_utils.get_ema_avg_fn", "torch.profiler.schedule"),
     ],
 )
@@ -705,6 +747,34 @@ def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
     line = error_of(capsys, "--ckpt_path", path, "--max_epochs", "2")
     assert "in its configuration is outside the run's folder" in line
     assert not list(tmp_path.rglob("elsewhere"))
+
+
+# feature: mnist
+@pytest.mark.parametrize("source", ["auto", "mnist"])
+def test_nothing_is_downloaded_into_a_folder_that_a_checkpoint_alone_names(
+    source: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(self: MNISTDataModule) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(MNISTDataModule, "_download", download)
+    forge(trained, "data.init_args.source", source)
+    path = ["--ckpt_path", forge(Path("strange.ckpt"), "data.init_args.root", "elsewhere")]
+    mains = [test_command.main, fit.main] if source == "mnist" else [test_command.main]  # auto: as in training, sample
+    for main in mains:
+        line = error_of(capsys, *path, main=main)
+        assert line.startswith("error: --data.root elsewhere: elsewhere/MNIST/raw lacks train-images-idx3-ubyte, ")
+        assert "and a checkpoint alone names it: type --data.root elsewhere to download there." in line
+        assert "the download failed (no network)" in error_of(capsys, *path, "--data.root", "elsewhere", main=main)
+    assert not Path("elsewhere").exists()
+    monkeypatch.setattr(MNISTDataModule, "files", dict.fromkeys(MNISTDataModule.files))
+    make_idx_files(Path("elsewhere/MNIST/raw"), train=24, test=10)
+    assert test_command.main(path) == 0, "it is read as ever"
+    path = ["--ckpt_path", forge(Path("strange.ckpt"), "data.init_args.root", "data"), "--data.source", "mnist"]
+    assert "the download failed (no network)" in error_of(capsys, *path, main=test_command.main), "the default"
+
+
+# end feature: mnist
 
 
 def test_a_files_name_is_no_class() -> None:

@@ -130,7 +130,7 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
     monkeypatch.setattr(timing, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
     options = read_options(["memory", "--quick", *flags])
-    tables.measure_memory(configure(flags, "project.benchmark"), options)
+    assert list(tables.measure_memory(configure(flags, "project.benchmark"), options))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
@@ -363,7 +363,7 @@ class Vectors(LightningDataModule):
     [
         ("loaders", "the table loaders needs a data module with a batch_size, Vectors has none"),
         ("devices", "--networks ResNet18 needs images"),
-        ("overhead", "need images and labels in memory (project.data.TensorImages), Vectors has none for train"),
+        ("overhead", "need images and labels in memory (TensorImages), Vectors has none for train"),
     ],
 )
 def test_data_that_a_table_cannot_use_is_one_line(table: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from project.data import (
     TensorImages,
     TensorRows,
 )
-from project.data.base import random_deformation
+from project.data.images import random_deformation
 from project.data.mnist import DIGITS, read_idx  # feature: mnist
 from project.engine.exact_loading import ExactLoader
 from project.errors import UserError

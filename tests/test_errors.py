@@ -78,6 +78,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu"], ["ddp_spawn", "Use ddp"]),
         (["--accelerator", "tpu"], ["the Trainer refuses"]),
         (["--ckpt_path", "x" * 300], ["too long"]),
+        (["--ckpt_path", ""], ["--ckpt_path: there is no checkpoint ''", "Allowed: best, last"]),
+        (["--gradient_clip_val", ".nan"], ["--gradient_clip_val", "a number", "got nan"]),
+        (["--config=--"], ["--config needs a value, got --"]),
     ],
 )
 def test_a_wrong_flag_is_told_in_one_line(
@@ -151,6 +154,18 @@ def test_weights_that_the_network_lacks_are_told_in_one_line(
     assert "network.gone" in error_of(capsys, "--ckpt_path", "more.ckpt", main=main)
 
 
+@pytest.mark.parametrize("main", [fit.main, test_command.main])
+@pytest.mark.parametrize("size", [["num_classes", "3"], ["hidden", "[8]"], ["image_shape", "[1,14,14]"]])
+def test_a_typed_size_that_the_weights_do_not_have_is_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, main: Any, size: list[str]
+) -> None:
+    path = finished / "last.ckpt"
+    line = error_of(capsys, "--ckpt_path", str(path), f"--model.network.{size[0]}", size[1], main=main)
+    assert line.startswith(f"error: --ckpt_path {path}: its weights do not fit the network: ")
+    assert "size mismatch for network." in line
+    assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
+
+
 @pytest.mark.parametrize("loops", [{}, {"test_loop": 3}])
 def test_loops_that_a_test_cannot_restore_are_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, loops: dict[str, Any]
@@ -193,6 +208,18 @@ def test_a_missing_gpu_is_told_in_one_line(workplace: Path, capsys: pytest.Captu
     assert "gpu" in error_of(capsys, "--accelerator", "gpu", "--devices", "2")
 
 
+def test_a_missing_model_is_told_with_the_ways_to_name_one() -> None:
+    line = entry.explain("the following arguments are required: model", [])
+    assert line == "--model.class_path PACKAGE.CLASS, or a --config FILE with a section model, is needed."
+
+
+@pytest.mark.parametrize("text", ["trainer: &x {callbacks: *x}", 'trainer: {default_root_dir: "a\\0b"}'])
+def test_an_odd_config_is_told_in_one_line(workplace: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    Path("odd.yaml").write_text(text)
+    assert "YAML" in (line := error_of(capsys, "--config", "odd.yaml")) or "--default_root_dir must be" in line
+    assert os.listdir() == ["odd.yaml"]
+
+
 def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.yaml").write_text("trainer:\n  max_epochs: [1\n")
     assert "bad.yaml is not valid YAML, line" in error_of(capsys, "--config", "bad.yaml")
@@ -204,6 +231,9 @@ def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pyte
     assert "flat.yaml: write precision under trainer:" in error_of(capsys, "--config", "flat.yaml")
     Path("key.yaml").write_text("trainer: {max_epoch: 3}\n")
     assert "trainer.max_epochs" in error_of(capsys, "--config", "key.yaml")
+    for name, detail in (("bad", " - while parsing"), ("list", "."), ("nowhere", ".")):
+        told = f"error: --trainer: {name}.yaml is no file of flags and values{detail}"
+        assert error_of(capsys, "--trainer", f"{name}.yaml").startswith(told)
 
 
 def test_a_share_of_the_test_set_that_is_less_than_a_batch_loses_no_run_and_is_told_in_one_line(
@@ -252,6 +282,11 @@ def test_a_refused_run_from_another_s_checkpoint_leaves_no_folder(
 ) -> None:
     error_of(capsys, "--run_name", "new", "--ckpt_path", str(finished / "last.ckpt"), "--strategy", "ddp_spawn")
     assert not Path("checkpoints/new").exists()
+    Path("text.ckpt").write_text("hello")
+    shutil.copy(finished / "last.ckpt", "whole.ckpt")
+    for words in (["text.ckpt"], ["whole.ckpt", "--precison", "16"]):
+        error_of(capsys, "--ckpt_path", *words)
+        assert sorted(os.listdir()) == ["text.ckpt", "whole.ckpt"]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

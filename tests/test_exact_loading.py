@@ -29,7 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from project.engine.exact_loading import ExactBatches, ExactLoader, ExactLoading, Start, WatchedLoader
+from project.engine.exact_loading import ExactBatches, ExactLoader, ExactLoading, Start
 from project.errors import UserError
 from tests.commands import complete
 from tests.other_tasks import ByEpoch, Line, table
@@ -276,14 +276,6 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
     samples = table(16)
     trainer.fit(Line(), DataLoader(samples, batch_size=4, num_workers=2, persistent_workers=True))
     assert alive == [before + 2, before]
-
-
-def test_a_state_that_an_older_version_saved_goes_on_with_its_batch() -> None:
-    stream = ResumableStream()
-    loader = WatchedLoader(DataLoader(stream, batch_size=2), stream, seed=0)
-    loader.start_at(Start(batches=3), 0, {"next": 6})
-    next(iter(loader))
-    assert next(iter(loader.states)) == 3
 
 
 class Stream(IterableDataset[Tensor]):

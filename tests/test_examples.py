@@ -13,8 +13,13 @@ from lightning.pytorch.cli import LightningCLI
 
 from project import fit
 from project.engine import command as entry
-from tests import made_data
-from tests.promises import ROOT, PictureSuite, PromiseSuite, TaskSuite
+from tests import made_data  # feature: images
+from tests.promises import (
+    ROOT,
+    PictureSuite,  # feature: images
+    PromiseSuite,
+    TaskSuite,
+)
 
 CONFIGS = ROOT / "configs" / "examples"
 EXAMPLES = sorted(CONFIGS.glob("*.py"))
@@ -22,11 +27,11 @@ EXAMPLES = sorted(CONFIGS.glob("*.py"))
 REACHED: dict[str, tuple[str, float] | None] = {
     "autoencoder": None,
     "gan": None,
-    "image_regression": ("test/mae", 0.1),
-    "multi_label": ("test/f1", 0.9),
-    "png_folder": ("test/accuracy", 0.0),  # noise
-    "tabular": ("test/r2", 0.5),
-    "tensor_dataset": ("test/accuracy", 0.9),
+    "image_regression": ("test/mae", 0.1),  # feature: images
+    "multi_label": ("test/f1", 0.9),  # feature: images
+    "png_folder": ("test/accuracy", 0.0),  # noise  # feature: images
+    "tabular": ("test/r2", 0.5),  # feature: supervised
+    "tensor_dataset": ("test/accuracy", 0.9),  # feature: images
 }
 
 
@@ -58,6 +63,7 @@ class TestGAN(PromiseSuite):
         return example("gan")
 
 
+# feature: images
 class TestPngFolder(PromiseSuite, PictureSuite):
     """Two worker processes, random flips, a kill instead of a request to stop, and Pillow in between."""
 
@@ -115,7 +121,10 @@ class TestMultiLabel(TaskSuite):
         return [*example("multi_label"), "--max_epochs", "4"]
 
 
-class TestTabular(TaskSuite):
+# end feature: images
+
+
+class TestTabular(TaskSuite):  # feature: supervised
     monitor, logged = "val/r2", {"train/loss", "train/r2", "val/loss", "val/r2"}
     reached = ("test/r2", 0.3)
 
@@ -125,10 +134,13 @@ class TestTabular(TaskSuite):
 
 
 # Every other example is killed and resumed, and tested on two processes, too
-for suite in (TestTensorFiles, TestFinetunedBackbone, TestImageRegression, TestMultiLabel, TestTabular):
+KILLED: list[type] = []
+KILLED += [TestTabular]  # feature: supervised
+KILLED += [TestTensorFiles, TestFinetunedBackbone, TestImageRegression, TestMultiLabel]  # feature: images
+for suite in KILLED:
     name = f"{suite.__name__}ThatIsKilled"
     globals()[name] = pytest.mark.nightly(type(name, (suite, PromiseSuite), {"signal": "SIGKILL"}))
-del suite  # pytest would collect it once more
+suite = None  # pytest would collect it once more
 
 
 def example(name: str, root: Path | None = None) -> list[str]:
@@ -192,12 +204,14 @@ def test_what_a_user_writes_is_at_most_forty_lines(path: Path) -> None:
     ("flags", "message"),
     [
         (["--data", "nothing.Here"], "nothing"),
+        # feature: images
         (
             ["--config", "png_folder", "--model.network.image_shape", "[1,32,32]"],
             "Try --model.network.image_shape [3,32,32] --model.network.num_classes 3",
         ),
         (["--config", "png_folder", "--model.network.num_classes", "10"], "must give 3 logits"),
         (["--config", "png_folder", "--data.root", "missing"], "--data.root must hold a folder train, got missing"),
+        # end feature: images
         (["--config", "fashion_mnist", "--data.source", "sample"], "must be auto or mnist"),  # feature: mnist
     ],
 )
@@ -209,7 +223,7 @@ def test_a_newcomers_mistake_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    made_data.make_picture_folder(tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3)
+    made_data.make_picture_folder(tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3)  # feature: images
     root = ["--data.root", str(tmp_path / "data")] if "--data.root" not in flags and "--config" in flags else []
     flags = [str(CONFIGS / f"{word}.yaml") if word in ("png_folder", "fashion_mnist") else word for word in flags]
     assert entry.exit_code(fit.main, [*flags, *root, "--default_root_dir", str(tmp_path / "runs")]) == 2

@@ -361,6 +361,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not Path("new").exists()
 
 
+def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(workplace: Path) -> None:
+    with pytest.raises(UserError, match=r"--output_dir must be a folder .*its name is not UTF-8"):
+        export.main(["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")])
+    assert not os.listdir()
+
+
 def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,7 @@ from project.model import (
     SupervisedModule,
 )
 from project.model.classifier import check_fit
-from project.model.networks import recompute_activations
-from project.model.supervised import MOST_BATCHES, rate_factor
+from project.model.supervised import MOST_BATCHES, rate_factor, recompute_activations
 
 
 def test_the_mlp_has_784_256_128_10_units() -> None:
@@ -122,6 +121,8 @@ def test_learning_rates_and_names_that_cannot_be_are_refused_in_a_line() -> None
             make_optimizer(MLP(), optimizer=name)
     with pytest.raises(UserError, match=r"optimizer_args\.momentun is no argument of SGD. Did you mean momentum"):
         make_optimizer(MLP(), optimizer="SGD", optimizer_args={"momentun": 0.9})
+    with pytest.raises(UserError, match=r"optimizer_args\.weight_decay is no argument of LBFGS\.$"):
+        make_optimizer(MLP(), optimizer="LBFGS", optimizer_args={"weight_decay": 0.1})
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"lr": math.nan}, "--model.lr must be above 0, got nan"),
         ({"weight_decay": math.nan}, "--model.weight_decay must be at least 0, got nan"),
@@ -285,6 +286,29 @@ class Stretched(nn.Module):
         return loss.mean() if self.reduction == "mean" else loss
 
 
+class Focal(nn.CrossEntropyLoss):
+    """A loss of logits under a name of its own."""
+
+
+def test_a_loss_derived_from_cross_entropy_takes_logits_and_predictions_are_probabilities() -> None:
+    probabilities = Still(3, loss=f"{__name__}.Focal").predict_step(torch.randn(5, 4), 0)
+    assert torch.allclose(probabilities.sum(dim=1), torch.ones(5))
+
+
+class Passing(nn.SmoothL1Loss):
+    """Hands its arguments on."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+def test_a_loss_that_hands_its_arguments_on_takes_them() -> None:
+    module = Still(loss=f"{__name__}.Passing", loss_args={"beta": 2.0})
+    assert module.trained_loss.beta == 2.0
+    with pytest.raises(UserError, match=r"^--model.loss Passing refuses its arguments .*'alpha'"):
+        Still(loss=f"{__name__}.Passing", loss_args={"alpha": 2.0})
+
+
 def test_a_loss_with_weights_of_its_own_is_measured_with_those_that_were_trained(tmp_path: Path) -> None:
     module, data, trainer = Still(loss=f"{__name__}.Stretched", lr=0.01), Rows(torch.ones(64)), plain_trainer(tmp_path)
     trainer.fit(module, data)
@@ -302,6 +326,17 @@ def test_a_training_step_of_ones_own_may_return_its_loss_and_nothing_else(tmp_pa
     trainer = plain_trainer(tmp_path, log_every_n_steps=1)
     trainer.fit(Mine(small_mlp()), Pictures())
     assert set(trainer.callback_metrics) == {"val/loss", "val/accuracy"}  # no train/accuracy of 0
+
+
+def test_a_validation_step_of_ones_own_logs_its_own_loss(tmp_path: Path) -> None:
+    class Mine(Still):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", 0.25)
+
+    module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
+    trainer.fit(module, Rows(torch.arange(40.0)))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    assert logged == {"val/loss": 0.25}
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
@@ -405,6 +440,21 @@ def test_mixed_labels_are_learnt_from_and_counted_by_their_larger_part() -> None
 def test_a_network_that_does_not_fit_the_data_is_told_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must give 3 logits .* Try --model.network.image_shape \[2,8,8\]"):
         plain_trainer(tmp_path).fit(ImageClassifier(MLP(image_shape=(2, 8, 8))), Pictures())
+
+
+def test_the_sizes_to_type_are_those_that_the_network_has() -> None:
+    data = SimpleNamespace(image_shape=(2, 8, 8), class_names=["a", "b", "c"])
+    told = []
+    for network in (MLP(image_shape=(2, 8, 8)), nn.Sequential(nn.Flatten(), nn.Linear(128, 4)), nn.Linear(9, 3)):
+        with pytest.raises(UserError) as refused:
+            check_fit(network, data)
+        told.append(str(refused.value))
+    must = "must give 3 logits for SimpleNamespace's images of shape (2, 8, 8), got"
+    sizes = "Try --model.network.image_shape [2,8,8] --model.network.num_classes 3"
+    assert told[0] == f"--model.network MLP {must} shape (1, 10) for one. {sizes}"
+    assert told[1] == f"--model.network Sequential {must} shape (1, 4) for one."
+    assert told[2].startswith(f"--model.network Linear {must} mat1 and mat2 shapes cannot be multiplied (16x8 and 9x3)")
+    check_fit(MLP(image_shape=(2, 8, 8), num_classes=3), data)
 
 
 # feature: mnist

@@ -16,8 +16,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image, ImageDraw, ImageFont
 
 from project import predict
-from project.data.base import fit_image
 from project.data.digits import find_digit, is_unclear
+from project.data.images import fit_image
 from project.engine import command as entry
 from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
@@ -72,14 +72,14 @@ def accurate(rows: list[dict], labels: np.ndarray) -> list[bool]:
 def test_an_mnist_image_comes_out_of_preparation_unchanged(digits: tuple[np.ndarray, np.ndarray]) -> None:
     for image in digits[0]:
         pixels = np.repeat(image[..., None].astype(np.float32) / 255, 3, axis=2)
-        np.testing.assert_array_equal(find_digit(pixels)[0], image)
+        np.testing.assert_array_equal(find_digit(pixels)[0], image[None])
 
 
 def test_prepared_digits_have_mnists_box_and_centre_of_mass(digits: tuple[np.ndarray, np.ndarray]) -> None:
     for image in digits[0][:50]:
         wide = np.zeros((200, 300), dtype=np.float32)
         wide[20:160, 150:290] = np.asarray(Image.fromarray(image).resize((140, 140)), dtype=np.float32) / 255
-        prepared = find_digit(1 - np.repeat(wide[..., None], 3, axis=2))[0].astype(np.float64)
+        prepared = find_digit(1 - np.repeat(wide[..., None], 3, axis=2))[0][0].astype(np.float64)
         rows, columns = np.flatnonzero(prepared.any(axis=1)), np.flatnonzero(prepared.any(axis=0))
         assert max(np.ptp(rows), np.ptp(columns)) + 1 in (19, 20)  # 19: a faint outermost row rounds to 0
         centre = [prepared.sum(axis=1) @ np.arange(28), prepared.sum(axis=0) @ np.arange(28)] / prepared.sum()
@@ -168,7 +168,7 @@ def test_pictures_of_odd_sizes_are_prepared_or_refused_never_a_crash(height: int
             prepared = find_digit(picture.astype(np.float32))[0]
         except BadImage:
             continue
-        assert prepared.shape == (28, 28)
+        assert prepared.shape == (1, 28, 28)
         assert prepared.any()
 
 
@@ -249,6 +249,7 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
     ("words", "message"),
     [
         (["no*such.png"], "IMAGE no*such.png matches no file"),
+        ([""], "IMAGE must be a file, a folder or a pattern, got nothing"),
         (["EMPTY"], "is a folder without files in it"),
         (["x.png", "--output", "x.txt"], "--output must end in .json or .csv, got x.txt"),
         (["x.png", "--contact_sheet", "x.csv"], "--contact_sheet must end in .png, got x.csv"),

@@ -26,6 +26,9 @@ PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
 LINES += [span for span in re.findall(r"`([^`\n]+)`", PROSE) if span.startswith("python -m")]
 COMMANDS = sorted({line for line in LINES if f"-m {PACKAGE}" in line and "pip install" not in line})
 HAS_MNIST = importlib.util.find_spec(f"{PACKAGE}.data.mnist") is not None  # a clone may have left the example out
+EXAMPLE = ["--config", "configs/examples/autoencoder.yaml"]
+EXAMPLE = ["--config", "configs/examples/tabular.yaml"]  # feature: supervised
+EXAMPLE = ["--config", "mine.yaml"]  # feature: images
 # Commands that hand on the options of fit; their own stand in their help.
 TAKE_FIT_OPTIONS = {"tune", "benchmark", "sweep"}
 # Words of an advertisement, and a word that no reader can know.
@@ -52,8 +55,8 @@ def words_of(line: str) -> tuple[str, list[str]]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the README's mine.py and mine.yaml and the configs, in which a user works."""
-    (tmp_path / "mine.py").write_text(snippet("python", "# mine.py"))
-    (tmp_path / "mine.yaml").write_text(snippet("yaml", "# mine.yaml"))
+    (tmp_path / "mine.py").write_text(snippet("python", "# mine.py"))  # feature: images
+    (tmp_path / "mine.yaml").write_text(snippet("yaml", "# mine.yaml"))  # feature: images
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -79,7 +82,7 @@ def test_every_command_is_there_and_knows_its_options(
         words = [word for word in arguments if word != "--print_config"]
         names_a_model = any(word.startswith(("mine.yaml", "configs/examples", "--model.class_path")) for word in words)
         if not HAS_MNIST and not names_a_model:
-            words = ["--config", "mine.yaml", *words]
+            words = [*EXAMPLE, *words]
         with pytest.raises(SystemExit) if "-h" in words else nullcontext():
             configure(words, f"{PACKAGE}.{name}")
         return
@@ -98,7 +101,7 @@ def test_every_command_is_there_and_knows_its_options(
         if word.startswith("--") and word not in known:
             unknown += arguments[place : place + 2]
     assert not unknown or name in TAKE_FIT_OPTIONS, f"{name} does not know {unknown[0]}"
-    configure([*([] if HAS_MNIST else ["--config", "mine.yaml"]), *unknown], f"{PACKAGE}.{name}")
+    configure([*([] if HAS_MNIST else EXAMPLE), *unknown], f"{PACKAGE}.{name}")
 
 
 def test_links_and_named_files_are_there() -> None:
@@ -117,6 +120,7 @@ def test_the_parts_of_features_begin_and_end() -> None:
     assert [bool(end) for end, _ in marks] == [False, True] * (len(marks) // 2)
 
 
+# feature: images
 def test_the_snippet_for_newcomers_passes_the_checks_of_this_repository() -> None:
     here = ["--stdin-filename", "mine.py", "-"]  # as a file beside the package
     for words in (["check", *here], ["format", "--check", *here]):
@@ -150,6 +154,9 @@ def test_the_library_snippet_gives_the_same_logits_for_both_kinds_of_images(fold
     assert tuple(logits.shape) == (8, 3)  # type: ignore[attr-defined]
     whole = (images * 255).round().byte()  # type: ignore[operator]
     torch.testing.assert_close(module(whole), module(whole / 255))
+
+
+# end feature: images
 
 
 def test_words_that_no_reader_should_meet() -> None:

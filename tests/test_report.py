@@ -132,6 +132,12 @@ def test_what_the_commit_lacks_is_kept_beside_the_configuration(
     assert summary_module.git_state()[1] is None
 
 
+def test_report_shows_where_the_time_went_and_what_leaks() -> None:
+    record = record_of(advice="loader-bound: try more workers")
+    record.leaks = ["host memory looks like it leaks"]
+    assert "loader-bound: try more workers host memory looks like it leaks" in text_of(page.render(record))
+
+
 def test_report_names_machine_and_date() -> None:
     text = text_of(page.render(record_of(date="2026-11-22 06:25 UTC", hardware="AMD EPYC 9B14, 2 cores")))
     assert "date 2026-11-22 06:25 UTC hardware AMD EPYC 9B14, 2 cores" in text
@@ -297,7 +303,7 @@ def crowded_record() -> RunRecord:
     record.breakdown = {hostile: 0.5, "$\\oops$": 0.1}
     record.confusion = confusion
     record.mistakes = [Mistake(image, 3, 149, 0.9) for image in images]
-    record.remarks = [hostile]
+    record.leaks = [hostile]
     return record
 
 

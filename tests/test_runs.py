@@ -3,7 +3,9 @@ from __future__ import annotations
 import csv
 import fcntl
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -131,6 +133,33 @@ def test_damaged_files_of_a_run_hide_no_other_run(root: Path) -> None:
     listed(root, "--report", str(root / "page.html"))  # feature: report
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("summary.json", '{"finished": true, "test/loss": 1' + "0" * 400 + "}"),
+        ("summary.json", '{"finished": true, "test/loss": 1e308, "fit_seconds": 1e308}'),
+        ("summary.json", '{"finished": true, "epochs": Infinity}'),
+        ("config.yaml", "a: &x {b: *x}"),
+        ("config.yaml", "a: &x [*x]"),
+        ("config.yaml", 'a: "\\uD800"'),
+        ("metrics.csv", "step,epoch,val/loss\ninf,0,1\n"),
+        ("metrics.csv", "step,epoch,val/loss\n1,0,1e308\n2,1,-1e308\n"),
+    ],
+)
+def test_odd_values_of_a_run_hide_no_other_run(root: Path, name: str, text: str) -> None:
+    for run in ("slow-1", "slow-2"):
+        (root / run / name).write_text(text)
+    assert [row["name"] for row in listed(root)] == ["fast", "slow-1", "slow-2"]
+    listed(root, "--seeds")
+    listed(root, "--report", str(root / "page.html"))  # feature: report
+
+
+def test_a_run_whose_name_is_not_unicode_is_listed(root: Path) -> None:
+    make_run(root, os.fsdecode(b"na\xffme"))
+    assert "na\udcffme" in [row["name"] for row in listed(root)]
+    listed(root, "--report", str(root / "page.html"))  # feature: report
+
+
 # feature: report
 class Page(HTMLParser):
     """The tags, attributes and texts of a page."""
@@ -238,3 +267,5 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
     assert told["runs"] == (runs.__doc__ or "").partition("\n")[0]
     assert done.stdout.startswith(f"python -m {PACKAGE}.fit ")
     assert not re.search(rf"torch|lightning|{PACKAGE}\.", done.stderr)
+    piped = subprocess.run(["bash", "-c", f"set -o pipefail; {shlex.join(words[:1])} -m {PACKAGE} | true"], stderr=-1)
+    assert (piped.returncode, piped.stderr) == (0, b"")

@@ -18,25 +18,27 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from project.engine.checkpoint_files import read
 from project.engine.cli import configure
 from project.engine.trainer import build_trainer, trainer_flags
-from tests import made_data
 from tests.commands import TORCHRUN, rows
 from tests.promises import ROOT
 
 ANY_TORCHRUN = [sys.executable, *TORCHRUN[:2]]
 TIMEOUT = 200
+CONFIGS = ROOT / "configs" / "examples"
+EXAMPLE = ["--config", f"{CONFIGS}/autoencoder.yaml"]
+EXAMPLE = ["--config", f"{CONFIGS}/tabular.yaml", "--data.batch_size", "10"]  # feature: supervised
+ON_DEVICE: list[str] = []
+ON_DEVICE += ["--data.on_device", "true"]  # feature: supervised
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scale_out")
-    made_data.make_tensor_files(folder / "data")
-    return folder
+    return tmp_path_factory.mktemp("scale_out")
 
 
 def flags(place: Path, name: str) -> list[str]:
-    config = str(ROOT / "configs" / "examples" / "tensor_dataset.yaml")
-    size = ["--data.batch_size", "10", "--max_epochs", "2", "--accelerator", "cpu", "--checkpoint_every", "5"]
-    return ["--config", config, "--data.root", str(place / "data"), *size, "--default_root_dir", str(place / name)]
+    size = ["--limit_train_batches", "18", "--max_epochs", "2"]
+    where = ["--accelerator", "cpu", "--checkpoint_every", "5", "--default_root_dir", str(place / name)]
+    return [*EXAMPLE, *size, *where]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -111,7 +113,7 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place:
 def test_torchrun_restarts_a_killed_worker_and_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
     elastic = [*TORCHRUN, "--max_restarts", "1", "--monitor_interval", "0.2"]
     # on the device: where the data live changes nothing (the undisturbed run has them on the host)
-    killed = ["-m", "tests.interrupted", "23", "SIGKILL", *flags(place, "killed"), "--data.on_device", "true"]
+    killed = ["-m", "tests.interrupted", "23", "SIGKILL", *flags(place, "killed"), *ON_DEVICE]
     job = run([sys.executable, *elastic, *killed, "--run_name", "killed", "--ckpt_path", "auto"])
     told, _ = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 0, told
@@ -190,7 +192,7 @@ def test_torchrun_inside_a_slurm_job_counts_its_own_ranks(monkeypatch: pytest.Mo
     trainer = build_trainer(
         trainer_flags(
             configure(
-                ["--config", "configs/examples/tabular.yaml", "--accelerator", "cpu", "--strategy", "ddp"],
+                ["--config", "configs/examples/autoencoder.yaml", "--accelerator", "cpu", "--strategy", "ddp"],
                 "project.fit",
             )
         )

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from project import fit
+from project.engine.checkpointing import Best, RunCheckpoint
+from project.engine.restore import Run
 from project.engine.stop import SAVE_DUE, Agreement
 from tests.commands import (
     CPU2,
@@ -160,7 +163,7 @@ def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_ranks_agree_a_step_later_and_at_the_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_a_step_later_and_at_the_end_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = iter([signal.SIGTERM, 0])  # what the other rank has received, at each call
 
     def reduce(value: Any, **_: Any) -> Any:
@@ -172,3 +175,20 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(monkeypatch: pytest.Mon
     assert agreement.latest(SAVE_DUE) == SAVE_DUE, "alone"
     agreement.group = "two ranks"
     assert [agreement.latest(0), agreement.latest(0)] == [0, signal.SIGTERM]
+
+    def gather(found: list[Any], mine: Any, group: Any) -> None:
+        found[:] = [mine, signal.SIGINT]
+        assert group == "two ranks"
+
+    answers = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "all_gather_object": gather}
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", answer)
+    monkeypatch.setattr("project.engine.signals.watch", lambda clean_up: None)
+    options = SimpleNamespace(checkpoint_every="60s")
+    config: Any = SimpleNamespace(trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={})
+    ending, stops = RunCheckpoint(config, Run(tmp_path), Best("val/loss", score=1.0), None), list[int]()
+    monkeypatch.setattr(ending, "_boundary", lambda trainer, place: stops.append(ending._request))
+    ending.agreement = agreement
+    trainer: Any = SimpleNamespace(callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1)
+    ending.on_train_end(trainer, torch.nn.Module())  # type: ignore[arg-type]
+    assert stops == [signal.SIGINT]

@@ -88,6 +88,33 @@ def test_a_refusal_with_closed_streams_is_exit_code_2() -> None:
     assert fit(*TINY, "--max_epochs", "x", shell="{} >&- 2>&-").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("fit -h > /dev/full", 2),
+        pytest.param("fit -h | true", 0, marks=nightly),
+        pytest.param("test --max_epochs x 2> /dev/full", 2, marks=nightly),
+        pytest.param("fit > /dev/full", 2, marks=nightly),
+    ],
+)
+def test_what_cannot_be_written_ends_with_our_own_exit_codes(line: str, code: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    name, *words = line.split(" ", 1)
+    shell = (
+        f"set -o pipefail; {sys.executable} -m project.{name} {shlex.join(TINY) if name == 'fit' else ''} {words[0]}"
+    )
+    done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert b"Exception" not in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
+
+
+def test_the_pictures_of_a_notebook_are_no_concern_of_a_run() -> None:
+    shown = fit("--print_config", MPLBACKEND="module://matplotlib_inline.backend_inline")
+    assert (shown.returncode, shown.stderr) == (0, b"")
+
+
 @nightly
 def test_no_proc() -> None:
     hide = ["unshare", "--mount", "bash", "-c"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 from PIL import Image
 
 from project import threads
@@ -115,6 +118,8 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
     assert Path(tested[1]).is_file()
     rows = json.loads((tmp_path / "trials.json").read_text())
     assert len(rows) == count
+    seconds = {f"trial-{row['trial']:03}": row["seconds"] for row in rows}
+    assert {summary["run_name"]: summary["fit_seconds"] for summary in summaries}.items() <= seconds.items()
     assert [row["val/accuracy"] for row in rows] == sorted((row["val/accuracy"] for row in rows), reverse=True)
     first = next(row for row in rows if row["trial"] == 0)
     worst_start = min(row["val/accuracy"] for row in rows if row["trial"] < 3)
@@ -240,6 +245,16 @@ def test_a_trial_stopped_by_a_signal_after_its_training_counts_as_finished(
     assert capsys.readouterr().out.endswith("done\n")
 
 
+def test_a_trials_seconds_are_those_of_its_training_in_all_its_parts(trial: RunningTrial) -> None:
+    write_metrics(trial, "9,0,1.5,0.3", "19,1,1.5,0.2")
+    torch.save({"callbacks": {"RunTimer": {"seconds": 75.5}}}, trial.folder / "last.ckpt")
+    trial.process.exit_code = 0
+    trial.watch()
+    rows = {row["trial"]: row for row in sweep.result_rows(trial.trial.study, trial.space)}
+    assert (rows[3]["seconds"], rows[3]["state"]) == (75.5, "done")
+    assert "seconds" not in rows[0]  # nothing tells
+
+
 def test_a_trial_killed_in_training_has_failed(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,0.3", "14,1,1.5,")
     trial.process.exit_code = 143
@@ -309,6 +324,34 @@ def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
         assert picture.width > 900
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1_000_000)}
     assert {(0xC1, 0x27, 0x2D), (0x33, 0x65, 0x8A), (0xB0, 0xB7, 0xBF)} <= colours
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0012, 0.011), (0.001, 0.1), (0.002, 0.009), (1e-8, 1.0)])
+def test_no_label_of_the_picture_covers_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, high: float
+) -> None:
+    space = Space({"lr": FloatDistribution(low, high, log=True), "decay": FloatDistribution(low, high)})
+    study = sweep.open_study(tmp_path, space, trials=3, seed=0)
+    for place in (0.3, 0.9):
+        value = low + place * (high - low)
+        study.enqueue_trial({"lr": value, "decay": value})
+        asked = study.ask(space.parameters)
+        asked.report(place, 0)
+        study.tell(asked, place)
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    sweep.draw(tmp_path / "sweep.png", study, space, "two trials")
+    drawn[0].draw_without_rendering()
+    axis = drawn[0].axes[1]
+    left, right = axis.get_xlim()
+    assert (left, right) == (low, high)
+    texts = [tick.label1 for tick in (*axis.xaxis.get_major_ticks(), *axis.xaxis.get_minor_ticks())]
+    texts = [
+        text for text in texts if text.get_visible() and text.get_text() and left <= text.get_position()[0] <= right
+    ]
+    boxes = sorted((text.get_window_extent().x0, text.get_window_extent().x1) for text in texts)
+    assert boxes
+    assert all(before[1] < after[0] for before, after in pairwise(boxes))
 
 
 def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
@@ -410,6 +453,50 @@ def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> Non
         sweep.claim(tmp_path / "lr", space, [])
 
 
+def test_a_folder_that_is_no_sweep_s_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last.ckpt").write_text("a run's")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "nowhere").symlink_to("gone")
+    for name in ("run", "file", "nowhere"):
+        assert entry.exit_code(lambda _, name=name: bool(sweep.claim(Path(name), Path("space.yaml"), [])), []) == 2
+        assert re.match(
+            rf"error: .*{name}.* Choose another name\.|error: {name}: File exists\.", capsys.readouterr().err
+        )
+    assert os.listdir("run") == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sweep.json", '{"fit": ["--max'),
+        ("sweep.json", "[1]"),
+        ("sweep.json", '{"fit": null, "space": ""}'),
+        ("journal.log", "garbage{\n"),
+        ("journal.log", '{"op_code": 99}\n'),
+        ("journal.log", "\0"),
+    ],
+)
+def test_damaged_files_of_a_sweep_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    (tmp_path / "space.yaml").write_text(SPACE)
+
+    def begin(_: list[str]) -> int:
+        sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])[1].close()
+        return bool(sweep.open_study(tmp_path / "lr", read_space(tmp_path / "space.yaml"), trials=1, seed=0))
+
+    assert begin([])
+    (tmp_path / "lr" / name).write_text(text)
+    assert entry.exit_code(begin, []) == 2
+    line = capsys.readouterr().err
+    assert re.fullmatch(rf"error: --name lr: .*{name} .*Choose another name\.\n", line)
+
+
 def test_a_sweep_killed_as_it_begins_leaves_no_half_written_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +514,7 @@ def test_a_sweep_killed_as_it_begins_leaves_no_half_written_record(
     [
         ({"values": [1, 2]}, CategoricalDistribution([1, 2])),
         ({"value": "a"}, CategoricalDistribution(["a"])),
+        ({"values": [datetime.date(2020, 1, 1), "a"]}, CategoricalDistribution(["2020-01-01", "a"])),
         ({"min": 1, "max": 5}, IntDistribution(1, 5)),
         ({"min": 0.5, "max": 5}, FloatDistribution(0.5, 5)),
         ({"distribution": "log_uniform_values", "min": 0.1, "max": 5}, FloatDistribution(0.1, 5, log=True)),
@@ -444,6 +532,8 @@ def test_wandbs_distributions_are_understood(entry: dict, parameter: Any, tmp_pa
         ("parameters: {x: {min: 1e-4, max: 1}}", "write 0.0001"),
         ("parameters: {x: {min: 3, max: 1}}", "min below max"),
         ("parameters: {x: {min: .nan, max: 1}}", "min below max"),
+        ("parameters: {x: {min: -1.0e+308, max: 1.0e+308}}", "min below max"),
+        ("parameters: {x: &x {values: [*x]}}", "is not valid YAML"),
         ("parameters: {x: {distribution: int_uniform, min: 1.5, max: 4}}", "whole numbers min below max"),
         ("parameters: {x: {values: []}}", "x.values must be a list of at least one value"),
         ("parameters: {x: {values: 5}}", "x.values must be a list of at least one value"),

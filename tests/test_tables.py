@@ -32,6 +32,12 @@ def test_csv_reads_back_with_every_column_of_every_row(tmp_path: Path) -> None:
     assert (first["note"], second["note"], second["probability"], second["file"]) == ("", "x", "", "ü,\n.png")
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.json"])
+def test_a_name_that_is_not_unicode_is_written_with_its_byte_as_a_code(tmp_path: Path, name: str) -> None:
+    write_rows(tmp_path / name, [{"file": os.fsdecode(b"a\xff.png")}])
+    assert r"a\udcff.png" in (tmp_path / name).read_text(encoding="utf-8")
+
+
 def test_table_aligns_numbers_right_and_marks_what_was_not_measured() -> None:
     table = format_table(
         [{"size": 16, "rate": 12345.6, "name": "a"}, {"size": 1024, "rate": None, "name": "long name"}]

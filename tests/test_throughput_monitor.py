@@ -30,7 +30,8 @@ from project.callbacks.throughput import (
 )
 from project.engine.cli import silence_unfounded_advice
 from project.errors import UserError
-from project.model.networks import MLP, ConvNet, recompute_activations
+from project.model.networks import MLP, ConvNet
+from project.model.supervised import recompute_activations
 from tests.monitored import (
     FakeClock,
     Linear,
@@ -302,6 +303,18 @@ def test_the_users_profiler_behind_ours_hears_what_it_would_hear_alone(tmp_path)
     assert behind.told == alone.told
     assert any(told.startswith("setup") for told in behind.told)
     assert {"start save_checkpoint", "stop run_training_batch", "summary"} <= set(behind.told)
+
+
+def test_a_profiler_of_several_runs_tells_the_newest_alone():
+    readings: list[str] = []
+    shared, before, now = Heard(), ThroughputMonitor(), ThroughputMonitor()
+    for name, monitor in {"before": before, "now": now}.items():
+        monitor.clock = lambda name=name: readings.append(name) or 0.0
+        assert monitor.profiler(shared) is shared
+    with shared.profile("x.train_dataloader_next"):
+        pass
+    assert readings == ["now", "now"]
+    assert shared.told == ["start x.train_dataloader_next", "stop x.train_dataloader_next"]
 
 
 @pytest.mark.parametrize(

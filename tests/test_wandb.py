@@ -340,6 +340,20 @@ def test_further_ranks_and_a_run_without_wandb_take_what_a_modules_own_code_logs
 
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
+@pytest.mark.parametrize("mode", ["", "OFFLINE", "dryrun"])
+def test_a_mode_that_is_empty_or_in_capitals_is_given_to_wandb_as_it_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", mode)
+    logger = logger_in(tmp_path, {})
+    assert logger is not None
+    logger.begin()
+    logger.finish(0)
+    assert wandb_records(wandb_folders(tmp_path)[0])
+    assert os.environ["WANDB_MODE"] == "offline"  # for a WandbLogger of the user's
+
+
+@pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> None:
     logger = logger_in(tmp_path, {})
     assert logger is not None
@@ -447,6 +461,22 @@ def slow_start(
     yield WandbRunLogger(Run(tmp_path, run_id="id"), "project", {"a": 1}, "online"), fake, up
     up.set()
     fake.takes.set()
+
+
+def test_training_outlives_wandbs_own_process_and_the_end_tells_of_it(
+    slow_start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(row: dict[str, Any]) -> None:
+        raise ConnectionResetError("what a run raises once its process was killed")
+
+    logger, fake, up = slow_start
+    up.set()
+    logger.wait()
+    monkeypatch.setattr(fake, "log", fail)
+    for step in range(3):
+        logger.log_metrics({"train/loss": float(step)}, step)
+    with pytest.warns(UserWarning, match=r"W&B did not take everything .* wandb sync "):
+        logger.finish(0)
 
 
 def test_training_does_not_wait_for_wandb_and_no_value_is_lost(slow_start: Any) -> None:

@@ -98,8 +98,7 @@ def measure_table(name: str, options: Namespace) -> list[Row]:
         raise UserError(f"--data: the table {name} needs a data module with a batch_size, {kind} has none.")
     n = min(options.n, 2) if options.quick else options.n
     options = Namespace(**vars(options) | {"n": n, "fit_flags": flags, "batch_size": size})
-    rows: list[Row] = getattr(tables, f"measure_{name}")(config, options)
-    return rows
+    return list(getattr(tables, f"measure_{name}")(config, options))
 
 
 def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:

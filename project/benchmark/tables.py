@@ -4,7 +4,7 @@ import statistics
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -33,10 +33,9 @@ BATCHES = 200  # of a loader, per measurement; at most one epoch
 
 def usable(device: str, precisions: Sequence[str]) -> list[str]:
     """The precisions a device has: on the CPU Lightning replaces 16-mixed by bf16-mixed, and only CUDA has TF32."""
-    missing = ["16-mixed"] if device == "cpu" else []
-    if device != "cuda" or torch.cuda.get_device_capability() < (8, 0):
-        missing.append("tf32")
-    return [precision for precision in precisions if precision not in missing] or ["32-true"]
+    has_tf32 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+    missing = {"16-mixed": device == "cpu", "tf32": not has_tf32}
+    return [precision for precision in precisions if not missing.get(precision)] or ["32-true"]
 
 
 def configure_for(fit_flags: Sequence[str], device: str, precision: str, batch_size: int, *flags: str) -> Configuration:
@@ -63,9 +62,8 @@ def measure_devices(config: Configuration, options: Namespace) -> list[Row]:
     images = len(getattr(config.datamodule, "image_shape", ())) == 3
     if "ResNet18" in options.networks and not (images and hasattr(config.module, "network")):
         raise UserError("--networks ResNet18 needs images and a module.network. Leave it out: --networks chosen.")
-    measured = timing.alternate("devices", device_runs(config, options), options.n)
     rows: list[Row] = []
-    for (_, _, precision, size), runs in measured.items():
+    for (_, _, precision, size), runs in timing.alternate("devices", device_runs(config, options), options.n).items():
         row: dict[str, Any] = {**runs[0].names, "precision": precision, "batch_size": size}
         train_samples = runs[0].train_samples
         samples = runs[0].batches * min(size, train_samples or size)
@@ -102,38 +100,33 @@ def device_runs(config: Configuration, options: Namespace) -> dict[Any, partial[
     return runs
 
 
-def measure_memory(config: Configuration, options: Namespace) -> list[Row]:  # feature: memory
+def measure_memory(config: Configuration, options: Namespace) -> Iterator[Row]:  # feature: memory
     """One row per combination on the best device, measured once: the peak does not vary. ``batch_size`` is that of an
-    optimizer step; accumulation divides it into parts. The peak is the memory monitor's of a whole optimizer step, on
-    the CPU without scratch memory of libraries such as oneDNN.
+    optimizer step; accumulation divides it into parts. The CPU's peak lacks scratch memory of libraries such as oneDNN.
     """
     device, model = timing.wanted_devices(config)[-1], config.resolved["model"]
     recomputes = (False, True) if "activation_checkpointing" in (model.get("init_args") or model) else (False,)
     sizes = options.batch_sizes or ([64] if options.quick else [256, 1024])
-    rows: list[Row] = []
     cases = list(product(usable(device, options.precisions), recomputes, (1, 4), sizes))
     for precision, recompute, parts, size in tqdm(cases, desc="memory", leave=False, disable=None):
         # three optimizer steps, of which the first makes the optimizer's state
         flags = ["--accumulate_grad_batches", str(parts), "--limit_train_batches", str(3 * parts)]
         flags += ["--limit_val_batches", "0", "--monitors", "memory"]
         flags += ["--model.activation_checkpointing", "true"] if recompute else []
-        case = configure_for(options.fit_flags, device, precision, max(1, size // parts), *flags)
-        run = timing.run_epochs(case, 1)
+        run = timing.run_epochs(configure_for(options.fit_flags, device, precision, max(1, size // parts), *flags), 1)
         row: dict[str, Any] = {**run.names, "precision": precision, "activation_checkpointing": recompute}
         row |= {"accumulation": parts, "batch_size": size}
         row |= {"peak_mib": 1024 * sum(run.memory.values()) if ACTIVATIONS in run.memory else None, "n": 1}
-        rows.append(row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()})
-    return rows
+        yield row | {f"{name.split()[0]}_mib": 1024 * gib for name, gib in run.memory.items()}
 
 
-def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
+def measure_overhead(config: Configuration, options: Namespace) -> Iterator[Row]:
     """One row per loop: seconds per epoch, and the median of its ratios to the floor's epoch of the same round. An
     epoch is training, validation and saving (the floor does not save, the plain PyTorch loop only trains).
     """
     timing.loops_by_hand(config)  # refuses other data before a process starts
     network = type(network_of(config.module)).__name__
     measured = timing.epochs_in_turn("overhead", timing.LOOPS, options.fit_flags, options.n)
-    rows: list[Row] = []
     for name, epochs in measured.items():
         row: dict[str, Any] = {"loop": name, "network": network, "batch_size": options.batch_size}
         row |= timing.median_and_spread("epoch_s", [epoch.epoch_s for epoch in epochs])
@@ -143,8 +136,7 @@ def measure_overhead(config: Configuration, options: Namespace) -> list[Row]:
         if name != timing.PLAIN:
             ratios = [epoch.epoch_s / floor.epoch_s for epoch, floor in both]
             row |= {"epoch_vs_floor": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
-        rows.append(row)
-    return rows
+        yield row
 
 
 def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:

@@ -27,7 +27,6 @@ from PIL import Image
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
-from torchvision.transforms import v2
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project import fit, hardware, threads
@@ -40,6 +39,7 @@ from project.engine.summary import command_line, device_name, git_state, network
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError, require
 from project.tables import Row, format_cell
+from project.waiting import waiting  # feature: waiting
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -122,9 +122,7 @@ class RunClock(Callback):
 
 
 def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: Connection | None = None) -> RunClock:
-    """Train a new module for some epochs as ``fit`` does, in a folder that is deleted. ``bare``: only the module, the
-    data and the user's callbacks, Lightning's loop alone. ``turn``: see RunClock.
-    """
+    """Train a new module as ``fit`` does, in a folder that is deleted; ``bare``: without this project's callbacks."""
     unused = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
     asked = config.trainer | {"max_epochs": epochs, "max_steps": -1, "max_time": None, "callbacks": unused}
     config = replace(config, module=config.fresh_module(), trainer=asked)
@@ -139,9 +137,7 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
             trainer = build_trainer(flags | {"callbacks": [*flags["callbacks"], clock]})
             ExactLoading().install(trainer)  # the loaders that all the others train with
         else:
-            run = Run(Path(root) / "run")
-            run.folder.mkdir()
-            session = fit.build(config, run, extra=[clock])
+            session = fit.build(config, Run(Path(tempfile.mkdtemp(dir=root))), extra=[clock])
             ends.callback(session.close, 0)
             trainer = session.trainer
         trainer.fit(config.module, datamodule=config.datamodule)
@@ -154,9 +150,7 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
 
 
 def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int) -> dict[str, list[Epoch]]:
-    """``n`` epochs of each of the ``loops`` (see ``LOOPS``), after one to warm up, in turn: a machine's speed may
-    change within seconds (virtual cores move). Each loop has a process, threads and memory of its own.
-    """
+    """``n`` epochs of each loop, in a process of its own, in turn: a machine's speed may change within seconds."""
 
     def epoch_of(turn: Connection) -> Epoch:
         turn.send(None)
@@ -176,7 +170,7 @@ def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n
             ends.callback(process.join, 60)
             ends.callback(connection.close)  # comes first: the process ends before its next epoch
             turns[loop] = partial(epoch_of, connection)
-        return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}
+        return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}  # the first warms up
 
 
 def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: int) -> None:
@@ -187,7 +181,7 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
             config = configure(list(fit_flags), "project.benchmark")
             if loop in (FULL, BARE):  # as a command starts; the others wait and allocate as PyTorch does
                 threads.configure()
-                threads.waiting.start()
+                waiting.start()  # feature: waiting
                 gc.freeze()
                 run_epochs(config, epochs, bare=loop == BARE, turn=turn)
             else:
@@ -244,7 +238,7 @@ def in_memory(config: Configuration, split: str) -> Any:
     images, labels = getattr(dataset, "images", None), getattr(dataset, "labels", None)
     if isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4:
         return dataset
-    needs = "loops written by hand need images and labels in memory (project.data.TensorImages)"
+    needs = "loops written by hand need images and labels in memory (TensorImages)"
     raise UserError(f"--data: {needs}, {type(data).__name__} has none for {split}.")
 
 
@@ -261,7 +255,7 @@ class PerSampleImages(TensorDataset):
     """Single images as torchvision's MNIST gives them with the usual transforms: tensor, Pillow, tensor, normalised."""
 
     def __init__(self, data: Any, samples: Any) -> None:
-        pixels = v2.functional.to_dtype(samples.images, torch.uint8, scale=True)
+        pixels = transforms.functional.convert_image_dtype(samples.images, torch.uint8)
         super().__init__(pixels.permute(0, 2, 3, 1).squeeze(-1), samples.labels)
         normalize = transforms.Normalize(getattr(data, "mean", GREY), getattr(data, "std", GREY))
         self.transform = transforms.Compose([transforms.ToTensor(), normalize])
@@ -275,7 +269,6 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     """The floor and the plain PyTorch loop: name → function that trains one epoch, on copies of the module's network.
     The floor is the least a training loop can do: gather a batch by index from data on the device, forward, backward, a
     fused step of Adam, and after every epoch a validation, batched as ours; no metric, logging, progress or checkpoint.
-    A UserError where the module has no ``network``, or for data that are not :func:`in_memory`.
     """
     module, data = cast(Any, config.module), cast(Any, config.datamodule)
     if not isinstance(getattr(module, "network", None), nn.Module):

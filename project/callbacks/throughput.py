@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
 from project.engine.ranks import of_all_ranks
 from project.errors import require
-from project.model.networks import in_eval_mode
 
 WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
 LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a flag
@@ -69,12 +68,12 @@ class ThroughputMonitor(Callback):
         self._fetching = 0.0  # the clock's reading when training began to wait for a batch
 
     def profiler(self, chosen: Profiler | str | None = None) -> Profiler:
-        """The Trainer's profiler, ``chosen`` or an idle one, heard here too: the public way to see waits and saving."""
+        """The Trainer's profiler, ``chosen`` or an idle one, heard by one monitor: the public way to see waits."""
         if isinstance(chosen, str):
             require(chosen.lower() in PROFILERS, "--profiler", f"be one of {', '.join(PROFILERS)} or a class", chosen)
             chosen = PROFILERS[chosen.lower()]()
         profiler: Any = chosen or PassThroughProfiler()
-        start, stop, profile = profiler.start, profiler.stop, profiler.profile
+        start, stop, profile = vars(profiler).setdefault("unheard", (profiler.start, profiler.stop, profiler.profile))
         nothing = nullcontext("")  # what nobody reads shares it, some sixty times a step
 
         def heard_start(action_name: str) -> None:
@@ -294,8 +293,14 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     forward = partial(torch.func.functional_call, module, state, (torch.empty_like(inputs, device="meta"),))
-    with in_eval_mode(module), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-        return measure_flops(module, forward, lambda outputs: outputs.float().sum()) / len(inputs)
+    training = [part for part in module.modules() if part.training]
+    try:
+        module.eval()
+        with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            return measure_flops(module, forward, lambda outputs: outputs.float().sum()) / len(inputs)
+    finally:
+        for part in training:
+            part.training = True
 
 
 def may_use_tf32(module: nn.Module) -> bool:

@@ -29,17 +29,17 @@ GRID = 96  # cells along the longer side, on which patches are told apart
 LEAST_CELLS = 5  # that the largest patch of a photograph measures; the largest of mere noise is smaller
 
 
-def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
-    """The digit of a picture as MNIST shows it, uint8 (28, 28), bright on black; and whether there seem to be several.
-    The picture is float32 (height, width, 3) in 0-1. An MNIST image comes out unchanged; of several digits the image
-    shows all. BadImage where nothing stands out from the background.
+def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, str]:
+    """The digit of a picture as MNIST shows it, uint8 (1, 28, 28), bright on black; and a note where there seem to be
+    several, which the image then shows. The picture is float32 (height, width, 3) in 0-1. An MNIST image comes out
+    unchanged. BadImage where nothing stands out from the background.
     """
     grey = pixels[..., 0]
     if grey.shape == (FIELD, FIELD) and grey.any() and np.ptp(pixels, axis=2).max() == 0:
         rows, columns = box_around(grey)
         box = grey[rows, columns]
         if max(box.shape) == BOX and (rows.start, columns.start) == _corner(box):  # MNIST's makers made it
-            return np.round(grey * 255).astype(np.uint8), False
+            return np.round(grey * 255).astype(np.uint8)[None], ""
     background, noise = edge_colour(pixels)
     ink, parts = without_dust(find_ink(pixels - background, noise))  # (height, width)
     shorter, longer = sorted(ink.shape)
@@ -61,8 +61,9 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     # several digits are beside each other, and as high
     tallest = max((bottom - top for top, _, bottom, _ in parts), default=1)
     high = sorted((left, right) for top, left, bottom, right in parts if bottom - top > 0.6 * tallest)
-    beside = any(left >= before for (_, before), (left, _) in itertools.pairwise(high))
-    return field, beside or any(right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts)
+    several = any(left >= before for (_, before), (left, _) in itertools.pairwise(high))
+    several = several or any(right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts)
+    return field[None], "more than one digit" if several else ""
 
 
 def is_unclear(ink: np.ndarray, noise: float) -> bool:
@@ -118,9 +119,8 @@ def without_lines(ink: np.ndarray) -> np.ndarray:
         box = (across, down, picture.width - across, picture.height - down)
         return np.asarray(picture.rotate(angle, Image.Resampling.BILINEAR).crop(box))
 
-    level = turned(max(np.arange(-12, 12.1, 0.5), key=lambda angle: float((line_profile(turned(angle)) ** 2).mean())))
-    if not line_profile(level).any():
-        return ink
+    angles = (0.0, *np.arange(-12, 12.1, 0.5))  # 0 first: without lines nothing is turned
+    level = turned(max(angles, key=lambda angle: float((line_profile(turned(angle)) ** 2).mean())))
     for _ in range(2):
         line = line_profile(level)
         line = np.maximum(line, np.maximum(np.roll(line, 1), np.roll(line, -1)))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from project.data.base import BatchedDataModule, Split, TensorImages
+from project.data.base import Split
+from project.data.images import BatchedDataModule, TensorImages
 from project.errors import UserError, require
 
 DIGITS = Path(__file__).parent / "bundled"
@@ -53,6 +54,7 @@ class MNISTDataModule(BatchedDataModule):
     }
     torchvision_dataset = "MNIST"  # the class in torchvision.datasets that can fetch the files
     sample_folder: Path | None = DIGITS if DIGITS.is_dir() else None  # a bare clone has none
+    may_download = True  # else only into the default root
 
     def __init__(
         self,
@@ -71,6 +73,8 @@ class MNISTDataModule(BatchedDataModule):
     def prepare_data(self) -> None:
         """Download the full set if it is wanted and missing (once per machine)."""
         if self.data_source != "sample" and self.missing():
+            if not self.may_download and self.root != DEFAULT_ROOT:
+                self._do_without(f", and a checkpoint alone names it: type --data.root {self.root} to download there")
             try:
                 self._download()
             except Exception as error:
@@ -128,11 +132,9 @@ class MNISTDataModule(BatchedDataModule):
         folder = self.raw_folder()
         if self.data_source == "auto" and self.sample_folder is not None and self.root == DEFAULT_ROOT:
             self.data_source = "sample"
-            found = (
-                f"Full MNIST was not found in {folder} and could not be downloaded: using the bundled 10,000 + 2,000"
-            )
+            found = f"Full MNIST was not found in {folder} and could not be downloaded: using the bundled"
             fix = "For the full set name its folder with --data.root, or silence this with --data.source sample."
-            warnings.warn(f"\n{'!' * 100}\n{found} digits.\n{fix}\n{'!' * 100}", stacklevel=2)
+            warnings.warn(f"\n{'!' * 100}\n{found} 10,000 + 2,000 digits.\n{fix}\n{'!' * 100}", stacklevel=2)
             return
         bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
         lacks = f"{folder} lacks {', '.join(self.missing())}{reason}"

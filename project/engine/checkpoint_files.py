@@ -144,8 +144,7 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
 
 def outline(checkpoint: dict[str, Any]) -> str:
     """A hash of what a resume restores besides weights and callbacks; a misfit would show only after files changed."""
-    state = {**checkpoint[RUN_KEY]["state"], "outline": None}
-    leaves = _leaves([state, *(checkpoint.get(key) for key in RESTORED)])
+    leaves = _leaves([{**checkpoint[RUN_KEY]["state"], "outline": None}, *(checkpoint.get(key) for key in RESTORED)])
     plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
     return hashlib.sha256(repr(plain).encode()).hexdigest()
 
@@ -189,7 +188,8 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
     fit. ``late``: nothing is loaded, and False returned, where a hook may make layers that it still lacks.
     """
     checkpoint = read(path)
-    checkpoint.pop("network", None)  # of which SupervisedModule warns: here a misfit is an error
+    # SupervisedModule warns of it; here a misfit is an error
+    checkpoint.pop("network", None)  # feature: supervised
     module.configure_model()
     if not again:
         module.on_load_checkpoint(checkpoint)

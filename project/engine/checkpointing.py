@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from project.data import BatchedDataModule
 from project.engine import exact_resume, lightning_internals, signals
 from project.engine.checkpoint_files import RUN_KEY, damage, read
 from project.engine.cli import Configuration
+from project.engine.exact_loading import Start
 from project.engine.log_steps import is_optimizer_step
 from project.engine.ranks import of_all_ranks, say
 from project.engine.restore import Run, point_latest_at
@@ -74,10 +74,8 @@ class Best:
         """Note a value; returns whether it is the best so far. Of equal values the later wins, as more trained."""
         if self.monitor is None:
             self.monitor = next((name for name in FOLLOWED if name in logged), None)
-        if self.monitor not in logged:
-            return False
-        score = float(logged[self.monitor])
-        if score != score:  # not a number
+        score = float(logged.get(self.monitor or "", "nan"))
+        if score != score:  # not logged, or not a number
             return False
         better = self.score is None or (score >= self.score if self.mode == "max" else score <= self.score)
         if better:
@@ -103,16 +101,15 @@ class RunCheckpoint(GracefulStop):
         self.every_seconds, self.every_steps = parse_interval(config.options.checkpoint_every)
         self.exclude: Callable[[], AbstractContextManager[Any]] = nullcontext  # around saving: throughput leaves it out
         self.saves = config.trainer["enable_checkpointing"] is not False
-        self._noted: dict[str, Any] = {}  # what a save that is due needs of an earlier moment, see exact_resume.note
+        self._noted: dict[str, Any] = {}  # what a save that is due needs of an earlier moment
         self._place: exact_resume.Place | None = None
         self._best_due = False
         self._validated = False  # whether a validation has followed the last batch, which ended a step
         self._followed: bool | None = None  # whether validations log the metric; None before the first
         self._resume: dict[str, Any] | None = None
         self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and buffers as a validation began
-        self._fresh_groups: list[list[dict[str, Any]]] = []
-        self._steps = 0  # done when the interval was last looked at
-        self._last_save = time.monotonic()
+        self._validated_batches: dict[int, int] = {}  # before the resume
+        self._steps_more = 0  # than there are, to end a validation that was begun after the last
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
@@ -120,6 +117,8 @@ class RunCheckpoint(GracefulStop):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, callbacks.SpikeDetection):
                 checkpoint["callbacks"].pop(callback.state_key, None)
+            if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
+                checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience  # which may have been typed
         saved = checkpoint.get(RUN_KEY) or {}
         state = saved.get("state")
         before, now = (flat(each).get("model.optimizer") for each in (saved.get("config", {}), self.record["config"]))
@@ -127,9 +126,15 @@ class RunCheckpoint(GracefulStop):
             self.loading.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
         if state is not None:
-            self.loading.start = exact_resume.start_of(checkpoint, state, trainer.global_rank)
-            groups = state.get("groups") if before == now else None
-            self._resume = state | {"groups": groups, "logged": saved.get("metrics", {})}
+            ranks, batches = state["ranks"], checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            loaders = ranks[trainer.global_rank]["loaders"] if trainer.global_rank < len(ranks) else ()
+            done = batches["current"]["completed"] if state["place"] != "epoch" else 0
+            place = done, state["samples_per_batch"], loaders, batches["is_last_batch"]
+            self.loading.start = Start(checkpoint["epoch"], *place)
+            self._resume = state | {"metrics": saved["metrics"], "groups": state["groups"] if before == now else None}
+            validates = state["place"] == "validation" and trainer.limit_val_batches != 0
+            self._steps_more = int(validates and checkpoint["global_step"] == trainer.max_steps)
+            trainer.should_stop = state["should_stop"] and not self.changed  # it had stopped early
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict["score"], float | None) or state_dict["mode"] not in ("min", "max"):
@@ -143,16 +148,16 @@ class RunCheckpoint(GracefulStop):
         return {name: getattr(self.best, name) for name in ("monitor", "mode", "score", "epoch", "metrics")}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        groups = [optimizer.param_groups for optimizer in trainer.optimizers]  # the checkpoint's come next
-        self._fresh_groups = [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups]
+        self._configured = exact_resume.configured(trainer)  # the checkpoint's come next
         lightning_internals.average_on_the_device(trainer)
+        trainer.fit_loop.epoch_loop.max_steps += self._steps_more
         plugin, strategy = trainer.precision_plugin, trainer.strategy
         convert = plugin.convert_input
 
         def note_and_convert(batch: Any) -> Any:
             # the module's hooks of the step before are done, and its hooks for this batch may draw random numbers
             if trainer.training and (self._request or self._best_due):
-                self._noted = exact_resume.note(trainer, self.loading, "batch")
+                self._note(trainer, "batch")
             return convert(batch)
 
         plugin.convert_input = note_and_convert  # type: ignore
@@ -162,12 +167,10 @@ class RunCheckpoint(GracefulStop):
         signals.defer()
         self._last_save, self._steps, notes = time.monotonic(), trainer.global_step, self.loading.notes
         if self._resume is not None:
-            self._followed = self._resume.get("followed")
-            for name, value in self._resume["logged"].items():  # a plateau scheduler may follow an earlier validation
-                if isinstance(value, float):
-                    trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-            before = self._resume["groups"]
-            exact_resume.apply_typed_hyperparameters(trainer, self._fresh_groups, before, self.changed)
+            self._followed = self._resume["followed"]
+            for name, kind in self._resume["kinds"].items():  # a plateau scheduler may follow an earlier validation
+                trainer.callback_metrics[name] = torch.tensor(float(self._resume["metrics"][name]), dtype=kind)
+            exact_resume.apply_typed_hyperparameters(trainer, self._configured, self._resume, self.changed)
         if trainer.is_global_zero:
             # not earlier: a run that cannot start must not become `latest`, nor change an older run's files
             point_latest_at(self.folder)
@@ -190,7 +193,9 @@ class RunCheckpoint(GracefulStop):
         """Called as the last hook of its name: what the module's own hooks do must change nothing of this."""
         further()
         state = self._resume
-        if state is not None and state["place"] != "epoch":
+        if state is not None and state["place"] == "epoch":
+            lightning_internals.end_restart(trainer)
+        elif state is not None:
             for loader in self.loading.training:
                 loader.set_epoch(trainer.current_epoch)
             lightning_internals.begin_epoch_again(trainer)
@@ -199,7 +204,9 @@ class RunCheckpoint(GracefulStop):
         if state is not None:
             exact_resume.settle_place(trainer, self.loading, state)
             if len(state["ranks"]) == trainer.world_size:
-                exact_resume.restore(trainer, state["ranks"][trainer.global_rank])
+                mine = state["ranks"][trainer.global_rank]
+                exact_resume.restore(trainer, mine)
+                self._validated_batches = mine["validated"]
             # files are changed last: what cannot be restored is refused before
             self._set_aside_unusable_best(trainer)
             self.rows.keep_rows(state["metric_rows"])
@@ -210,8 +217,7 @@ class RunCheckpoint(GracefulStop):
         reason, path = None, self.best_path
         if self.best.score is not None and trainer.is_global_zero:
             reason = damage(path) if path.exists() else f"{path} is missing;"
-            theirs = read(path).get(RUN_KEY) if reason is None else None
-            if reason is None and not (isinstance(theirs, dict) and theirs.get("run_id") == self.record["run_id"]):
+            if reason is None and flat(read(path)).get(f"{RUN_KEY}.run_id") != self.record["run_id"]:
                 reason = f"{path} belongs to another run."
             if reason and path.exists():
                 os.replace(path, path.with_suffix(".ckpt.set-aside"))
@@ -225,10 +231,11 @@ class RunCheckpoint(GracefulStop):
             self._boundary(trainer, "batch")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined] # as Lightning does, later
+            lightning_internals.validated_batches(trainer).clear()
         if trainer.current_epoch > 0 and self._resume is None:
             self._follow_training(trainer)
             self._boundary(trainer, "epoch")
-        self._resume = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._resume = None  # also where it went on in the validation
@@ -257,15 +264,14 @@ class RunCheckpoint(GracefulStop):
             return  # a partly accumulated gradient cannot be saved
         overdue = self.every_steps is None and time.monotonic() - self._last_save >= self.every_seconds
         request = signals.state.requested or (SAVE_DUE if overdue and trainer.is_global_zero else 0)
-        self._request = max(self._request, self.agreement.latest(request))
         before, self._steps = self._steps, trainer.global_step  # a batch may have several steps
-        if self.every_steps is not None and before // self.every_steps < self._steps // self.every_steps:
-            self._request = max(self._request, SAVE_DUE)
+        is_due = self.every_steps is not None and before // self.every_steps < self._steps // self.every_steps
+        self._request = max(self._request, self.agreement.latest(request), SAVE_DUE if is_due else 0)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         exact_resume.share_running_statistics(trainer, pl_module, self.agreement.group)
-        # a resumed run begins the validation again; a copy, for the sums are changed in place
-        self._noted = copy.deepcopy(exact_resume.note(trainer, self.loading, "validation"))
+        lightning_internals.validated_batches(trainer).update(self._validated_batches)  # Lightning may have begun anew
+        self._note(trainer, "validation")  # a resumed run begins it again
         parts, names = (*trainer.callbacks, pl_module), ("on_validation_start", "on_validation_epoch_start")  # type: ignore[attr-defined]
         # the user's own may validate other weights than are trained
         if not all(getattr(part, name).__module__.startswith(KEEP_WEIGHTS) for part in parts for name in names):
@@ -281,7 +287,8 @@ class RunCheckpoint(GracefulStop):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        self._trained, self._noted = [], {}
+        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
+        self._trained, self._noted, self._validated_batches, self._steps_more = [], {}, {}, 0
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
@@ -304,7 +311,7 @@ class RunCheckpoint(GracefulStop):
         stop = self._request if self._request > SAVE_DUE else 0
         with self.exclude():
             if place == "epoch" or not self._noted:  # the last: before a step that reads its batches itself
-                self._noted = exact_resume.note(trainer, self.loading, place)
+                self._note(trainer, place)
             # loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best
             if self.saves and (place == "epoch" or self.loading.anywhere or self._best_due):
                 self._save(trainer, place)
@@ -316,6 +323,9 @@ class RunCheckpoint(GracefulStop):
         if stop:
             lightning_internals.release_child_processes()
             raise signals.Stopped(stop)
+
+    def _note(self, trainer: Trainer, place: exact_resume.Place) -> None:
+        self._noted = exact_resume.note(trainer, self.loading, place) | {"rows": self.rows.save()}
 
     def _save(self, trainer: Trainer, place: exact_resume.Place) -> None:
         path, failure, saved = self.best_path if self._best_due else self.last_path, None, False
@@ -345,21 +355,24 @@ class RunCheckpoint(GracefulStop):
             "global_step": trainer.global_step,
             "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
             "data_source": getattr(data, "data_source", None),
-            "data": data.description() if isinstance(data, BatchedDataModule) else {},
+            "data": data.description() if isinstance(data, BatchedDataModule) else {},  # feature: images
             "precision": trainer.precision,
             "world_size": trainer.world_size,
         }
         if self._place is None:
             return  # a checkpoint of another callback, saved inside a hook: a resume from it is not exact
         exact_resume.clean_place(checkpoint["loops"], self._place, self._validated)
-        mine = self._noted | exact_resume.gather(trainer, self._place)
+        self.rows.save(to_disk=True)
+        rows, mine = self._noted.pop("rows"), exact_resume.gather(trainer, self._place)
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
-            "ranks": of_all_ranks(mine, self.agreement.group),
+            "ranks": of_all_ranks(self._noted | mine, self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
-            "metric_rows": self.rows.save(to_disk=True),
+            "metric_rows": rows,
             "followed": self._followed,
-            "groups": self._fresh_groups,
+            **self._configured,
+            "kinds": {k: getattr(x, "dtype", torch.float64) for k, x in trainer.callback_metrics.items()},
+            "should_stop": trainer.should_stop,
         }
 
 

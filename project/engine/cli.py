@@ -27,7 +27,7 @@ from project.engine.command import explain, option_names
 from project.engine.lightning_internals import values_are_no_files
 from project.errors import UserError, require
 from project.model import networks
-from project.tables import flat
+from project.tables import flat, load_yaml
 
 FLAT = frozenset(inspect.signature(Trainer).parameters)
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -98,25 +98,25 @@ class CommandLine:
 def _full_name(before: str, word: str) -> str:
     """A word of a command line, with the section of a Trainer flag or the module of a network of ours."""
     flag = re.match(r"--(\w+)(?=$|[=.+])", word)
-    option, equals, name = word.rpartition("=")
     if flag and flag[1] in FLAT:
         return f"--trainer.{word[2:]}"
-    if {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:
-        return f"{option}{equals}{networks.__name__}.{name}"  # torchvision, which torchmetrics imports, has an MLP, too
+    option, _, name = word.rpartition("=")  # feature: images
+    if {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:  # feature: images
+        # torchvision, which torchmetrics imports, has an MLP, too
+        return f"{word.removesuffix(name)}{networks.__name__}.{name}"
     return word
 
 
 def _read_config(name: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(name).read_text())
+        content = load_yaml(Path(name).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"--config {name} is not valid YAML{place}.") from None
-    must = "hold sections (trainer:, model:, data:)"
-    require(isinstance(content, dict), f"--config {name}", must, str(content)[:40])
+    require(isinstance(content, dict), f"--config {name}", "hold sections (trainer:, model:, data:)", str(content)[:40])
     if flag := next((key for key in content if key in FLAT), None):
         raise UserError(f"--config {name}: write {flag} under trainer:, as in `trainer: {{{flag}: ...}}`.")
     if unused := {"optimizer", "lr_scheduler"} & content.keys():
@@ -273,6 +273,8 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
     plain = {key: value for key, value in yaml.safe_load(text).items() if key not in OF_THE_LAUNCH}
     make = partial(cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False)
     made = cli.config_init
+    if base is not None and hasattr(made.get("data"), "may_download"):  # feature: mnist
+        made.data.may_download = cli.line.value("data.root") is not None  # not into what a checkpoint alone names
     return Configuration(made.model, made.get("data"), dict(made.trainer), cli.config, plain, make)
 
 

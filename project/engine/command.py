@@ -14,18 +14,19 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from project import threads
 from project.engine import signals
 from project.errors import UserError, nearest
 from project.tables import check_output
+from project.waiting import waiting  # feature: waiting
 
 # What the user can repair, and how: no space, no quota, no permission, read-only; and impossible file names.
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 ADVICE = dict.fromkeys(FULL_OR_CLOSED, "Free space or choose a folder you may write to.")
-ADVICE |= dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR), "Name another file.")
+ADVICE |= dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "Name another file.")
 
 # Variables by which torchrun, SLURM and Lightning tell a process its place
 NUMBERED = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
@@ -48,11 +49,12 @@ def prepare_process(name: str) -> None:
                 setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - as long as the process
             getattr(sys, name).reconfigure(errors="replace")  # what a terminal cannot show
         sys.excepthook = lambda _, error, __: os._exit(report(error))  # such as short memory in an import
+        os.environ.pop("MPLBACKEND", None)  # pictures go to files; a notebook's is not in every environment
         for variable in NUMBERED:  # Lightning reads some of them as it is imported
             if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
                 raise UserError(f"the environment variable {variable} must be a whole number, got '{value}'. Unset it.")
         threads.configure()
-        threads.waiting.start()
+        waiting.start()  # feature: waiting
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -65,6 +67,12 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
     code = exit_code(main, sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:  # noqa: PERF203 - as Python ends, it would be exit code 120
+            code = code or (0 if isinstance(error, BrokenPipeError) else report(error))  # `... | head` is no error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a loader's worker is killed
     for worker in multiprocessing.active_children():  # they ignore SIGTERM, with which Python would wait for them
         worker.kill()
@@ -74,13 +82,14 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Exit code of ``main(argv)``. Prints every error on stderr."""
     try:
+        if word := next((word for word in argv if re.match("--.+=--$", word)), None):
+            raise UserError(f"{word[:-3]} needs a value, got --.")  # of which argparse makes an empty list
         return main(argv) or 0
     except signals.Stopped as stop:
         return stop.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `... | head` is no error
         return 0
     except SystemExit as end:
         # Lightning turns a Ctrl-C that reaches it into sys.exit(1)
@@ -99,10 +108,12 @@ def report(error: BaseException) -> int:
     elif isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
         message = f"not enough memory; a smaller --data.batch_size or network takes less. {error}"
     else:
-        traceback.print_exception(error)
+        with suppress(OSError):
+            traceback.print_exception(error)
         return 1
     message = " ".join(message.split())
-    print(f"error: {message[:LONGEST]}{' ...' if message[LONGEST:] else ''}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # it may be on the same full disk
+        print(f"error: {message[:LONGEST]}{' ...' if message[LONGEST:] else ''}", file=sys.stderr, flush=True)
     return 2
 
 
@@ -168,19 +179,15 @@ def quick_imports() -> Iterator[None]:
 # end feature: predict, export, tune, sweep, benchmark, devices, dashboard, runs, rename
 
 
-KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "dict": "key: value pairs",
-}
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+KINDS["dict"] = "key: value pairs"
 # What jsonargparse says of an option's value, and what the user is told
 TOLD = {
     # by a nested parser of a class's arguments, with explain()
     r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)": "{option}.{0} {1}.",
     r"the following arguments are required: (\w+)": "{option} needs {option}.{0}.",
     r"File does not exist: '?([^']+)'?": "{option}: there is no file {0}.",
+    r"([\w.]+)\": Unable to load config '(.+?)'((?: - (?!Parser).+)?)": "--{0}: {1} is no file of flags and values{2}.",
 }
 
 
@@ -200,6 +207,8 @@ def explain(message: str, options: list[str], elsewhere: Mapping[str, str] = {})
             return f"unexpected argument '{words[0]}': every value follows its --option. See --help."
         hint = f" Did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, options)
         return f"unknown option {name}.{hint} See --help."
+    if found := re.search(r"arguments are required: (model|data)$", message):
+        return f"--{found[1]}.class_path PACKAGE.CLASS, or a --config FILE with a section {found[1]}, is needed."
     if found := re.search(r"argument (?:\S+/)?(\S+): expected one argument", message):
         return f"{found[1]} needs a value."
     return _explain_value(message, "--" + ".".join(keys)) if keys else message[:400]

@@ -13,7 +13,6 @@ import random
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, pairwise, repeat
@@ -28,14 +27,13 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader
 
-from project.engine.lightning_internals import iterator_of
+from project.engine.lightning_internals import iterator_of_fetching
 from project.errors import UserError
 
 # Samplers that draw from torch's generator only, which is seeded here.
 SEEDABLE = (data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
 # What an exact loader takes over as it is
 KEPT = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "pin_memory", "timeout")
-SEED_STRIDE = 1_000_003  # between two seeds' epochs
 END = object()  # of a loader
 # A batch that is asked for: its epoch, its number there, also of several passes, and the keys of its samples
 Request = tuple[int, int, Any]
@@ -151,7 +149,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
 
     def _order(self) -> Any:
         """The samples (or batches) of a whole pass in order, the same on every rank."""
-        source, epoch_seed = self.source, self.seed * SEED_STRIDE + self.start.epoch
+        source, epoch_seed = self.source, self.seed * 1_000_003 + self.start.epoch  # seeds' epochs lie far apart
         epoch_seed = hash((epoch_seed, self.first)) % 2**63 if self.first else epoch_seed
         self.states = {**(self.states if self.first else {}), self.first: self.state()}
         if type(source) is data.SequentialSampler:
@@ -176,6 +174,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
             cuts = list(range(first, samples + 1, self.global_batch_size))
             has_more = samples - cuts[-1] >= ranks and not self.drop_last  # never without a batch size
             return [*cuts, samples] if has_more else cuts
+        samples -= samples % self.batch_size if self.drop_last and samples > self.batch_size else 0  # as one rank does
         batches = math.ceil(math.ceil(samples / ranks) / self.batch_size)
         batches = max(1, batches if self.in_memory else min(batches, samples // ranks))
         return [samples * number // batches for number in range(batches + 1)]
@@ -204,8 +203,7 @@ class Fetch:
         if gathers(dataset):
             return dataset.gather(part)
         keys = part.tolist() if isinstance(part, Tensor) else part
-        # a worker has generators of its own; in the main process those of the training must not change
-        with isolate_rng(include_cuda=False) if data.get_worker_info() is None else nullcontext():
+        with isolate_rng(include_cuda=False):  # in the main process those of the training must not change
             seed_generators(hash((seed, rank or 0, epoch, number)))
             if not self.batched:
                 samples = dataset[keys]
@@ -225,12 +223,12 @@ class ExactLoader(DataLoader[Any]):
     """The exact form of a plain loader over a map-style dataset: to the user's code the same loader, sampler apart."""
 
     sampler: ExactBatches
-    _iterator = iterator_of("fetching")
+    _iterator = iterator_of_fetching()
 
     def __init__(self, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> None:
         dataset: Any = loader.dataset
         inner: Any = loader.batch_sampler
-        source = source_of(loader)
+        source = source_of(loader, training)
         size, drop_last = None, False  # batch_size=None: the dataset returns whole batches
         if type(inner) is data.BatchSampler:
             size, drop_last = inner.batch_size, inner.drop_last
@@ -262,18 +260,22 @@ class ExactLoader(DataLoader[Any]):
 
 
 class WatchedLoader(Passes):
-    """A training loader that has no exact form. Where its ``owner`` (loader or dataset) has a state, that is kept by
+    """A loader that has no exact form. Where in training its ``owner`` (loader or dataset) has a state, that is kept by
     batch, as Lightning may have fetched one more than training has used. Random numbers in this process come from
     (seed, epoch, batch), the same on every rank.
     """
 
-    def __init__(self, loader: Any, owner: Any, seed: int) -> None:
+    def __init__(self, loader: Any, owner: Any, seed: int, training: bool = True) -> None:
         super().__init__(owner)
-        self.loader, self.seed = loader, seed
-        self.dataset = getattr(loader, "dataset", None)
+        self.loader, self.seed, self.training = loader, seed, training
         self.sampler = self  # where Lightning looks for ``set_epoch``
         self.finished = False  # whether the loader has come to its end
         self.rest: Any = None  # state after an epoch that ended before the loader did (``--limit_train_batches``)
+
+    def __getattr__(self, name: str) -> Any:  # for the user's code: what the loader has
+        if name == "loader" or name.startswith("_") or name.endswith("state_dict"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -281,14 +283,19 @@ class WatchedLoader(Passes):
     def __iter__(self) -> Iterator[Any]:
         if self.start.over:
             return
+        if not self.training:  # never a batch ahead: a loader may fill the same tensor again
+            batches, done = self._drawn_for(-1, lambda: iter(self.loader)), 0
+            while (batch := self._drawn_for(done, lambda: next(batches, END))) is not END:
+                done += 1
+                yield batch
+            return
         if self.rest is not None:  # as a resumed run does
             self.owner.load_state_dict(self.rest)
-        done, self.start, self.first, self.rest = self.first, Start(self.start.epoch), 0, None
+        done, self.start, self.first, self.rest, self.finished = self.first, Start(self.start.epoch), 0, None, False
         self.states = {done: self.state()}
         batches = self._drawn_for(-1, lambda: iter(self.loader))
         batch = self._drawn_for(done, lambda: next(batches, END))
-        self.finished = batch is END
-        while not self.finished:
+        while batch is not END:
             done += 1
             self.states[done] = self.state()
             self.states.pop(done - 4, None)
@@ -298,10 +305,6 @@ class WatchedLoader(Passes):
             self.first = done if self.finished and self.cycles else 0
             yield current
 
-    def start_at(self, start: Start, first: int = 0, state: Any = None) -> None:
-        # a state of an older version comes without the number of its batch
-        super().start_at(start, first or (0 if start.over or state is None else start.batches), state)
-
     def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
         with isolate_rng(include_cuda=False):
             seed_generators(hash((self.seed, self.start.epoch, batch)))
@@ -309,8 +312,8 @@ class WatchedLoader(Passes):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        samplers = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))
-        for part in (self.dataset, self.loader, *samplers):
+        parts = (getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))
+        for part in (self.loader, *parts):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
@@ -351,7 +354,7 @@ class ExactLoading:
         # loaders side by side differ in order and draws
         seed = hash((self.seed, len(self.training))) % 2**32 if training and self.training else self.seed
         maps = is_plain(loader) and not isinstance(loader.dataset, data.IterableDataset)
-        source = source_of(loader) if maps else None
+        source = source_of(loader, training) if maps else None
         sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
         if sized_len(source) is not None:
             found = ExactLoader(loader, training, seed, *((0, 1) if sharded else (trainer.global_rank, ranks)))
@@ -385,7 +388,7 @@ class ExactLoading:
             self.notes.append(f"{lacks}: a resumed run goes on from the last epoch's end.")
         if ranks > 1 and not (training and owner is not None):
             self.notes.append(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
-        return WatchedLoader(loader, owner, seed) if training else loader
+        return WatchedLoader(loader, owner if training else None, seed, training)
 
     def begin(self) -> None:
         """Put the loaders where training starts."""
@@ -422,12 +425,14 @@ def is_plain(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and not has_state(loader)
 
 
-def source_of(loader: DataLoader[Any]) -> Any:
+def source_of(loader: DataLoader[Any], training: bool) -> Any:
     """The sampler of a plain loader's samples, or a batch sampler of the user's own."""
-    inner = loader.batch_sampler
-    if type(inner) is data.BatchSampler:
-        return inner.sampler  # not the loader's, where the user gave a BatchSampler
-    return loader.sampler if inner is None else inner
+    inner: Any = loader.batch_sampler
+    # not the loader's, where the user gave a BatchSampler
+    source = inner.sampler if type(inner) is data.BatchSampler else loader.sampler if inner is None else inner
+    if type(source) is data.DistributedSampler and not training:  # which repeats or drops samples
+        return data.SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    return source
 
 
 def gathers(dataset: Any) -> bool:

@@ -1,7 +1,7 @@
 """What an exact resume needs and Lightning's checkpoint lacks: generators, unfinished sums, loop counters."""
 
+import copy
 import random
-from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from project.engine import lightning_internals
-from project.engine.exact_loading import ExactLoading, Start
+from project.engine.exact_loading import ExactLoading
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
@@ -44,20 +44,20 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def note(trainer: Trainer, loading: ExactLoading, place: Place) -> dict[str, Any]:
-    """What changes first: generators, loaders and the sums of metrics, as this rank has them now."""
+    """What changes first: copies of generators, loaders and the sums of metrics, as this rank has them now."""
     module, batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress
     own = getattr(module, "metric_state", None)
     sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
     # at an epoch's end the next epoch's start is what counts
     epoch_ends = place == "epoch" or (place == "validation" and batches.is_last_batch)
-    loaders = [loader.state_after(batches.current.completed, epoch_ends) for loader in loading.training]
-    return {
+    noted = {
         "random": random_state(trainer.strategy.root_device),
-        "loaders": [state for _, state in loaders],
-        "passed": [began for began, _ in loaders],
+        "loaders": [loader.state_after(batches.current.completed, epoch_ends) for loader in loading.training],
         "metrics": lightning_internals.metric_states(module),
+        "validated": {**lightning_internals.validated_batches(trainer)},
         "module": sums,
     }
+    return copy.deepcopy(noted)  # sums are changed in place
 
 
 def gather(trainer: Trainer, place: Place) -> dict[str, Any]:
@@ -79,6 +79,7 @@ def gather(trainer: Trainer, place: Place) -> dict[str, Any]:
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Restore a rank's part at the start of training. What an older checkpoint lacks stays as it is."""
     state, module = gather(trainer, "epoch") | state, trainer.lightning_module
+    lightning_internals.validated_batches(trainer).update(state["validated"])
     lightning_internals.restore_metric_states(module, state["metrics"])
     if state["module"]:
         module.load_metric_state(state["module"])  # type: ignore[operator]
@@ -95,25 +96,14 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         restore_random_state(state["random"], trainer.strategy.root_device)
 
 
-def start_of(checkpoint: dict[str, Any], state: dict[str, Any], rank: int) -> Start:
-    """Where a rank's training loaders begin in a resumed run; ``state`` is what this project added for the resume."""
-    of_rank = state["ranks"][rank] if rank < len(state["ranks"]) else {"loaders": []}
-    loaders = list(zip(of_rank.get("passed", repeat(0)), of_rank["loaders"], strict=False))
-    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    done = batches["current"]["completed"] if state["place"] != "epoch" else 0
-    over = state["place"] == "validation" and batches["is_last_batch"]
-    return Start(checkpoint["epoch"], done, state["samples_per_batch"], loaders, over)
-
-
 def settle_place(trainer: Trainer, loading: ExactLoading, state: dict[str, Any]) -> None:
     """Where a run had other ranks or batches, make Lightning's count of batches agree with the loader's, and say so."""
     before = len(state["ranks"]), state["samples_per_batch"]
     now = trainer.world_size, loading.samples_per_batch
     if all(before) and all(now) and before != now:
-        if state["place"] != "epoch" and loading.training:
-            batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-            done = loading.training[0].start_batch  # type: ignore[attr-defined]
-            batches.ready = batches.started = batches.processed = batches.completed = done
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        done = loading.training[0].start_batch  # type: ignore[attr-defined]
+        batches.ready = batches.started = batches.processed = batches.completed = done
         what = f"resumed with {now[0]} device(s) and global batch {now[1]} instead of {before[0]} and {before[1]}"
         loading.notes.append(f"{what}: it goes on from the right sample, not exactly.")
 
@@ -125,22 +115,17 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     fit = loops["fit_loop"]
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see note
     batches = fit["epoch_loop.batch_progress"]
-    begun, validation = [batches["total"], batches["current"]], fit["epoch_loop.val_loop.batch_progress"]
-    begun += [*fit["epoch_progress"].values(), validation["total"]] if place == "epoch" else []
+    validation, epochs = fit["epoch_loop.val_loop.batch_progress"], fit["epoch_progress"]
+    begun = [batches["total"], batches["current"], validation["total"], *(epochs.values() if place == "epoch" else ())]
     for counters in begun:
         counters.update(dict.fromkeys(counters, counters["completed"]))
-    if place == "epoch":
-        optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
-        for progress in (batches, fit["epoch_loop.scheduler_progress"], optimizer["step"], optimizer["zero_grad"]):
-            progress["current"].update(dict.fromkeys(progress["current"], 0))
+    batches["is_last_batch"] &= place == "validation"
     if place == "batch" and validated:  # Lightning's restart finds a validation due, ends this batch again, counts it
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":  # it has begun, with no batch done: the resumed run starts it again
-        for counters in (validation["current"], validation["total"]):
-            counters.update(dict.fromkeys(counters, 0))
-        validation["total"].update(ready=1, started=1)
-    else:
-        batches["is_last_batch"] = False
+        before = validation["total"]["completed"] - validation["current"]["completed"]
+        validation["current"].update(dict.fromkeys(validation["current"], 0))
+        validation["total"].update(ready=before + 1, started=before + 1, processed=before, completed=before)
 
 
 def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
@@ -153,38 +138,47 @@ def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_grou
                 torch.distributed.broadcast(buffer, src=0, group=cpu_group if buffer.device.type == "cpu" else None)
 
 
-def apply_typed_hyperparameters(
-    trainer: Trainer, fresh: list[list[dict[str, Any]]], before: list[list[dict[str, Any]]] | None, changed: bool
-) -> None:
-    """Let typed hyperparameters win over those in the checkpoint's optimizer state. ``fresh`` are the optimizers'
-    parameter groups as configured now, ``before`` as the checkpoint's run had configured them: what differs was typed;
-    the rest goes on. Where the configuration is not ``changed``, only the kernels are chosen anew: a checkpoint of
-    16-mixed, not fused, may go on in another precision.
+def configured(trainer: Trainer) -> dict[str, Any]:
+    """What optimizers and schedules start with: parameter groups without parameters, and states."""
+    groups = [optimizer.param_groups for optimizer in trainer.optimizers]
+    return {
+        "groups": [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups],
+        "schedules": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+    }
+
+
+def apply_typed_hyperparameters(trainer: Trainer, fresh: dict[str, Any], before: dict[str, Any], changed: bool) -> None:
+    """Let typed hyperparameters win over those in the checkpoint's states of optimizers and schedules. What is typed
+    differs between ``before``, :func:`configured` in the checkpoint's run, and ``fresh``, now; nothing is where the
+    run is not ``changed``. Kernels are always chosen anew: a checkpoint of 16-mixed is not fused, another may be.
     """
-    now = [optimizer.param_groups for optimizer in trainer.optimizers]
-    for optimizer, groups, saved in zip(trainer.optimizers, fresh, (before or now) if changed else fresh, strict=False):
-        if len(groups) == len(optimizer.param_groups) == len(saved):
-            for group, wanted, was in zip(optimizer.param_groups, groups, saved, strict=True):
-                _apply_typed(optimizer, group, wanted, was)
-    for scheduler in [config.scheduler for config in trainer.lr_scheduler_configs] if changed else ():
-        if hasattr(scheduler, "base_lrs"):
-            groups = scheduler.optimizer.param_groups
-            scheduler.base_lrs = [_first_rate(group) for group in groups]
-            if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
-                for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
-                    group["lr"] = _first_rate(group) * factor(scheduler.last_epoch)
+    was = (changed and before["groups"]) or fresh["groups"]
+    for optimizer, *groups in zip(trainer.optimizers, fresh["groups"], was, strict=False):
+        for group, wanted, earlier in zip(optimizer.param_groups, *groups, strict=False):
+            group.update({k: v for k, v in wanted.items() if k in KERNELS or (k != "lr" and v != earlier.get(k))})
+            if _first_rate(wanted) != _first_rate(earlier):
+                group["lr"] *= _first_rate(wanted) / (_first_rate(earlier) or 1.0)
+            on_device = group.get("fused") or group.get("capturable")
+            for parameter in group["params"]:
+                state: dict[str, Any] = optimizer.state.get(parameter, {})
+                if isinstance(step := state.get("step"), torch.Tensor):  # fused kernels need it on the device
+                    state["step"] = step.to(parameter.device if on_device else "cpu")
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs] if changed else []
+    for scheduler, wanted, earlier in zip(schedules, fresh["schedules"], before["schedules"], strict=False):
+        scheduler.load_state_dict(_with_changes(scheduler.state_dict(), wanted, earlier))
+    for scheduler in schedules:
+        if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
+            for group, factor in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+                group["lr"] = _first_rate(group) * factor(scheduler.last_epoch)
 
 
-def _apply_typed(optimizer: Any, group: dict[str, Any], wanted: dict[str, Any], was: dict[str, Any]) -> None:
-    rate, earlier = _first_rate(wanted), _first_rate(was)  # first: an older checkpoint gives the group itself
-    group.update({k: v for k, v in wanted.items() if k in KERNELS or (k != "lr" and v != was.get(k))})
-    if rate != earlier:
-        group["lr"] *= rate / (earlier or 1.0)
-    on_device = group.get("fused") or group.get("capturable")
-    for parameter in group["params"]:
-        state = optimizer.state.get(parameter, {})
-        if isinstance(step := state.get("step"), torch.Tensor):  # fused kernels need it on the device
-            state["step"] = step.to(parameter.device if on_device else "cpu")
+def _with_changes(now: Any, wanted: Any, was: Any) -> Any:
+    """``now``, with what is ``wanted`` where that differs from what ``was`` wanted."""
+    if type(now) is type(wanted) is type(was) is dict:
+        return now | {key: _with_changes(now.get(key), wanted[key], was.get(key)) for key in wanted}
+    if type(now) is type(wanted) is type(was) is list and len(now) == len(wanted) == len(was):
+        return [_with_changes(*each) for each in zip(now, wanted, was, strict=True)]
+    return now if wanted == was else wanted
 
 
 def _first_rate(group: dict[str, Any]) -> float:

@@ -6,6 +6,7 @@ of ignoring a signal or losing a sum later.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.metadata
 import threading
@@ -23,10 +24,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAve
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.memory import recursive_detach
-from torch import nn
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricTracker
 
-from project.engine.ranks import of_all_ranks
+from project.engine.ranks import of_all_ranks, say
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
@@ -51,8 +52,6 @@ NAMES = {
     "torch.utils._python_dispatch": ["TorchDispatchMode"],  # feature: tune, memory
     "torch.utils._pytree": ["tree_leaves"],  # feature: tune, memory
 }
-# Name in a checkpoint → where an entry keeps its sum, the samples in it, and its value of the last step
-SUMMED = {"value": "value", "samples": "cumulated_batch_size", "step": "_forward_cache"}
 
 
 def check() -> None:
@@ -88,15 +87,18 @@ def values_are_no_files() -> Iterator[None]:
 
 def begin_epoch_again(trainer: Trainer) -> None:
     """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on. Buys what
-    they set for an epoch, such as frozen layers in eval mode. Weights and buffers stay as they are. Public way missing:
-    Lightning leaves the hook out there, and only its own call tells ``self.log`` where it is.
+    they set for an epoch, such as frozen layers in eval mode. Weights, buffers and callbacks' states stay as they are.
+    Public way missing: Lightning leaves the hook out there, and only its own call tells ``self.log`` where it is.
     """
     module, not_again = trainer.lightning_module, ("lightning.", __name__.rpartition(".")[0])
     kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         hook = callback.on_train_epoch_start
         if not hook.__module__.startswith(not_again) or isinstance(callback, GradientAccumulationScheduler):
+            state = copy.deepcopy(callback.state_dict())
             hook(trainer, module)
+            if state:  # it may count epochs
+                callback.load_state_dict(state)
     call._call_lightning_module_hook(trainer, "on_train_epoch_start")
     with torch.no_grad():
         for tensor, value in kept:
@@ -104,10 +106,10 @@ def begin_epoch_again(trainer: Trainer) -> None:
 
 
 def end_restart(trainer: Trainer) -> None:
-    """Let a resumed epoch end like any other: a ReduceLROnPlateau steps at its end, too. Public way missing: the setter
-    of ``restarting`` sets it again where ``max_steps`` ends the run.
+    """Let a resumed epoch begin or end like any other: a ReduceLROnPlateau steps at its end, and no step is counted
+    twice. Public way missing: the setter of ``restarting`` sets it again where ``max_steps`` ends the run.
     """
-    trainer.fit_loop._restarting = False
+    trainer.fit_loop._restarting = trainer.fit_loop.epoch_loop.restarting = False
 
 
 def release_child_processes() -> list[Any]:
@@ -152,24 +154,35 @@ def parts_in_eval_mode(trainer: Trainer, within_validation: bool) -> list[str]:
     return [name for name, training in modes.items() if not training]
 
 
+def validated_batches(trainer: Trainer) -> dict[int, int]:
+    """Batches of each loader that validations have read: the steps of what they log in a step. Public way missing: no
+    checkpoint holds it.
+    """
+    return trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
+
+
 def metric_states(module: LightningModule) -> dict[str, Any]:
-    """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU."""
-    return {  # detached: a list of predictions may hang on their graph
-        name: {"values": recursive_detach(metric.metric_state, to_cpu=True), "updates": metric.update_count}
-        for name, metric in module.named_modules()
-        if isinstance(metric, Metric)
-    }
+    """The unfinished sums of every torchmetrics metric of a module: plain values and tensors on the CPU. Public way
+    missing: ``metric_state`` lacks what a wrapper counts or keeps for itself, such as a minimum.
+    """
+    states: dict[str, Any] = {}
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric):
+            own = {k: x for k, x in vars(metric).items() if isinstance(x, Tensor) or (k[0] == "_" and type(x) is int)}
+            # detached: a list of predictions may hang on their graph
+            states[name] = recursive_detach(own | metric.metric_state, to_cpu=True)
+    return states
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Restore the sums that :func:`metric_states` returned. Public way missing: a metric's count of updates can be read
-    and not set, and without it ``compute`` warns.
-    """
+    """Restore the sums that :func:`metric_states` returned, in a tracker of metrics those of earlier epochs, too."""
+    for name, part in [*module.named_modules()]:
+        while isinstance(part, MetricTracker) and any(key.startswith(f"{name}.{len(part)}") for key in states):
+            part.increment()
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and name in states:
-            for key, value in states[name]["values"].items():
+            for key, value in states[name].items():
                 setattr(metric, key, move_data_to_device(value, metric.device))
-            metric._update_count = states[name]["updates"]
 
 
 def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
@@ -178,15 +191,13 @@ def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """
     sums: dict[str, dict[str, Any]] = {}
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
-        meta = logged.meta
-        if not logged.has_reset and meta.sync.group is None:  # a group cannot be saved, and must be the same later
+        meta, sync, reduce = logged.meta, logged.meta.sync, logged.meta.reduce_fx
+        if not logged.has_reset and (meta.on_epoch or sync.group is None):
             how = {name: value for name, value in vars(meta).items() if isinstance(value, (bool, str))}
-            how |= {"reduce_fx": meta.reduce_fx.__name__, "sync_dist": meta.sync.should}
-            how |= {"rank_zero_only": meta.sync.rank_zero_only}
-            sums[key] = {"how": how}
-            for name, attribute in SUMMED.items():  # the sums of a torchmetrics metric are the metric's: metric_states
-                if isinstance(part := getattr(logged, attribute, None), torch.Tensor):
-                    sums[key][name] = part.detach().cpu()
+            how |= {"reduce_fx": reduce.__name__, "sync_dist": sync.should, "rank_zero_only": sync.rank_zero_only}
+            sums[key] = {"how": how, "is_grouped": sync.group is not None, "is_pythons": reduce in (max, min, sum)}
+            # its sum, the samples in it, its value of the last step; a torchmetrics metric has its own: metric_states
+            sums[key]["parts"] = {k: x.detach().cpu() for k, x in vars(logged).items() if isinstance(x, Tensor)}
     return sums
 
 
@@ -196,7 +207,12 @@ def restore_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> 
     """
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for key, saved in sums.items():
-        parts = {SUMMED[name]: saved[name].to(module.device) for name in SUMMED.keys() & saved.keys()}
+        if saved["is_grouped"]:  # a group cannot be saved, and must be the same when a value is logged again
+            say(f"{saved['how']['name']} is logged with a sync_dist_group: in this epoch its sum begins anew.")
+            continue
+        if saved["is_pythons"]:  # Lightning finds torch's by their names
+            saved["how"]["reduce_fx"] = {"max": max, "min": min, "sum": sum}[saved["how"]["reduce_fx"]]
+        parts = {name: part.to(module.device) for name, part in saved["parts"].items()}
         value = parts["value"] if "value" in parts else module.get_submodule(saved["how"]["metric_attribute"])
         results.log(value=value, **saved["how"], sync_dist_fn=trainer.strategy.reduce, batch_size=1)
         vars(results[key]).update(parts)
@@ -206,19 +222,19 @@ def restore_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> 
 def share_sums(trainer: Trainer) -> None:
     """Add up over all ranks, weighted by samples, what ``self.log`` has summed in steps of an epoch, or of this loader.
     Buys: metrics that do not depend on the number of devices. Public way missing: only the module's author could set
-    ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each.
+    ``sync_dist=True``, and it counts ranks of 17 and 16 samples as 16 each; it changes no mean that is the same on all.
     """
     if trainer.world_size == 1:
         return
     results: Any = trainer._results
-    steps = ("training_step", "validation_step", "test_step")
     entries = {
         key: logged
         for key, logged in results.valid_items()
-        if logged.is_tensor and not logged.meta.sync.should and logged.meta.fx.startswith(steps)
+        if logged.is_tensor and (x := logged.meta).fx.startswith(("training_step", "validation_step", "test_step"))
+        if not x.sync.should or (x.is_mean_reduction and x.sync.group is None)
     }
-    counted = "cumulated_batch_size"
-    ranks = of_all_ranks({key: (float(x.value), int(getattr(x, counted, 0))) for key, x in entries.items()})
+    sums = {key: (float(x.value), int(getattr(x, "cumulated_batch_size", 0))) for key, x in entries.items()}
+    ranks = of_all_ranks(sums)
     for key, logged in entries.items():
         values, counts = zip(*(rank[key] for rank in ranks if key in rank), strict=True)
         join: Any = max if logged.meta.is_max_reduction else min if logged.meta.is_min_reduction else sum
@@ -247,12 +263,11 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
     return loop._combined_loader.flattened, last
 
 
-def iterator_of(name: str) -> property:
-    """The ``_iterator`` of an inner loader, as an outer one's. Buys that Lightning ends its workers after training.
+def iterator_of_fetching() -> property:
+    """The ``_iterator`` of a loader's ``fetching``, as its own. Buys that Lightning ends its workers after training.
     Public way missing: Lightning looks for this attribute of a loader alone.
     """
-    inner = attrgetter(name)
-    return property(lambda self: inner(self)._iterator, lambda self, value: setattr(inner(self), "_iterator", value))
+    return property(lambda self: self.fetching._iterator, lambda self, it: setattr(self.fetching, "_iterator", it))
 
 
 def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
@@ -322,7 +337,7 @@ class LiveMemory(ExitStack):  # feature: tune, memory
     def count(self, tensors: Iterable[Any]) -> None:
         """Count tensors that were made before, such as weights; one that is counted already is not counted again."""
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 # PyTorch keeps one Python object per storage for as long as the storage lives
                 if storage not in self._counted:

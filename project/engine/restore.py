@@ -29,25 +29,18 @@ from lightning.pytorch.cli import LightningCLI
 from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
 from project.engine.cli import CommandLine, Configuration, configure, differences
-from project.engine.ranks import decided_by_rank_zero
+from project.engine.ranks import decided_by_rank_zero, is_rank_zero
 from project.errors import UserError, nearest, require
 
 ROOT = Path("checkpoints")
 LATEST = "latest"
 RUN_ID = "run-id.txt"
 PACKAGE = __name__.split(".")[0]
-# Besides the user's own files, a checkpoint's configuration may name classes and functions that these modules define,
-FUNCTIONS = [f"{PACKAGE}.model", f"{PACKAGE}.data", "lightning.pytorch.callbacks", "torch.nn", "torch._C._nn"]
-FUNCTIONS += ["torch.utils.data", "torch.distributed.algorithms", "torchmetrics", "torch.optim.swa_utils"]
-FUNCTIONS += ["torch.profiler.profiler.schedule", "torchvision.io.image.read_image"]
-FUNCTIONS += ["torchvision.models", "torchvision.ops", "torchvision.transforms", "torchvision.datasets.folder"]
-# and classes of these. The rest of torch has classes that run commands; functions elsewhere write files.
-CLASSES = [PACKAGE, "lightning", "torchvision", "torch.optim", "torch.amp", "torch.distributions", "torch.profiler"]
-CLASSES += ["torch._C._profiler", "torch._C.Generator", "torch.distributed.fsdp", "torch.distributed.optim"]
-# Files and rooms of this package whose functions are no part of a training; others in it are the user's
-ROOMS = {"engine", "callbacks", "loggers", "report", "tables", "publish", "hardware", "threads", "errors", "fit"}
-ROOMS |= {"test", "predict", "export", "devices", "dashboard", "rename", "runs", "sweep", "tune", "benchmark"}
-COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # but not these: they make what a text names
+# What a checkpoint's configuration may name besides the user's own files
+TRUSTED: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("trusted.yaml").read_text(encoding="utf-8"))
+FUNCTIONS = [f"{PACKAGE}.model", f"{PACKAGE}.data", *TRUSTED["functions"]]
+CLASSES = [PACKAGE, *TRUSTED["classes"]]
+COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # not these: they make what a text names
 # Arguments of a module that may hold an import path
 PATHS = ("class_path", "optimizer", "schedule", "loss")
 IMPORT_PATH = re.compile(r"\w[\w-]*(?:\.[\w-]+)+")  # importlib takes more than identifiers
@@ -66,16 +59,20 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
-    if line.value("init_weights") is not None:
-        raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
-    known = record(run.checkpoint, to_resume=True)
-    base = dict(known["config"])
-    refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
-    refuse_writing_elsewhere(base, line, run)
-    if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
-        base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
-    config = configure(argv, prog, base)
-    load_weights(config.module, run.checkpoint, late=True, again=True)  # here a misfit becomes one line
+    try:
+        if line.value("init_weights") is not None:
+            raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
+        known = record(run.checkpoint, to_resume=True)
+        base = dict(known["config"])
+        refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
+        refuse_writing_elsewhere(base, line, run)
+        if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
+            base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
+        config = configure(argv, prog, base)
+        load_weights(config.module, run.checkpoint, late=True, again=True)  # here a misfit becomes one line
+    except BaseException:
+        run.discard()
+        raise
     data: Any = config.datamodule
     if hasattr(data, "stay_with"):  # it has several sources: the earlier run's is used
         data.stay_with(known.get("data_source"))
@@ -113,7 +110,7 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     config = configure(argv or [], "project.test", base)
     fits = load_weights(config.module, path, late=True, again=again)
     data: Any = config.datamodule
-    if isinstance(data, BatchedDataModule):
+    if isinstance(data, BatchedDataModule):  # feature: images
         data.describe(run.pop("data", {}))
     if not (fits or again):  # layers are made in ``setup``: module and data are set up as for a test
         trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, limit_test_batches=0)
@@ -163,7 +160,7 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
                     which = "which is neither yours nor PyTorch's or Lightning's. Nothing was imported"
                     reason = f"the class {named}, {which}"
             elif not is_file and (package := _foreign_home(named, packages) or ""):
-                reason = f"{named}, which {package} defines: no part of a model, of data or of a training"
+                reason = f"{named}, which {package} defines: it is no part of a training, or writes files"
             if reason:
                 raise UserError(f"--ckpt_path {path} names {reason}. If you trust the file: --allow_imports {package}")
 
@@ -218,8 +215,7 @@ def _is_foreign(root: str, holds_path: bool) -> bool:
     if spec is None:
         return holds_path
     # a package that is installed comes before a plain folder of its name
-    places = spec.submodule_search_locations or [spec.origin or ""]
-    return any(Path(place).parent not in folders for place in places)
+    return any(Path(place).parent not in folders for place in spec.submodule_search_locations or [spec.origin or ""])
 
 
 def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
@@ -234,11 +230,11 @@ def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
     home = getattr(found, "__module__", None)  # None: of a builtin function
     home = str(home or getattr(holder, "__name__" if inspect.ismodule(holder) else "__module__", "builtins"))
     root, is_class = home.split(".")[0], inspect.isclass(found)
-    trusted = (*allowed, *FUNCTIONS, *(CLASSES if is_class else ()))
     end, room = getattr(found, "__name__", ""), home.partition(".")[2].partition(".")[0]
+    trusted = (*allowed, *FUNCTIONS, *(CLASSES if is_class and end not in TRUSTED["writers"] else ()))
     is_trusted = any(f"{home}.{end}.".startswith(f"{name}.") for name in trusted)
     is_trusted |= holder is torch and hasattr(torch.Tensor, end)  # tanh and the like
-    is_own = room not in ROOMS if root == PACKAGE else not _is_foreign(root, holds_path=True)
+    is_own = room not in TRUSTED["machinery"] if root == PACKAGE else not _is_foreign(root, holds_path=True)
     is_command_line = is_class and issubclass(found, COMMAND_LINES) and root not in allowed
     return root if is_command_line or not (is_trusted or is_own) else None
 
@@ -278,7 +274,7 @@ class Run:
 
     def discard(self) -> None:
         """Delete a new run's folder if the run failed before it saved a checkpoint."""
-        if self._created and not any(self.folder.glob("*.ckpt")):
+        if self._created and is_rank_zero() and not any(self.folder.glob("*.ckpt")):
             shutil.rmtree(self.folder, ignore_errors=True)
             latest = self.folder.parent / LATEST
             if latest.is_symlink() and not latest.exists():  # it was this run
@@ -325,6 +321,7 @@ def point_latest_at(folder: Path) -> None:
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     """The run that ``--run_name`` and ``--ckpt_path`` mean, or a UserError. Writes nothing but a new run's folder."""
+    require("\0" not in str(root), "--default_root_dir", "be a folder you may write in", repr(str(root)))
     fits = run_name is None or (re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) and run_name != LATEST)
     must = f"be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
     require(bool(fits), "--run_name", must, f"'{run_name}'")
@@ -352,13 +349,13 @@ def find_checkpoint(
     ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None, option: str = "--ckpt_path"
 ) -> Path:
     """The file that ``--ckpt_path`` means: a path, or ``best`` (default) or ``last`` of a run (default: the newest)."""
-    kind = ckpt_path or "best"
+    kind = "best" if ckpt_path is None else ckpt_path  # nothing after the option is a mistake
     if kind not in ("best", "last"):
         if (path := Path(kind)).is_file():
             return path
-        hint = " A folder was given: add /best.ckpt or /last.ckpt." if path.is_dir() else ""
+        hint = " A folder was given: add /best.ckpt or /last.ckpt." if kind and path.is_dir() else ""
         allowed = "best, last, or a file" + (" (fit: also auto)" if option == "--ckpt_path" else "")
-        raise UserError(f"{option}: there is no checkpoint {kind}.{hint} Allowed: {allowed}.")
+        raise UserError(f"{option}: there is no checkpoint {kind or repr(kind)}.{hint} Allowed: {allowed}.")
     folder = root / (run_name or LATEST)
     if not folder.is_dir():
         known = [entry.name for entry in root.glob("*") if entry.is_dir()]
@@ -390,7 +387,7 @@ def _new(root: Path, run_name: str | None) -> Run:
     except OSError as error:
         got = f"got {root}: {error.strerror}."
         raise UserError(f"--default_root_dir must be a folder you may write in, {got}") from None
-    return run
+    return replace(run, _created=True)
 
 
 def _is_finished(checkpoint: Path) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.engine import signals
@@ -72,6 +73,8 @@ class GracefulStop(Callback):
             self.agreement = Agreement(trainer.world_size)
             self.loading.install(trainer)
         leave_signals_alone(trainer)
+        if isinstance(trainer.precision_plugin, DoublePrecision):  # Lightning does so after a checkpoint was loaded
+            pl_module.double()
         if self.requeue_signal is not None:
             signal.signal(self.requeue_signal, lambda number, _: setattr(signals.state, "requested", number))
 

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import importlib.metadata
-import math
 import os
 import platform
 import shlex
@@ -26,7 +25,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.engine.ranks import say
-from project.tables import write_atomically
+from project.tables import is_number, write_atomically
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
@@ -57,7 +56,8 @@ class Summary:
     data_source: str | None = None
     train_samples: int | None = None
     start_seconds: float | None = None  # from process start to the first step
-    busy_seconds: float | None = None  # while other processes took cores, so that threads slept as they waited
+    # while other processes took cores, so that threads slept as they waited
+    busy_seconds: float | None = None  # feature: waiting
     git_commit: str | None = None
     git_dirty: bool | None = None  # whether files differ from the commit, or are not under git
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))  # of its end
@@ -95,7 +95,7 @@ class RunRecord:
     stopped_by: str | None = None  # name of the signal; None for a run that has finished
     max_epochs: int | None = None
     breakdown: dict[str, float] = field(default_factory=dict)  # GiB of memory by use
-    remarks: list[str] = field(default_factory=list)  # advice and warnings of the monitors
+    leaks: list[str] = field(default_factory=list)  # what looks like one, in words
     confusion: np.ndarray | None = None  # int64 (classes, classes), row: label; None without a classifier's test
     mistakes: list[Mistake] = field(default_factory=list)
 
@@ -108,32 +108,27 @@ class RunRecord:
     @property
     def class_accuracy(self) -> list[tuple[str, float, int]]:
         """(class, share of its test samples that were labelled right (0-1), samples), worst first."""
-        if self.confusion is None:
-            return []
-        totals = self.confusion.sum(axis=1)
-        rows = zip(self.names, np.diag(self.confusion), totals, strict=True)
-        return sorted(((name, int(right) / int(n), int(n)) for name, right, n in rows if n), key=lambda row: row[1])
+        rows = zip(self.names, () if self.confusion is None else self.confusion, strict=True)
+        counts = [(name, int(row[place]), int(row.sum())) for place, (name, row) in enumerate(rows)]
+        return sorted(((name, right / n, n) for name, right, n in counts if n), key=lambda row: row[1])
 
     @property
     def confusions(self) -> list[tuple[str, str, int]]:
         """(label, prediction, samples) of the pairs that were mixed up, most frequent first."""
-        if self.confusion is None:
-            return []
-        wrong = self.confusion - np.diag(np.diag(self.confusion))
-        rows, columns = np.nonzero(wrong)
-        pairs = ((self.names[i], self.names[j], int(wrong[i, j])) for i, j in zip(rows, columns, strict=True))
+        names, cells = self.names, np.ndenumerate([] if self.confusion is None else self.confusion)
+        pairs = [(names[i], names[j], int(count)) for (i, j), count in cells if count and i != j]
         return sorted(pairs, key=lambda pair: -pair[2])
 
 
 def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: report, wandb, test_predictions
-    """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that are not finite. Of a
+    """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that cannot be drawn. Of a
     training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
     """
     series: dict[str, Series] = {}
     with contextlib.suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             for name, text in row.items():
-                if name != "step" and text and math.isfinite(value := float(text)):
+                if name != "step" and text and is_number(value := float(text)):
                     series.setdefault(name, []).append((int(float(row["step"])), value))
     ends = {epoch: step for step, epoch in series.get("epoch", []) if epoch < epochs}.values()
     for name in series:
@@ -287,10 +282,10 @@ def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, be
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """The resolved configuration, whose ``--config`` repeats the run, and how the code differs from its commit."""
     text = yaml.safe_dump(config, sort_keys=False)
-    write_atomically(f"# {command_line()}\n{text}".encode(), folder / "config.yaml")
+    write_atomically(f"# {command_line()}\n{text}", folder / "config.yaml")
     if changes := git("status", "--porcelain"):  # names what git does not know; patch skips these lines
         difference = git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""
-        write_atomically(f"{changes}\n{difference}".encode(), folder / "uncommitted.diff")
+        write_atomically(f"{changes}\n{difference}", folder / "uncommitted.diff")
 
 
 def git(*words: str) -> str | None:
@@ -345,7 +340,7 @@ def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
         lines.append(f"{summary.monitor}  {summary.best_score:.4f}   (best, epoch {summary.best_epoch + 1}{of})")
     speed = summary.metrics.get("throughput/samples_per_sec")
     lines.append(f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
-    if round(summary.busy_seconds or 0):
+    if round(summary.busy_seconds or 0):  # feature: waiting
         lines[-1] += f"; for {summary.busy_seconds:.0f} s other processes took cores"
     if summary.advice:
         lines.append(summary.advice)

@@ -26,6 +26,7 @@ from project.engine.lightning_internals import check
 from project.engine.ranks import launched_world, say
 from project.engine.summary import RunTimer
 from project.errors import UserError, require
+from project.waiting import waiting  # feature: waiting
 
 ENGINE = __name__.rpartition(".")[0]
 RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
@@ -94,6 +95,7 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
         value = flags[name]
         must = f"be at least 1 and at most {MOST}" + ("" if further is None else f", or {further}")
         require(not isinstance(value, int) or 0 < value <= MOST or value == further, f"--{name}", must, value)
+    require(str(flags["gradient_clip_val"]) != "nan", "--gradient_clip_val", "be a number", "nan")
     if flags["val_check_interval"] in (0, "0"):
         raise UserError("--val_check_interval must be above 0, got 0. --limit_val_batches 0 turns validation off.")
 
@@ -109,10 +111,10 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
         # Lightning sets 1, and torch's optimizers then open the driver's library at every step: 0.2 ms without a GPU
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     if launched_world()[1] == 1 and trainer.num_devices > 1:  # it is about to start the other ranks
-        if part := threads.share(trainer.num_devices):
-            os.environ |= part
+        os.environ |= (part := threads.share(trainer.num_devices))
+        if part:
             torch.set_num_threads(int(part["OMP_NUM_THREADS"]))
-        threads.waiting.spin()  # on all cores: the ranks will have those that this process has
+        waiting.spin()  # on all cores, which the ranks will have, too  # feature: waiting
     return trainer
 
 

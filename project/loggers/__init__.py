@@ -5,8 +5,11 @@ import netrc  # feature: wandb
 import os  # feature: wandb
 import typing  # feature: wandb
 from dataclasses import dataclass  # feature: report, dashboard
+from pathlib import Path  # feature: report, dashboard
 from typing import Literal  # feature: report, dashboard
 from urllib.parse import urlparse  # feature: wandb
+
+import yaml  # feature: report, dashboard
 
 STEP = "trainer/global_step"  # W&B's key of the optimizer step, the axis of every chart  # feature: wandb
 
@@ -18,29 +21,14 @@ class Panel:
 
     section: str
     title: str
-    unit: str
     lines: dict[str, str]  # metric → label
+    unit: str = ""
     axis: Literal["from zero", "fitting", "log"] = "from zero"  # vertical; log only where values span a factor of ten
     in_report: bool = True  # False: one run shows it elsewhere, but runs are compared by it
 
 
 PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
-_GPU = {"throughput/gpu_utilization_pct": "a kernel runs", "throughput/mfu_pct": "model FLOPs utilization"}
-_DEVICE = {f"memory/{name}_gib": name.replace("_", " ") for name in ("peak_reserved", "peak_allocated", "allocated")}
-PANELS = (
-    Panel("Training", "Loss", "", {f"{part}/loss": label for part, label in PARTS.items()}, "log"),
-    Panel("Training", "Accuracy", "fraction", {f"{part}/accuracy": label for part, label in PARTS.items()}, "fitting"),
-    Panel("Training", "Learning rate", "", {"optimizer/lr": "learning rate"}),
-    Panel("Training", "Gradient norm", "L2, before clipping", {"optimizer/grad_norm": "gradient norm"}),
-    Panel("Training", "Loss scale", "16-mixed", {"optimizer/loss_scale": "loss scale"}),
-    Panel("Throughput", "Training samples per second", "", {"throughput/samples_per_sec": "samples/s"}),
-    Panel("Throughput", "Waiting for data", "% of the time", {"throughput/data_wait_pct": "waiting for data"}),
-    Panel("Throughput", "Optimizer step", "ms", {"throughput/step_ms": "step"}, in_report=False),
-    Panel("Throughput", "GPU", "%", _GPU),
-    Panel("Memory", "Device memory", "GiB", _DEVICE),
-    Panel("Memory", "Host memory", "GiB, all processes", {"memory/rss_gib": "resident"}),
-    Panel("Memory", "Device memory, peak reserved", "%", {"memory/peak_reserved_pct": "reserved"}, in_report=False),
-)
+PANELS = [Panel(**each) for each in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text(encoding="utf-8"))]
 # end feature: report, dashboard
 
 

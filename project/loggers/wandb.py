@@ -9,6 +9,7 @@ import shlex
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,13 @@ def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLo
     """A run's W&B logger, idle on ranks above 0; None with ``--logger false`` and with a WandbLogger of the user's."""
     mode, project = "disabled", os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if is_rank_zero():
-        asked = os.environ.get("WANDB_MODE") or mode
-        require(asked.lower() in MODES, "WANDB_MODE", f"be one of {', '.join(MODES[:3])}", asked)
+        asked = os.environ.get("WANDB_MODE", "")
+        require(not asked or asked.lower() in MODES, "WANDB_MODE", f"be one of {', '.join(MODES[:3])}", asked)
         finish_timeout()
         mode = wandb_state().mode
         if mode == "refused":
             raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
-        os.environ.setdefault("WANDB_MODE", mode)  # for a WandbLogger of the user's, too: it would ask for a key
+        os.environ["WANDB_MODE"] = mode  # W&B takes no other spelling; without it a user's WandbLogger asks for a key
         fits = mode == "disabled" or not set(project) & set(REFUSED_IN_PROJECT)
         require(fits, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
     logger = WandbRunLogger(run, project, config.resolved, mode, best)  # its settings serve the user's, too
@@ -117,15 +118,15 @@ class WandbRunLogger(WandbLogger, Callback):
         if step is not None and self._rows[-1].get(STEP, step) != step:
             self._rows.append({})
         self._rows[-1] |= metrics if step is None else {**metrics, STEP: step}
-        while self._run.done() and len(self._rows) > 1:
-            self._run.result().log(self._rows.pop(0))
+        with suppress(Exception):  # W&B's own process has died: the last row fails, too, and the end tells
+            while self._run.done() and len(self._rows) > 1:
+                self._run.result().log(self._rows.pop(0))
 
     def finish(self, exit_code: int) -> None:
         """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
         if not self._begun:
             return
-        # files need no server, so there is no limit
-        patience = STOP_PATIENCE if exit_code else (None if self.offline else finish_timeout())
+        patience = STOP_PATIENCE if exit_code else (None if self.offline else finish_timeout())  # files need no server
         if failure_within(patience, lambda: self._finish(exit_code)):
             import wandb
 

@@ -9,7 +9,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from project.errors import UserError, require
-from project.model.networks import ConvNet, in_eval_mode
+from project.model.networks import ConvNet
 from project.model.supervised import SupervisedModule
 
 
@@ -80,8 +80,10 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
     if weight is None or weight.device.type == "meta":
         return
     image_shape, classes = tuple(datamodule.image_shape), len(datamodule.class_names)
+    training = [part for part in network.modules() if part.training]
     try:
-        with in_eval_mode(network), torch.no_grad():  # changes no batch statistics, draws no random number
+        network.eval()  # changes no batch statistics, draws no random number
+        with torch.no_grad():
             # .forward: a compiled network would compile itself for this one image
             logits = network.forward(torch.zeros(1, *image_shape, device=weight.device, dtype=weight.dtype))
         if logits.shape == (1, classes):
@@ -89,6 +91,9 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
         found = f"shape {tuple(logits.shape)} for one"
     except (RuntimeError, ValueError, IndexError) as error:
         found = " ".join(str(error).split())[:200]
+    finally:
+        for part in training:
+            part.training = True
     flags = {"image_shape": f"[{','.join(map(str, image_shape))}]", "num_classes": classes}
     known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
     typed = " ".join(f"--model.network.{name} {value}" for name, value in flags.items() if name in known)

@@ -1,13 +1,8 @@
 """The networks: normalised images in, logits out. Every size is a plain constructor argument."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from project.errors import UserError, require
 
@@ -106,30 +101,3 @@ def check_sizes(name: str, sizes: list[int], count: int) -> None:
     """One size of at least 1 for each of ``count`` layers, of which there is at least one."""
     fit = len(sizes) == count and min(sizes, default=0) >= 1
     require(fit, f"--model.network.{name}", f"list {count or 'some'} sizes of at least 1", sizes)
-
-
-@contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every part has its own mode again, as a frozen one may."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def recompute_activations(network: nn.Module) -> None:
-    """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint. Every
-    direct child of ``network.blocks``, else of ``network``, that has parameters keeps only its input. Generators are
-    restored for the second pass, so dropout drops the same units.
-    """
-    for child in getattr(network, "blocks", network).children():
-        if any(True for _ in child.parameters()):
-            # no closure: a copy of the network must call its own layers
-            child.forward = partial(_recomputed, child, child.forward)
-
-
-def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False) if module.training else forward(*args)

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import math
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal
@@ -14,10 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric, MetricCollection
 
 from project.errors import UserError, nearest, require
-from project.model.networks import recompute_activations
 
 SHAPES = ("constant", "cosine", "linear", "onecycle")  # of the learning rate over a run
 # Training batches, or output values, that wait on the device to be counted in one metric update, which costs as much as
@@ -105,7 +106,6 @@ class SupervisedModule(LightningModule):
         if compile:
             network.compile()  # in place: torch.compile(network) would prefix every key with `_orig_mod.`
         loss_class = named_class("--model.loss", loss, nn, nn.Module)
-        self.loss_name = loss_class.__name__
         trained = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in loss_args.items()}
         measured = {key: value for key, value in trained.items() if key not in ("weight", "label_smoothing")}
         # a loss of the subclass's own is logged as it is trained
@@ -145,9 +145,9 @@ class SupervisedModule(LightningModule):
     def predictions(self, outputs: Tensor) -> Tensor:
         """What metrics and ``predict`` see: probabilities where the loss takes logits, else the outputs."""
         outputs = outputs.float() if outputs.dtype in HALF else outputs  # probabilities would be coarse
-        if self.loss_name in ("CrossEntropyLoss", "NLLLoss"):
+        if isinstance(self.trained_loss, nn.CrossEntropyLoss | nn.NLLLoss):
             return outputs.softmax(dim=1)
-        takes_logits = self.loss_name in ("BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
+        takes_logits = isinstance(self.trained_loss, nn.BCEWithLogitsLoss | nn.MultiLabelSoftMarginLoss)
         return outputs.sigmoid() if takes_logits else outputs
 
     def metric_targets(self, targets: Tensor) -> Tensor:
@@ -214,8 +214,8 @@ class SupervisedModule(LightningModule):
         self.sums = {}
 
     def on_validation_epoch_start(self) -> None:
-        self.sums["eval"] = exact(torch.zeros(2, device=self.device))
-        self.eval_metrics.reset()  # of a validation that was broken off
+        self.sums.pop("eval", None)  # of a validation that was broken off
+        self.eval_metrics.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Count a batch. Its outputs are for callbacks that look at predictions."""
@@ -262,14 +262,13 @@ class SupervisedModule(LightningModule):
         if len(self.undecayed) != len(parameters):  # without setup(), or there are new ones since
             self.undecayed = [parameter.ndim < 2 for parameter in parameters]
         arguments: dict[str, Any] = {"lr": self.lr}
-        groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]  # with and without weight decay
+        trained = [(p, spared) for p, spared in zip(parameters, self.undecayed, strict=True) if p.requires_grad]
+        decayed = [p for p, spared in trained if not spared]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": [p for p, spared in trained if spared]}]
         if "fused" in accepted and getattr(plugin, "scaler", None) is None and not clips:
             arguments["fused"] = True
         if "weight_decay" in accepted:
             arguments["weight_decay"], groups[1]["weight_decay"] = self.weight_decay, 0.0
-        for parameter, is_spared in zip(parameters, self.undecayed, strict=True):
-            if parameter.requires_grad:
-                groups[is_spared]["params"].append(parameter)
         groups = [group for group in groups if group["params"]]
         return make("--model.optimizer", cls, arguments | self.optimizer_args, groups)
 
@@ -287,8 +286,6 @@ class SupervisedModule(LightningModule):
         return {name: sums.cpu() for name, sums in self.sums.items()}
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
-        if "train_sums" in state:  # of an older version
-            state = dict(zip(("recent", "epoch"), state["train_sums"].T, strict=True))
         self.sums = {name: sums.to(self.device) for name, sums in state.items()}
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -329,12 +326,9 @@ class SupervisedModule(LightningModule):
 
     def _log(self, split: str, counted: str, metrics: Any = None) -> None:
         """The mean loss and the metrics, over all ranks; what was counted for them is then forgotten."""
-        mine = self.sums.pop(counted, None)
-        if mine is None and self.trainer.world_size == 1:  # a training_step of one's own may have counted nothing
-            return
-        sums = exact(torch.zeros(2, device=self.device)) if mine is None else mine  # every rank must meet the others
-        loss, samples = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        if mine is None and not samples:
+        sums = self.sums.pop(counted, exact(torch.zeros(2, device=self.device)))
+        loss, samples = self.trainer.strategy.reduce(sums, reduce_op="sum")  # every rank must meet the others
+        if not samples:  # a step of one's own may have counted nothing
             return
         values = {"loss": (loss / samples).float(), **(metrics.compute() if metrics else {})}
         self.log_dict({f"{split}/{name}": value.float() for name, value in values.items()}, prog_bar=split == "val")
@@ -375,8 +369,9 @@ def named_class(option: str, name: str, home: ModuleType, base: type, also: tupl
 def make(option: str, cls: Any, arguments: dict[str, Any], *first: Any) -> Any:
     """``cls(*first, **arguments)``, its refusals as a :class:`UserError`."""
     accepted = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name in arguments:
-        if name not in accepted:
+        if name not in accepted and not takes_any:
             raise UserError(f"{option}_args.{name} is no argument of {cls.__name__}.{nearest(name, accepted)}")
     try:
         return cls(*first, **arguments)
@@ -397,3 +392,18 @@ def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: in
     if climbs:
         return 0.04 + 0.96 * cosine if shape == "onecycle" else max(height, 1 / max(1, warmup_fraction * total_steps))
     return {"constant": 1.0, "linear": height}.get(shape, cosine)
+
+
+def recompute_activations(network: nn.Module) -> None:
+    """Activation checkpointing in place: less memory, one more forward pass, the same keys in a checkpoint. Every
+    direct child of ``network.blocks``, else of ``network``, that has parameters keeps only its input. Generators are
+    restored for the second pass, so dropout drops the same units.
+    """
+    for child in getattr(network, "blocks", network).children():
+        if any(True for _ in child.parameters()):
+            # no closure: a copy of the network must call its own layers
+            child.forward = partial(_recomputed, child, child.forward)
+
+
+def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False) if module.training else forward(*args)

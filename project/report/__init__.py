@@ -33,7 +33,6 @@ PREDICTIONS = "Predictions on the test set"
 SHOWN = {"epoch", "throughput/device_samples_per_sec", "throughput/batches_per_sec", "memory/reserved_gib"}
 SHOWN |= {metric for panel in PANELS for metric in panel.lines}
 
-WIDTH, HEIGHT = 4.2, 2.7  # inches: legible when a phone scales them to its width
 MOST_EPOCHS, MOST_POINTS = 8, 300  # marked in a chart; per line
 MOST_NAMED_CLASSES, MOST_COUNTED_CLASSES, MOST_LETTERS = 40, 16, 14
 # A colour in report.mplstyle → the page's, which replaces it
@@ -117,11 +116,9 @@ def png(pixels: np.ndarray) -> str:
 def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
     """What ``paint`` draws of ``facts`` on its axes, as an SVG element; ``name``, for screen readers, is unique."""
     with rc_context({"svg.hashsalt": name}, HERE / "report.mplstyle"):
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")  # without pyplot: no window, no global state
+        figure, text = Figure(), io.StringIO()  # without pyplot: no window, no global state
         paint(figure.subplots(), *facts)
-        text = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     viewbox, body = re.findall(r'(?s)<svg[^>]*(viewBox="[^"]+")[^>]*>(.*)', text.getvalue())[0]
     body = re.sub(r' id="[a-z]\w*_\d+"', "", body)  # matplotlib's group names are the same in every chart
     for colour, variable in THEME.items():
@@ -195,7 +192,7 @@ def amounts(ax: Axes, rows: Sequence[tuple[str, float]], unit: str, from_zero: b
 
 def confusion_matrix(ax: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
     """Labels (rows) against predictions; the colour grows with the cube root of the count."""
-    ax.figure.set(figheight=0.93 * WIDTH)
+    ax.figure.set(figheight=0.93 * rcParams["figure.figsize"][0])
     classes, labels = len(names), [shortened(name) for name in names]
     shades = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
     root = PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max()))  # else only the diagonal is seen

@@ -197,8 +197,7 @@ def tune_lr(config: Configuration, flags: dict[str, Any], options: Namespace) ->
 
 def read_curve(losses: Sequence[float]) -> tuple[list[float], int]:
     """The losses up to the first that is not finite, smoothed by a Gaussian, and the step at which they are lowest.
-    Lightning's ``suggestion()`` divides by differences of rates, which at the low end are 1e-7: noise beats every real
-    slope. It suggests 0.00002 or 0.00006 for our ConvNet, depending on the seed.
+    Lightning's ``suggestion()`` divides by differences of rates, of 1e-7 at the low end: noise beats every real slope.
     """
     finite = list(itertools.takewhile(math.isfinite, losses))
     if finite:
@@ -264,8 +263,7 @@ class Measured:
 
     @property
     def samples_per_sec(self) -> float:
-        """Of one device."""
-        return 1000 * self.batch_size / self.step_ms
+        return 1000 * self.batch_size / self.step_ms  # of one device
 
 
 class TrainingSteps:
@@ -286,16 +284,14 @@ class TrainingSteps:
     def measure(self, batch_size: int) -> Measured | None:
         """Train for a second or two and print the result on stderr; None: this size does not fit."""
         self.datamodule.batch_size = batch_size
-        measured = self._train(batch_size)  # in a frame of its own, whose tensors are free when it has returned
+        found = self._train(batch_size)  # in a frame of its own, whose tensors are free when it has returned
         self.datamodule.trainer = None  # holds what the training has left
         gc.collect()  # Trainer, module and loops hold each other
         if torch.accelerator.is_available():  # its own empty_cache fails on MPS (PyTorch issue 186430)
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
-        told = "out of memory"
-        if measured is not None:
-            told = f"{measured.step_ms:,.1f} ms per step, {measured.samples_per_sec:,.0f} samples/s"
+        told = f"{found.step_ms:,.1f} ms per step, {found.samples_per_sec:,.0f} samples/s" if found else "out of memory"
         print(f"batch size {batch_size:,}: {told}", file=sys.stderr)
-        return measured
+        return found
 
     def _train(self, batch_size: int) -> Measured | None:
         clock = Clock(self.memory_limit_bytes)
