@@ -3,8 +3,7 @@
 python -m project.dashboard --entity ME --project mnist-lightning
 python -m project.dashboard --print      # what would be saved; needs no login and no network
 
-Saving needs a W&B login; both need the optional extra ``dashboard`` (wandb-workspaces). The panels are those of
-report.html and of dashboard.yaml.
+Saving needs a W&B login; both need the extra ``dashboard``. The panels are those of report.html and dashboard.yaml.
 """
 
 import dataclasses
@@ -31,8 +30,7 @@ def main(argv: list[str]) -> int:
         if not (getattr(options, option) or "").strip():
             raise UserError(f"--{option} must be given, to save a workspace. To look at it: --print.")
     if not (options.print or wandb_state().logged_in):
-        no_key = "saving a workspace needs a W&B login, and no API key is configured. Run wandb login"
-        raise UserError(f"{no_key}, or look at it with --print.")
+        raise UserError("no W&B API key is configured. Run wandb login, or look at the workspace with --print.")
     workspace = build_workspace(options.entity or "ENTITY", options.project or "PROJECT", options.name)
     if options.print:  # what is set, without W&B's own notes
         plain = dataclasses.asdict(
@@ -55,8 +53,7 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
     except ImportError:
-        install = "pip install 'wandb-workspaces>=0.4.2'"
-        raise UserError(f"python -m project.dashboard needs wandb-workspaces. Install it: {install}.") from None
+        raise UserError("the dashboard needs wandb-workspaces. Run pip install 'wandb-workspaces>=0.4.2'.") from None
     sections = []
     for section, shows in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
         panels: list[Any] = []

@@ -14,8 +14,7 @@ from project.engine.command import CommandParser, add_output, run
 from project.loggers import wandb_state  # feature: wandb
 from project.tables import format_table, write_rows
 
-# A GPU that computes this much for others, or has less than this part of its memory free, is taken.
-BUSY_PCT, LEAST_FREE = 30, 0.5
+BUSY_PCT, LEAST_FREE = 30, 0.5  # a GPU that computes so much for others, or has less memory free, is taken
 
 
 def main(argv: list[str]) -> int:

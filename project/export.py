@@ -37,8 +37,7 @@ from project.tables import format_table, write_rows
 Outputs = dict[str, Tensor]
 NAMES = ("model.onnx", "model.pt2", "model.safetensors")
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors")
-# Single samples, a size that fits no vector unit, and many: kernels and so rounding differ between them.
-BATCH_SIZES = (1, 7, 1024)
+BATCH_SIZES = (1, 7, 1024)  # one sample, a size that fits no vector unit, many: kernels, and rounding, differ
 # Largest difference of a value: float32 rounding of the sums, times 10. Relative for networks with larger values.
 ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE = 1e-4, 1e-5
 MOST_SAMPLES = 10_000

@@ -79,7 +79,6 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
     session.throughput = ThroughputMonitor() if "throughput" in config.monitors else None  # feature: throughput
     if session.throughput is not None:  # feature: throughput
         session.checkpoint.exclude = session.throughput.pause
-        flags["profiler"] = session.throughput.profiler(flags["profiler"])
     callbacks: list[Callback | None] = [
         session.wandb,  # feature: wandb
         session.timer,

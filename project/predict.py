@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 256
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "AVIF", "JPEG2000", "ICO", "TGA", "PCX")
-# A 12-megapixel photo as floats takes 150 MB. A digit that fills a fiftieth of it is still 40 pixels high at this size.
-LONGEST_SIDE = 2048
+LONGEST_SIDE = 2048  # a digit of a fiftieth of it still has 40 pixels; 12 megapixels as floats take 150 MB
 DIGITS = [str(digit) for digit in range(10)]
 # The contact sheet, in pixels: an image, two lines of text below it, space around. It shows the first MOST_SHOWN.
 TILE, CAPTION, MARGIN, MOST_SHOWN = 84, 30, 8, 1000
@@ -141,8 +140,7 @@ def are_probabilities(answer: Any, classes: int) -> bool:
 
 def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
     """The columns of a batch's answer: name → one value per file. Of probabilities of the classes ``names`` the two
-    largest; else ``prediction`` of a tensor (batch,), ``prediction_0``, ``prediction_1``, ... of one (batch, n). A
-    dict's keys take the place of ``prediction``.
+    largest; else ``prediction``, or a dict's keys, of tensors (batch,); with ``_0``, ``_1``, ... of (batch, n).
     """
     table: dict[str, Any] = {}
     if names:

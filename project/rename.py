@@ -60,8 +60,7 @@ def main(argv: list[str]) -> int:
     here = features_here()
     kept = set() if "all" in chosen else here - chosen
     if changed := git("status", "--porcelain"):
-        some = changed.splitlines()[0][3:]
-        raise UserError(f"the clone has uncommitted changes ({some}, ...). Commit or stash them before a rename.")
+        raise UserError(f"uncommitted changes ({changed.splitlines()[0][3:]}, ...): commit or stash them first.")
     if new == PACKAGE and kept == here:
         print(f"the package is already called {PACKAGE}: nothing to do.")
         return 0

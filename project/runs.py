@@ -22,18 +22,9 @@ from typing import Any
 
 import yaml
 
+from project import tables
 from project.engine.command import CommandParser, add_output
 from project.errors import UserError, nearest, require
-from project.tables import (
-    columns_of,
-    flat,
-    format_cell,
-    format_table,
-    is_number,
-    load_yaml,
-    write_atomically,
-    write_rows,
-)
 
 Row = dict[str, Any]
 SEED = "seed_everything"
@@ -50,7 +41,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.name
-        config = {name: value for name, value in flat(mapping_in(folder / "config.yaml")).items() if name not in PLACES}
+        config = {k: v for k, v in tables.flat(mapping_in(folder / "config.yaml")).items() if k not in PLACES}
         # {"model.class_path": "a.B", "model.lr": 1} as {"model.lr": 1, "model": "B"}
         kinds = {name: str(config.pop(name)).rpartition(".")[2] for name in [*config] if name.endswith(".class_path")}
         self.settings = config | {name.removesuffix(".class_path"): kind for name, kind in kinds.items()}
@@ -61,7 +52,7 @@ class Run:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # a process holds it
                 self.state = "running"
-        best, numbers = self.summary.get("monitor"), {k: v for k, v in self.summary.items() if is_number(v)}
+        best, numbers = self.summary.get("monitor"), {k: v for k, v in self.summary.items() if tables.is_number(v)}
         self.results = {name: value for name, value in numbers.items() if name == best or name.startswith("test/")}
 
     def row(self, differing: list[str]) -> Row:
@@ -95,16 +86,16 @@ def main(argv: list[str]) -> int:
     settings = differing(runs)
     rows = seed_rows(runs) if args.seeds is not None else [run.row(settings) for run in runs]
     if args.sort:
-        known = columns_of(rows)
+        known = tables.columns_of(rows)
         require(args.sort in known, "--sort", f"be a column ({', '.join(known)})", args.sort, nearest(args.sort, known))
         values = [row.get(args.sort) for row in rows]  # numbers first, then text, then what is missing
-        keys = [(0, v, "") if is_number(v) else (2 if v is None else 1, 0, str(v)) for v in values]
+        keys = [(0, v, "") if tables.is_number(v) else (2 if v is None else 1, 0, str(v)) for v in values]
         rows = [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
-    print(format_table(rows))
+    print(tables.format_table(rows))
     if args.output:
-        write_rows(args.output, rows)
+        tables.write_rows(args.output, rows)
     if args.report:  # feature: report
-        write_atomically(render(runs), args.report)
+        tables.write_atomically(render(runs), args.report)
         print(f"report in {args.report}")
     return 0
 
@@ -131,14 +122,14 @@ def mapping_in(path: Path) -> Row:
     """A YAML or JSON file's mapping; empty where the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else load_yaml(text)
+        content = json.loads(text) if path.suffix == ".json" else tables.load_yaml(text)
         return content if isinstance(content, dict) else {}
     return {}
 
 
 def differing(runs: list[Run]) -> list[str]:
     """Names of the settings that are not the same in all runs."""
-    names = columns_of([run.settings for run in runs])
+    names = tables.columns_of([run.settings for run in runs])
     return [name for name in names if any(run.settings.get(name) != runs[0].settings.get(name) for run in runs)]
 
 
@@ -159,8 +150,8 @@ def seed_rows(runs: list[Run]) -> list[Row]:
         done = [run for run in group if run.state == "finished"]
         row = {"runs": " ".join(run.name for run in group), "finished": len(done), **settings}
         finished: list[Row] = [{**run.results, "fit_seconds": run.summary.get("fit_seconds")} for run in done]
-        for metric in columns_of(finished):
-            values = [found[metric] for found in finished if is_number(found.get(metric))]
+        for metric in tables.columns_of(finished):
+            values = [found[metric] for found in finished if tables.is_number(found.get(metric))]
             spread = statistics.stdev(values) if len(values) > 1 else None
             row |= {metric: statistics.fmean(values), f"{metric} std": spread} if values else {}
         rows.append(row)
@@ -193,11 +184,11 @@ def render(runs: list[Run]) -> str:  # feature: report
     charts = [(name, draw(f"chart {n}", paint, name)) for n, name in enumerate(sorted(logged))]
     tests = [{"name": run.name, **{k: v for k, v in run.results.items() if k[:5] == "test/"}} for run in runs]
     settings = [{"": name, **{run.name: run.settings.get(name) for run in runs}} for name in names]
-    tables = {"Runs": [run.row(names) for run in runs], "Mean and standard deviation over seeds": seed_rows(runs)}
-    tables |= {"Settings that differ": settings, "Test results": tests}
-    facts = {"tables": tables, "lines": lines, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
+    shown = {"Runs": [run.row(names) for run in runs], "Mean and standard deviation over seeds": seed_rows(runs)}
+    shown |= {"Settings that differ": settings, "Test results": tests}
+    facts = {"tables": shown, "lines": lines, "charts": charts, "date": time.strftime("%Y-%m-%d %H:%M")}
     # every text of a run is escaped; the charts, which are not, hold only numbers
-    return fill_page("runs.html.j2", **facts, columns=columns_of, cell=format_cell)
+    return fill_page("runs.html.j2", **facts, columns=tables.columns_of, cell=tables.format_cell)
 
 
 if __name__ == "__main__":

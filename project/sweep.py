@@ -8,7 +8,6 @@ python -m project.sweep --name lr --trials 16       # goes on: after a kill, or 
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
 import json
 import math
@@ -31,7 +30,7 @@ from project import threads
 from project.engine.command import CommandParser, add_output, prepare_process, run
 from project.engine.signals import end_with_parent
 from project.errors import UserError, nearest, require
-from project.tables import format_cell, format_table, is_number, load_yaml, write_atomically, write_rows
+from project.tables import format_cell, format_table, is_number, load_yaml, read_rows, write_atomically, write_rows
 
 prepare_process(__name__)  # signals, before optuna and torch are imported
 
@@ -206,8 +205,7 @@ def read_space(path: Path) -> Space:
     goal: Any = metric.get("goal", "maximize") if isinstance(metric, dict) else None
     require(goal in ("maximize", "minimize"), "--space: metric", "be {name: ..., goal: maximize or minimize}", metric)
     least = stop.get("min_iter", 1) if isinstance(stop, dict) else stop
-    whole = "be a whole number of at least 1"
-    require(type(least) is int and least >= 1, "--space: early_terminate.min_iter", whole, least)
+    require(type(least) is int and least > 0, "--space: early_terminate.min_iter", "be an integer of at least 1", least)
     found = {str(name): distribution(name, entry) for name, entry in parameters.items()}
     return Space(found, str(metric.get("name", "val/accuracy")), goal, least)
 
@@ -217,8 +215,7 @@ def distribution(name: Any, entry: Any) -> BaseDistribution:
     entry = entry if isinstance(entry, dict) else {"value": entry}
     if "value" in entry or "values" in entry:
         values = [entry["value"]] if "value" in entry else entry["values"]
-        is_list = isinstance(values, list) and values
-        require(is_list, f"--space: {name}.values", "be a list of at least one value", values)
+        require(isinstance(values, list) and values, f"--space: {name}.values", "be a non-empty list", values)
         return CategoricalDistribution(json.loads(json.dumps(values, default=str)))  # a date is text
     low, high = entry.get("min"), entry.get("max")
     kind = entry.get("distribution", "int_uniform" if type(low) is type(high) is int else "uniform")
@@ -287,11 +284,8 @@ class RunningTrial:
         return exit_code is not None
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv that belong to an epoch, without empty cells; none before the file is there."""
-        with contextlib.suppress(FileNotFoundError), open(self.folder / "metrics.csv", newline="") as file:
-            rows = [{key: float(text) for key, text in row.items() if text} for row in csv.DictReader(file)]
-            return [row for row in rows if "epoch" in row]
-        return []
+        """The rows of metrics.csv that belong to an epoch."""
+        return [row for row in read_rows(self.folder / "metrics.csv") if "epoch" in row]
 
     def has_trained(self, rows: list[dict[str, float]]) -> bool:
         """Whether only the report (and a test that was asked for) is left, which no signal should cut off."""
@@ -311,7 +305,7 @@ class RunningTrial:
             state, end = TrialState.COMPLETE, "done"
         elif self.pruned and exit_code != 0:
             state, end = TrialState.PRUNED, f"stopped after {len(self.reported)} epochs"
-        with contextlib.suppress(OSError, RuntimeError, KeyError):  # a trial that has saved nothing
+        with contextlib.suppress(Exception):  # a trial that has saved nothing, or a damaged file
             saved = torch.load(self.folder / "last.ckpt", weights_only=True, mmap=True)
             self.trial.set_user_attr("seconds", saved["callbacks"]["RunTimer"]["seconds"])  # of training, in all parts
         self.trial.study.tell(self.trial, score if end == "done" else None, state)

@@ -23,10 +23,8 @@ Row = Mapping[str, Any]
 def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output") -> Path:
     """``path``, or a UserError where no file with such an ending can be written. Call it before any work."""
     path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no such user
-    ending = f"end in {' or '.join(endings)}"
-    require(path.suffix.lower() in endings, option, ending, path, " The ending chooses the format.")
-    name_one = f" Name a file in it: {path}/out{endings[0]}."
-    require(not path.is_dir(), option, "be a file", f"the folder {path}", name_one)
+    require(path.suffix.lower() in endings, option, f"end in {' or '.join(endings)}", path, " These are the formats.")
+    require(not path.is_dir(), option, "be a file", f"the folder {path}", f" Name one in it: {path}/out{endings[0]}.")
     require(path.parent.is_dir(), option, "lie in a folder that exists", path, f" Create {path.parent} first.")
     with contextlib.suppress(OSError):  # os.access() says yes to root where no file can be made, as in /proc
         tempfile.TemporaryFile(dir=path.parent).close()
@@ -49,6 +47,13 @@ def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
         for row in plain:
             writer.writerow({key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()})
     write_atomically(text.getvalue(), path)
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """The rows of a ``metrics.csv``, without empty cells; none where there is no file."""
+    with contextlib.suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
+        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+    return []
 
 
 def write_atomically(data: str | bytes | memoryview, path: Path) -> None:

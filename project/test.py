@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
     say(*([f"testing {path} with {', '.join(loaded.changes)}"] if loaded.changes else []))
     flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
+    flags["precision"] = flags["precision"] or ("64-true" if loaded.run.get("precision") == "64-true" else None)
     trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
     with refusals_as_errors(path), float32_products():  # like fit's own test; --precision still chooses autocast
         found = trainer.test(loaded.module, loaded.datamodule, ckpt_path=path, weights_only=True, verbose=False)

@@ -32,8 +32,7 @@ class Waiting:
     GNU's OpenMP spins 300,000 times before it sleeps, and 100 times while the process has more OpenMP threads than the
     machine has cores (its manual, GOMP_SPINCOUNT). A second team of threads that has nothing to do makes it so, and its
     end undoes it, at once. The sign of other processes is the time that this process' threads were ready to run and had
-    no core (``/proc/self/task/*/schedstat``). Threads that sleep show less of it, so after a while they spin again to
-    see; each time in vain doubles the while.
+    no core (``/proc/self/task/*/schedstat``). Sleeping threads show less of it: they spin again, ever later, to see.
 
     On two cores, a thread that shares its core with another process would hold up the other thread in every operation.
     So both move to one core and leave the other one to that process, until ``/proc/stat`` shows that it has gone. In

@@ -386,7 +386,7 @@ def test_a_limit_in_time_ends_the_run() -> None:
 
 def test_a_metric_that_nobody_logs_ends_the_run_after_one_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     line = error_of(capsys, *LINE, *SHORT, "--monitor", "val/acuracy", "--run_name", "r")
-    assert line.startswith("error: --monitor must be a metric that is logged, got val/acuracy. Logged: ")
+    assert line.startswith("error: --monitor must be logged, got val/acuracy. Logged: ")
     assert "val_loss" in line
     assert "train_loss_epoch" in line
     assert not (RUNS / "r").exists() or not list((RUNS / "r").glob("*.ckpt"))

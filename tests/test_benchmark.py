@@ -339,7 +339,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         (["loaders", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
         (
             ["loaders", *TINY, "--data.batch_size", "200"],
-            "must leave two batches of the 256 training samples",
+            "must leave two batches of 256",
         ),
     ],
 )
@@ -361,9 +361,9 @@ class Vectors(LightningDataModule):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("loaders", "the table loaders needs a data module with a batch_size, Vectors has none"),
+        ("loaders", "the table loaders needs a batch_size, Vectors has none"),
         ("devices", "--networks ResNet18 needs images"),
-        ("overhead", "need images and labels in memory (TensorImages), Vectors has none for train"),
+        ("overhead", "loops written by hand need TensorImages, Vectors has none for train"),
     ],
 )
 def test_data_that_a_table_cannot_use_is_one_line(table: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (NAMES, "error: saving a workspace needs a W&B login, and no API key is configured. Run wandb login"),
+        (NAMES, "error: no W&B API key is configured. Run wandb login, or look at the workspace with --print."),
         (["--entity", "me"], "error: --project must be given, to save a workspace."),
         (["--entity", "", "--project", "p"], "error: --entity must be given, to save a workspace."),
         ([*NAMES, "--pront"], "error: unknown option --pront. Did you mean --print?"),

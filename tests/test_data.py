@@ -293,7 +293,7 @@ def test_data_live_on_a_cuda_device_where_they_take_little_of_it(
 
 def test_data_that_cannot_live_on_the_device_are_an_error_only_where_it_was_asked_for() -> None:
     assert not Fixed(Pairs()).belongs_on(torch.device("cuda"), Pairs())
-    with pytest.raises(UserError, match=r"^--data.on_device true needs data in memory .* gave Pairs.$"):
+    with pytest.raises(UserError, match=r"^--data.on_device true needs data in memory .* got Pairs.$"):
         Fixed(Pairs(), on_device=True).belongs_on(torch.device("cuda"), Pairs())
     with pytest.raises(UserError, match=r"^--data.num_workers must be 0 with --data.on_device true, got 2.$"):
         Fixed(Pairs(), on_device=True, num_workers=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -167,6 +168,20 @@ def test_no_evaluation_batch_of_a_plain_dataset_is_empty(batch_size: int) -> Non
         exact(DataLoader(Numbers(1), 1), False, rank=0, world_size=2)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_batches_of_equal_lengths_stay_what_they_are_on_any_number_of_ranks(ranks: int) -> None:
+    lengths = [2, 5, 5, 3, 2, 5, 3, 2, 2, 3]  # of the samples; a batch has those of one length
+    batches: list[list[int]] = [[0, 4], [7, 8], [1, 2, 5], [3, 6, 9]]
+    dataset = [torch.ones(length) for length in lengths]
+    loader = DataLoader(dataset, batch_sampler=batches)  # type: ignore[arg-type]
+    shares = [[*ExactLoader(loader, False, 0, rank, ranks)] for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    assert sum(float(batch.sum()) for share in shares for batch in share) == sum(lengths)
+    rows: Any = SimpleNamespace(gather=lambda keys: (keys,))
+    shares = [[*ExactLoader(DataLoader(rows, batch_sampler=batches), False, 0, r, ranks)] for r in range(ranks)]  # type: ignore[arg-type]
+    assert sorted(int(x) for share in shares for batch in share for x in batch[0]) == [*range(10)]
+
+
 def test_ready_batches_of_an_evaluation_are_shared_where_that_is_possible() -> None:
     plain = DataLoader(Numbers(6), batch_size=None)
     shards = [[int(batch[0]) for batch in exact(plain, False, rank=rank, world_size=2)] for rank in range(2)]
@@ -276,6 +291,14 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
     samples = table(16)
     trainer.fit(Line(), DataLoader(samples, batch_size=4, num_workers=2, persistent_workers=True))
     assert alive == [before + 2, before]
+
+
+def test_python_ends_although_workers_are_left() -> None:
+    code = (
+        "from torch.utils.data import DataLoader; from project.engine.exact_loading import ExactLoader; import sys\n"
+        "sys.batches = iter(ExactLoader(DataLoader(range(8), 2, num_workers=1), True, 0)); next(sys.batches)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 class Stream(IterableDataset[Tensor]):

@@ -149,10 +149,9 @@ def test_the_house_does_not_grow() -> None:
     lines = {path.relative_to(CLONE).as_posix(): len(path.read_text().splitlines()) for path in FILES}
     real = [count for count in lines.values() if count > 10]
     print(f"{len(lines)} files, {sum(lines.values()):,} lines, median of those above 10: {statistics.median(real):g}")
-    # where it stands, with FSDP, data on the device and photographs; the plan asks for 9,000 lines in 65 files, and a
-    # tenth for what was built later
+    # the plan asks for 9,000 lines in 65 files, and a tenth for what was built later, such as FSDP and photographs
     assert len(lines) <= 59
-    assert sum(lines.values()) <= 9_979
+    assert sum(lines.values()) <= 9_900
     assert {name: count for name, count in lines.items() if count > 500} == {}
     if features_here() == {*FEATURES}:  # feature: rename
         assert 100 <= statistics.median(real) <= 300

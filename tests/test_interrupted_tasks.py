@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset, random_split
 
 from project import fit
 from project.engine import command as entry
-from project.engine import signals
+from project.engine import restore, signals
+from project.engine.checkpointing import Best
 from project.engine.exact_loading import ExactLoading
+from project.engine.restore import Run
+from project.test import main
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import Noisy, table
 from tests.test_any_task import SHORT, AskToStop, resume, train
@@ -144,11 +148,227 @@ class CountsEpochs(Callback):
         self.epochs = state_dict["epochs"]
 
 
+class MadeLate(Task):
+    """Makes its network late, as large ones are, and splits its data by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.net = self.net, None  # type: ignore[assignment]
+
+    def setup(self, stage: str) -> None:
+        self.parts = random_split(table(122), [101, 21])
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.Linear(6, 1))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.parts[0], 8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.parts[1], 10)
+
+
+class Grouped(Task):
+    """Two metrics that share their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
+        self.errors = torchmetrics.MetricCollection(both)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.errors.update(self(batch[0]).detach(), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.errors.compute())
+        self.errors.reset()
+
+
+class Centred(Task):
+    """Follows the mean of its inputs as they arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
+        if self.trainer.training:
+            self.centre = 0.9 * self.centre + 0.1 * batch[0].mean(dim=0)
+        return [batch[0] - self.centre, *batch[1:]]
+
+
+class Follows(Task):
+    """Follows its loss in a buffer, and never lets go of the graph within an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("followed", torch.zeros(()))
+
+    def on_train_epoch_start(self) -> None:
+        self.followed = self.followed.detach()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.followed = 0.9 * self.followed + 0.1 * loss
+        return loss
+
+
+class Rolls(IterableDataset[Any]):
+    """Rows with a length and a state, from the first to the last and again."""
+
+    row = 0
+
+    def __len__(self) -> int:
+        return 80
+
+    def __iter__(self) -> Any:
+        while self.row < 80:
+            self.row += 1
+            yield table(80)[self.row - 1]
+        self.row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.row = state_dict["row"]
+
+
+class SumsBatches(Task):
+    """Logs which batch came."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("sum", batch[1].sum())
+        return super().training_step(batch, batch_idx)
+
+
+class GoesRound(SumsBatches):
+    """Trains on a stream."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rolls(), 8)
+
+
+class RefillsInValidation(Task):
+    """Validates on a stream without a length, which fills one tensor again and again."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", batch[0].mean())
+
+    def val_dataloader(self) -> Any:
+        shared = torch.zeros(2)
+        return _Endless(shared)
+
+
+class _Endless:
+    def __init__(self, shared: Tensor) -> None:
+        self.shared = shared
+
+    def __iter__(self) -> Any:
+        for number in range(20):
+            yield [self.shared.fill_(float(number))]
+
+
+class CountsValidations(Callback):
+    """A callback with a state that changes as a validation goes on."""
+
+    counts = (0, 0)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.counts = (self.counts[0] + 1, self.counts[1])
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.counts = (self.counts[0], self.counts[1] + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counts = state_dict["counts"]
+
+
+class CountsRows(LightningDataModule):
+    """Counts the rows that it handed out."""
+
+    count = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(table(101), 8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(table(53), 10)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.count += len(batch[0]) if self.trainer.training else 0  # type: ignore[union-attr]
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+class NotesANumber(Callback):
+    """Puts a plain number among the logged values."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        trainer.callback_metrics["noted"] = 0.5
+
+
+class Refills:
+    """Gives its batches in the same tensors again and again, as some loaders of large arrays do."""
+
+    def __init__(self, rows: int, size: int, shares: bool) -> None:
+        self.shares = shares
+        self.batches = [tuple(part) for part in DataLoader(table(rows), size)]
+        self.shared = [torch.empty_like(part) for part in self.batches[0]]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            for mine, part in zip(self.shared, batch, strict=True):
+                mine.resize_(part.shape).copy_(part)
+            yield self.shared if self.shares else batch
+
+
+class RefilledBatches(Task):
+    """Its loaders own the memory of their batches."""
+
+    shares = True
+
+    def train_dataloader(self) -> Any:
+        return Refills(101, 8, self.shares)
+
+    def val_dataloader(self) -> Any:
+        return Refills(53, 10, self.shares)
+
+    def test_dataloader(self) -> Any:
+        return Refills(37, 10, self.shares)
+
+
+class OwnBatches(RefilledBatches):
+    """The same batches, each in memory of its own."""
+
+    shares = False
+
+
 class EndsItself(Task):
     """Ends the training as its own code finds right."""
 
     def on_train_epoch_end(self) -> None:
         self.trainer.should_stop = self.current_epoch == 1
+
+
+class WithoutLoaders(Task):
+    """Its data come from a data module."""
+
+    train_dataloader, val_dataloader = LightningModule.train_dataloader, LightningModule.val_dataloader
+    test_dataloader = LightningModule.test_dataloader
 
 
 class Interrupts(Callback):
@@ -193,6 +413,35 @@ CASES: dict[str, tuple[list[str], str, int, bool]] = {
     "wrapped metrics, a validation": (of("Wrapped"), "on_validation_batch_start", 8, False),
     "a metric's precision": (of("AddsToATrainingMetric"), "on_validation_batch_start", 8, False),
     "a callback's state": (of("Task", "--trainer.callbacks", f"{HERE}.CountsEpochs"), "on_train_batch_end", 20, False),
+    "a number that is no tensor": (
+        of("Task", "--trainer.callbacks", f"{HERE}.NotesANumber"),
+        "on_train_batch_end",
+        20,
+        False,
+    ),
+    "a network made late": (of("MadeLate"), "on_train_batch_end", 20, False),
+    "metrics that share sums": (of("Grouped"), "on_train_batch_end", 20, False),
+    "a buffer of a hook for batches": (of("Centred"), "on_train_batch_end", 20, False),
+    "a buffer on a graph": (of("Follows"), "on_train_batch_end", 20, False),
+    "a part of a stream, in training": (of("GoesRound", "--limit_train_batches", "6"), "on_train_batch_end", 9, False),
+    "a part of a stream, in validation": (
+        of("GoesRound", "--limit_train_batches", "5"),
+        "on_validation_batch_end",
+        8,
+        False,
+    ),
+    "a callback's state in validation": (
+        of("Task", "--trainer.callbacks", f"{HERE}.CountsValidations"),
+        "on_validation_batch_end",
+        8,
+        False,
+    ),
+    "a data module's state": (
+        ["--model", f"{HERE}.WithoutLoaders", "--data", f"{HERE}.CountsRows", "--accelerator", "cpu", *SHORT],
+        "on_train_batch_end",
+        20,
+        False,
+    ),
     "double precision": (of("Task", "--precision", "64-true"), "on_train_batch_end", 20, False),
     "steps, between epochs": (of("Task", "--max_steps", "24"), "on_train_epoch_start", 2, True),
     "steps, in the last validation": (of("Task", "--max_steps", "26"), "on_validation_batch_start", 8, False),
@@ -215,9 +464,26 @@ def test_an_interrupted_run_is_bit_identical(case: str) -> None:
         ours, theirs = (checkpoint(run / name)["callbacks"] for run in (reference, other))
         kept = [{k: x for k, x in each.items() if k != "RunTimer"} for each in (ours, theirs)]
         assert str(kept[0]) == str(kept[1])
+        assert checkpoint(reference / name).get("CountsRows") == checkpoint(other / name).get("CountsRows")
     ours, theirs = (summary(run) for run in (reference, other))
     for name in ("epochs", "steps", "best_epoch", "test_loss", "train_samples", ours["monitor"]):
-        assert ours[name] == theirs[name], name
+        assert ours.get(name) == theirs.get(name), name
+
+
+def test_a_loader_may_fill_the_same_tensors_again() -> None:
+    refilled, own = train("refilled", *of("RefilledBatches")), train("own", *of("OwnBatches"))
+    assert_same_run(own, refilled)
+    assert summary(own)["test_loss"] == summary(refilled)["test_loss"]
+
+
+@pytest.mark.parametrize("flags", [["--limit_val_batches", "0"], ["--check_val_every_n_epoch", "9"]], ids=str)
+def test_a_run_that_needs_its_last_validation_no_more_trains_no_step_more(flags: list[str]) -> None:
+    interrupted("r", "on_validation_batch_start", 8, False, *of("Task", "--max_steps", "26"))
+    saved, resumed = checkpoint(Path("checkpoints/r/last.ckpt")), resume("r", *flags)
+    last = checkpoint(resumed / "last.ckpt")
+    assert summary(resumed)["steps"] == saved["global_step"] == last["global_step"] == 26
+    assert summary(resumed)["epochs"] == last["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 2
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in last["state_dict"].items())
 
 
 def test_what_is_typed_beats_a_schedules_state() -> None:
@@ -286,3 +552,114 @@ def test_values_that_a_module_joins_itself_are_those_of_one_process() -> None:
     for name in ("val_mean", "val_samples", "val_largest"):
         ours, theirs = ([float(row[name]) for row in rows(run) if name in row] for run in (one, one.with_name("two")))
         assert ours == pytest.approx(theirs, rel=1e-6), name
+
+
+class Deals(Sampler[int]):
+    """Another order at every pass, which its state alone tells."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return 101
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter(torch.arange(101).roll(7 * self.passes).tolist())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.passes = state_dict["passes"]
+
+
+class Dealt(Task):
+    """Adds up the targets of an epoch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("train_sum", batch[1].sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(table(101), 8, sampler=Deals())
+
+
+def test_a_further_rank_goes_on_with_the_samplers_state_too() -> None:
+    interrupted("r", "on_train_batch_end", 20, False, *of("Dealt"))
+    resumed = run_ranks("fit", "--run_name", "r", "--ckpt_path", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    sums = [float(row["train_sum"]) for row in rows(Path("checkpoints/r")) if "train_sum" in row]
+    assert sums[0] == pytest.approx(sums[-1], rel=1e-5) == pytest.approx(float(table(101).tensors[1].sum()), rel=1e-5)
+
+
+def test_only_rank_zero_discards_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "r")
+    run.create()
+    monkeypatch.setattr(restore, "is_rank_zero", lambda: False)
+    run.discard()
+    assert run.folder.exists(), "it is rank 0's"
+    monkeypatch.undo()
+    run.discard()
+    assert not run.folder.exists()
+
+
+def test_the_line_of_a_run_is_typed_again_and_adds_nothing_twice() -> None:
+    line = of("Task", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val_loss")
+    line += ["--trainer.callbacks.patience", "5", f"--trainer.callbacks+={HERE}.CountsEpochs"]
+    reference = train("reference", *line)
+    interrupted("r", "on_train_batch_end", 20, False, *line)
+    assert_same_run(reference, resume("r", *line))
+    added = resume("r", *line, "--trainer.callbacks+=Timer", "--max_epochs", "4")
+    callbacks = checkpoint(added / "last.ckpt")["run"]["config"]["trainer"]["callbacks"]
+    assert [each["class_path"].rpartition(".")[2] for each in callbacks] == ["EarlyStopping", "CountsEpochs", "Timer"]
+
+
+@pytest.mark.parametrize("step", [20, 26])
+def test_a_run_goes_on_from_a_file_of_lightnings_own_at_the_right_batch(
+    step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.save_top_k", "-1"]
+    own += ["--trainer.callbacks.every_n_train_steps", str(step)]
+    flags = [*of("SumsBatches"), *own, "--log_every_n_steps", "1"]
+    reference = train("reference", *flags)
+    (path,) = reference.rglob(f"*step={step}.ckpt")
+    other = train("other", "--ckpt_path", str(path), "--trainer.callbacks", "null")
+    sums = [[float(row["sum"]) for row in rows(run) if row.get("sum")] for run in (reference, other)]
+    assert sums[1] == sums[0][step:]
+    assert "was not saved between two steps: the resume is not exact" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode"),
+    [("val/perplexity", "min"), ("val_wer", "min"), ("val/certainty", "max"), ("val_rmse", "min"), ("power", "max")],
+)
+def test_the_name_of_a_metric_says_what_is_best(monitor: str, mode: str) -> None:
+    assert Best(monitor).mode == mode
+    assert Best(monitor, "min" if mode == "max" else "max").mode != mode
+
+
+class Doubles(Task):
+    """Reads float64."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(*(part.double() for part in table(101).tensors)), 8)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+def test_a_run_in_double_precision_is_tested_in_it() -> None:
+    run = train("r", *of("Doubles", "--precision", "64-true"))
+    assert main(["--ckpt_path", str(run / "best.ckpt"), "--accelerator", "cpu", "--output", "found.json"]) == 0
+    assert json.loads(Path("found.json").read_text())["test_loss"] == summary(run)["test_loss"]
+
+
+def test_an_epoch_of_a_part_of_a_stream_goes_on_where_the_one_before_ended() -> None:
+    run = train("r", *of("GoesRound", "--limit_train_batches", "6", "--max_epochs", "5", "--log_every_n_steps", "1"))
+    sums = [float(row["sum"]) for row in rows(run) if row.get("sum")]
+    whole = [float(batch[1].sum()) for batch in DataLoader(table(80), 8)]
+    assert sums == pytest.approx([*whole, *whole, *whole[:6]], rel=1e-5), "6, 4, 6, 4 and 6 batches"
+
+
+def test_a_validation_stream_that_fills_one_tensor_again_is_not_read_ahead() -> None:
+    run = train("r", *of("RefillsInValidation", "--limit_val_batches", "4", "--max_epochs", "1"))
+    assert [float(row["val_loss"]) for row in rows(run) if row.get("val_loss")] == [1.5]

@@ -18,7 +18,7 @@ def test_what_is_logged_at_one_step_is_one_row_whenever_it_is_written(path: Path
     logger = MetricsCSV(path)
     logger.log_metrics({"train/loss": 2.5, "train/größe": 1}, 9)
     logger.save()
-    logger.log_metrics({"val/loss": 0.1, "train/loss": 3}, 19)
+    logger.log_metrics({"val/loss": 0.1, "train/loss": 3, "note": "of a module that tells all of its loggers"}, 19)
     logger.save()
     logger.log_metrics({"val/loss": 0.125}, 19)
     logger.finalize("success")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
-from torchmetrics import MeanAbsoluteError
+from torchmetrics import MeanAbsoluteError, MinMaxMetric
 from torchmetrics.classification import MulticlassF1Score, MultilabelF1Score
 
 from project.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
@@ -246,7 +246,7 @@ def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path
     assert float(trainer.callback_metrics["val/mae"]) == pytest.approx(
         float((outputs - targets).abs().mean()), rel=1e-6
     )
-    with pytest.raises(UserError, match=r"must give outputs of the targets' shape \(64,\), got \(64, 3\)"):
+    with pytest.raises(UserError, match=r"must give the targets' shape \(64,\), got \(64, 3\)"):
         Still(3).training_step((data.rows.tensors[0], targets), 0)
 
 
@@ -337,6 +337,23 @@ def test_a_validation_step_of_ones_own_logs_its_own_loss(tmp_path: Path) -> None
     trainer.fit(module, Rows(torch.arange(40.0)))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
     assert logged == {"val/loss": 0.25}
+
+
+def test_metrics_in_a_wrapper_alone_are_logged(tmp_path: Path) -> None:
+    module, trainer = Still(metrics={"mae": MinMaxMetric(MeanAbsoluteError())}), plain_trainer(tmp_path)
+    trainer.fit(module, Rows(torch.arange(40.0)))
+    assert {"val/loss", "val/raw", "val/min", "val/max"} <= trainer.callback_metrics.keys()
+
+
+def test_metrics_that_a_step_of_ones_own_fills_are_logged(tmp_path: Path) -> None:
+    class Mine(Still):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.eval_metrics.update(torch.zeros(len(batch[1])), torch.full((len(batch[1]),), 3.0))
+
+    module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
+    trainer.fit(module, Rows(torch.arange(40.0)))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    assert logged == {"val/mae": 3.0}
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:

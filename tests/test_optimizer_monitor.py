@@ -120,7 +120,7 @@ class Logging(Linear):
 def test_all_monitors_stand_in_the_rows_of_the_loss(tmp_path, accumulate):
     throughput, csv = ThroughputMonitor(), MetricsCSV(tmp_path / "metrics.csv")
     monitors = [throughput, MemoryMonitor(), OptimizerMonitor()]
-    options = {"log_every_n_steps": 2, "accumulate_grad_batches": accumulate, "profiler": throughput.profiler()}
+    options = {"log_every_n_steps": 2, "accumulate_grad_batches": accumulate}
     trainer, _ = make_trainer(tmp_path, *monitors, **options)
     trainer.loggers = [csv]
     trainer.fit(Logging(), Points(8 * 7 * accumulate, 8).loader())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.autograd import DeviceType
 
 from project.callbacks.profiler import REGIONS, StepProfiler, region_times
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 Span = tuple[float, float]
 
 
-def fit(folder: Path, module: Linear | None = None, profiler: StepProfiler | None = None, **options: Any) -> Linear:
+def fit(folder: Path, *callbacks: Callback, module: Linear | None = None, **options: Any) -> Linear:
     torch.manual_seed(0)
     module = module or Linear()
-    trainer, _ = make_trainer(folder, profiler=profiler, gradient_clip_val=1.0, **options)
+    trainer, _ = make_trainer(folder, *callbacks, gradient_clip_val=1.0, **options)
     trainer.fit(module, Points(160, 8).loader(), Points(16, 8).loader())
     return module
 
@@ -108,7 +109,7 @@ def test_profiling_changes_no_weight_and_leaves_no_hook(tmp_path):
 
 # feature: throughput
 def test_the_regions_are_the_same_behind_the_throughput_monitors_profiler(tmp_path):
-    fit(tmp_path, profiler=ThroughputMonitor().profiler(StepProfiler(wait=2, warmup=1, active=3)))
+    fit(tmp_path, ThroughputMonitor(), profiler=StepProfiler(wait=2, warmup=1, active=3))
     found = events(tmp_path)
     counts = {name: len(spans(found, name)) for name in REGIONS}
     assert counts == {"data": 6, "forward": 3, "loss": 3, "backward": 3, "optimizer": 3}
@@ -134,7 +135,7 @@ def test_a_compiled_network_is_profiled_and_stays_compiled(tmp_path):
         return graph.forward
 
     module.layer.compile(backend=backend)
-    fit(tmp_path, module, StepProfiler(wait=2, warmup=1, active=2))
+    fit(tmp_path, module=module, profiler=StepProfiler(wait=2, warmup=1, active=2))
     assert len(spans(events(tmp_path), "forward")) == 2
     count = len(compilations)
     assert count >= 1

@@ -134,12 +134,16 @@ def test_a_text_in_any_encoding_is_renamed_and_a_picture_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     latin, picture = b"caf\xe9 %s.fit\n", b"\x89PNG\0 %s.fit\n"
+    code = b"# -*- coding: latin-1 -*-\nname = 'caf\xe9'\nreport = 1  # feature: report\n"
+    (tmp_path / "c.py").write_bytes(code)
     for name, content in (("a.txt", latin), ("b.png", picture)):
         (tmp_path / name).write_bytes(content % PACKAGE.encode())
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "--all")
     monkeypatch.setattr(rename, "CLONE", tmp_path)
     rename.rewrite(lambda path, text: renamed(path, text, PACKAGE, NAME))
+    rename.rewrite(lambda path, text: without_marked(path, text, {"report"}))
+    assert (tmp_path / "c.py").read_bytes() == code[: code.index(b"report")]
     assert (tmp_path / "a.txt").read_bytes() == latin % NAME.encode()
     assert (tmp_path / "b.png").read_bytes() == picture % PACKAGE.encode()
 
@@ -221,7 +225,7 @@ def test_the_core_without_any_feature_trains_and_passes_its_types_and_its_tests(
     assert types.returncode == 0, types.stdout
     code = {path: text for path, text in files(clone).items() if path.parts[0] == NAME and path.suffix == ".py"}
     print(f"the core: {(lines := sum(map(count_lines, code.values())))} lines in {len(code)} files")
-    assert lines <= 3_821  # where it stands; the plan asks for 3,500, and a tenth for what was built later
+    assert lines <= 3_825  # where it stands; the plan asks for 3,500, and a tenth for what was built later
     tests = python(clone, "-m", "pytest", "-q", "tests")
     assert tests.returncode == 0, tests.stdout[-4000:]
 

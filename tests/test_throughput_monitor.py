@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
@@ -29,7 +29,6 @@ from project.callbacks.throughput import (
     training_flops_per_sample,
 )
 from project.engine.cli import silence_unfounded_advice
-from project.errors import UserError
 from project.model.networks import MLP, ConvNet
 from project.model.supervised import recompute_activations
 from tests.monitored import (
@@ -54,7 +53,7 @@ class Known:
         self.clock = FakeClock()
         self.waits: list[float] = []
         self.monitor = ThroughputMonitor(self.clock, lambda device: self.waits.append(self.clock.now))
-        options = {"log_every_n_steps": 4, "profiler": self.monitor.profiler(), **options}
+        options = {"log_every_n_steps": 4, **options}
         self.trainer, self.rows = make_trainer(folder, *callbacks, self.monitor, **options)
         self.data = Points(83, 8, on_fetch=lambda: self.clock.advance(FETCH)).loader()
         self.module = Linear(lambda: self.clock.advance(STEP), lambda: self.clock.advance(100.0))
@@ -214,9 +213,7 @@ def test_a_monitor_can_be_used_again(tmp_path):
     again = Known(tmp_path)
     again.monitor = run.monitor
     again.monitor.clock = again.clock
-    again.trainer, again.rows = make_trainer(
-        tmp_path, run.monitor, log_every_n_steps=4, profiler=run.monitor.profiler()
-    )
+    again.trainer, again.rows = make_trainer(tmp_path, run.monitor, log_every_n_steps=4)
     assert again.fit() == rows
 
 
@@ -252,14 +249,20 @@ def test_a_run_that_fails_can_be_measured_again(tmp_path):
     with pytest.raises(ZeroDivisionError):
         run.fit()
     run.module.on_step = lambda: run.clock.advance(STEP)
-    run.trainer, run.rows = make_trainer(tmp_path, run.monitor, log_every_n_steps=4, profiler=run.monitor.profiler())
+    run.trainer, run.rows = make_trainer(tmp_path, run.monitor, log_every_n_steps=4)
     assert run.fit() == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
 
 
-def test_a_monitor_without_its_profiler_leaves_the_wait_out(tmp_path):
-    rows = Known(tmp_path, profiler=None).fit()
-    assert [step for step, _ in rows] == [3, 7, 10]
-    assert all("data_wait_pct" not in row and "samples_per_sec" in row for _, row in rows)
+def test_a_profiler_made_from_the_idle_one_hears_everything(tmp_path):
+    heard: list[str] = []
+
+    class Own(PassThroughProfiler):
+        def profile(self, action_name):
+            heard.append(action_name)
+            return super().profile(action_name)
+
+    Known(tmp_path, profiler=Own()).fit()
+    assert "run_training_batch" in heard
 
 
 class Heard(Profiler):
@@ -292,15 +295,10 @@ def test_the_users_profiler_behind_ours_hears_what_it_would_hear_alone(tmp_path)
     alone, behind = Heard(), Heard()
     for profiler in (alone, behind):
         run = Known(tmp_path, Saver(), limit_train_batches=3)
-        run.trainer, _ = make_trainer(
-            tmp_path,
-            Saver(),
-            run.monitor,
-            limit_train_batches=3,
-            profiler=alone if profiler is alone else run.monitor.profiler(behind),
-        )
+        monitors = [] if profiler is alone else [run.monitor]
+        run.trainer, _ = make_trainer(tmp_path, Saver(), *monitors, limit_train_batches=3, profiler=profiler)
         run.trainer.fit(run.module, run.data, Points(24, 8).loader())
-    assert behind.told == alone.told
+    assert [told for told in behind.told if "ThroughputMonitor" not in told] == alone.told
     assert any(told.startswith("setup") for told in behind.told)
     assert {"start save_checkpoint", "stop run_training_batch", "summary"} <= set(behind.told)
 
@@ -310,7 +308,7 @@ def test_a_profiler_of_several_runs_tells_the_newest_alone():
     shared, before, now = Heard(), ThroughputMonitor(), ThroughputMonitor()
     for name, monitor in {"before": before, "now": now}.items():
         monitor.clock = lambda name=name: readings.append(name) or 0.0
-        assert monitor.profiler(shared) is shared
+        monitor.setup(SimpleNamespace(profiler=shared), None, "fit")
     with shared.profile("x.train_dataloader_next"):
         pass
     assert readings == ["now", "now"]
@@ -324,17 +322,9 @@ def test_a_profiler_of_several_runs_tells_the_newest_alone():
 def test_lightnings_profilers_work_by_name(tmp_path, caplog, name, word):
     caplog.set_level("INFO", logger="lightning.pytorch.profilers.profiler")
     monitor = ThroughputMonitor()
-    trainer, _ = make_trainer(tmp_path, monitor, limit_train_batches=3, profiler=monitor.profiler(name))
+    trainer, _ = make_trainer(tmp_path, monitor, limit_train_batches=3, profiler=name)
     trainer.fit(Linear(), Points(80, 8).loader())
     assert word in caplog.text
-
-
-def test_a_profiler_that_does_not_exist_is_refused():
-    for name in ("fast", "xla"):
-        with pytest.raises(
-            UserError, match=rf"^--profiler must be one of simple, advanced, pytorch or a class, got {name}\.$"
-        ):
-            ThroughputMonitor().profiler(name)
 
 
 def test_profilers_may_print_where_lightnings_other_notes_may_not():

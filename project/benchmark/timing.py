@@ -1,7 +1,5 @@
 """How everything here is timed, and what real runs are compared with: training loops written by hand."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -222,8 +220,7 @@ def line_of(facts: Row) -> str:
     parts = [f"{machine['cpu']}, {machine['cpu_cores']} cores", *machine.get("gpus", [])]
     parts += [f"{name} {facts['versions'][name]}" for name in ("torch", "lightning")]
     line = " | ".join([*parts, f"commit {facts.get('git_commit', 'unknown')[:7]}", facts["date"]])
-    busy = f"\nthe machine was busy (load average {facts['load_average']}): compare ratios, not seconds"
-    return line if facts["quiet"] else line + busy
+    return line if facts["quiet"] else f"{line}\nthe machine was busy (load {facts['load_average']}): compare ratios"
 
 
 def in_memory(config: Configuration, split: str) -> Any:
@@ -238,8 +235,7 @@ def in_memory(config: Configuration, split: str) -> Any:
     images, labels = getattr(dataset, "images", None), getattr(dataset, "labels", None)
     if isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4:
         return dataset
-    needs = "loops written by hand need images and labels in memory (TensorImages)"
-    raise UserError(f"--data: {needs}, {type(data).__name__} has none for {split}.")
+    raise UserError(f"--data: loops written by hand need TensorImages, {type(data).__name__} has none for {split}.")
 
 
 def normalizer(data: Any, images: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:

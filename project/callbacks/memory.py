@@ -22,10 +22,8 @@ from project.hardware import GIB
 from project.tables import check_output
 
 MIB = 1024**2
-# Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
-SETTLING_STEPS = 3
-# Epochs in a row that must grow to count as a leak, and by how much (MiB): allocators and loggers grow, too.
-EPOCHS, LEAST_MIB = 4, {"host": 2.0, "device": 0.5}
+SETTLING_STEPS = 3  # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
+EPOCHS, LEAST_MIB = 4, {"host": 2.0, "device": 0.5}  # epochs that must grow, and by how much (MiB), for a leak
 ACTIVATIONS = "activations and the rest"
 HEADLINE = "Out of memory"
 Reader = Callable[..., dict[str, int]]  # sizes in bytes, by name
@@ -43,8 +41,7 @@ class MemoryMonitor(Callback):
     - ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib``: the most since the last row, with validation. CUDA
     - ``memory/peak_reserved_pct``: the same as a share (0-100) of the device's memory. CUDA
 
-    Device metrics are those of the rank with the highest value. Growth over epochs that looks like a leak is warned of.
-    The message of an out-of-memory error gets advice.
+    Device metrics are the highest of a rank. Growth like a leak's is warned of; an out-of-memory error gets advice.
     """
 
     def __init__(self, read: Reader | None = None, host: Reader | None = None) -> None:
@@ -78,9 +75,7 @@ class MemoryMonitor(Callback):
         if may_count and not self._read(trainer.strategy.root_device):
             self._live.__enter__()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._live.close()
         if self._parts_due and is_optimizer_step(trainer, batch_idx):
             self._parts, self._parts_due = memory_breakdown(trainer), self._parts_due - 1

@@ -35,8 +35,7 @@ class OptimizerMonitor(Callback):
         if not isinstance(trainer.strategy, SHARDING):
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             norm = torch.nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
-            # under 16-mixed a fused optimizer divides by the scale itself, later
-            fused = scaler is not None and optimizer.defaults.get("fused")
+            fused = scaler is not None and optimizer.defaults.get("fused")  # it divides by the scale itself, later
             metrics["optimizer/grad_norm"] = norm / metrics["optimizer/loss_scale"] if fused else norm
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:

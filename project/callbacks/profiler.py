@@ -28,9 +28,8 @@ class StepProfiler(Profiler):
 
     Lightning's PyTorchProfiler has one schedule for training and validation, and cannot tell forward from loss. Here a
     step has the regions ``data`` (waiting for the batch and moving it), ``forward`` (the network), ``loss`` (the rest
-    of ``training_step``), ``backward`` and ``optimizer`` (clipping included). The run's folder ``profile`` gets a trace
-    per rank for Chrome, Perfetto and TensorBoard, and ``top_operations.txt``: the time of every region and the
-    operations that take most.
+    of ``training_step``), ``backward`` and ``optimizer`` (with clipping). The run's folder ``profile`` gets a trace per
+    rank for Chrome, Perfetto and TensorBoard; ``top_operations.txt`` has the times of regions and slowest operations.
 
     Args:
         wait: First steps, not profiled: compilation, choice of algorithms.
@@ -55,8 +54,7 @@ class StepProfiler(Profiler):
         super().__init__()
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1), ("rows", rows, 1)):
             require(value >= least, f"--profiler.{name}", f"be at least {least}", value)
-        # Kineto reports its own start and stop, and every missing GPU as an error, on stderr
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports each start, and missing GPUs, on stderr
         self.unrecorded, self.needed, self.rows = wait + warmup, wait + warmup + active, rows  # steps
         self.folder: Path | None = None  # once something is written
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)

@@ -31,9 +31,7 @@ class TestPredictions(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.confusion, self.mistakes = None, []
 
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int, **__: int
-    ) -> None:
+    def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any, **__: Any) -> None:
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
         if not (isinstance(outputs, Tensor) and isinstance(labels, Tensor) and labels.shape == outputs.shape[:1]):
             return

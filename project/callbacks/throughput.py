@@ -17,21 +17,18 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
 from project.engine.ranks import of_all_ranks
-from project.errors import require
 
 WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
 LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a flag
 # Ends of Lightning's action names. It gives the first to start() and stop(), the others to profile().
 FETCHING, BEFORE_VALIDATION, SAVING = ".train_dataloader_next", ".on_validation_model_zero_grad", "save_checkpoint"
-# First word of a Trainer's precision → data type of the matrix products
-MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
-PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}  # by a precision's first word
 
 
 class ThroughputMonitor(Callback):
@@ -39,8 +36,7 @@ class ThroughputMonitor(Callback):
 
     Lightning's own waits for the device at every step, logs nothing for 100 steps, and asks the user for the FLOPs.
     This one waits only at the ends of a window. Not measured: the first two optimizer steps (but a run of only two
-    reports its last), validation with its loader's start, saving, and what happens between two epochs. The Trainer
-    needs ``profiler=monitor.profiler(...)``, which reports waits for data, saving, and a validation to come.
+    reports its last), validation with its loader's start, saving, and what happens between two epochs.
 
     Logged metrics, at every log step and epoch end, the same on any number of devices:
 
@@ -67,14 +63,14 @@ class ThroughputMonitor(Callback):
         self._utilization = GpuUtilization(None)
         self._fetching = 0.0  # the clock's reading when training began to wait for a batch
 
-    def profiler(self, chosen: Profiler | str | None = None) -> Profiler:
-        """The Trainer's profiler, ``chosen`` or an idle one, heard by one monitor: the public way to see waits."""
-        if isinstance(chosen, str):
-            require(chosen.lower() in PROFILERS, "--profiler", f"be one of {', '.join(PROFILERS)} or a class", chosen)
-            chosen = PROFILERS[chosen.lower()]()
-        profiler: Any = chosen or PassThroughProfiler()
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Listen to the Trainer's profiler, the public way to hear of waits for data, saving, and a validation to come.
+        One that serves several runs tells the newest.
+        """
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         start, stop, profile = vars(profiler).setdefault("unheard", (profiler.start, profiler.stop, profiler.profile))
-        nothing = nullcontext("")  # what nobody reads shares it, some sixty times a step
+        # what an idle one does in all of its actions, some sixty times a step
+        nothing = nullcontext("") if type(profiler) is PassThroughProfiler else None
 
         def heard_start(action_name: str) -> None:
             start(action_name)
@@ -84,13 +80,13 @@ class ThroughputMonitor(Callback):
 
         def heard_stop(action_name: str) -> None:
             if action_name.endswith(FETCHING):
-                self.window.waited = (self.window.waited or 0.0) + self.clock() - self._fetching
+                self.window.waited += self.clock() - self._fetching
             stop(action_name)
 
         def heard_profile(action_name: str) -> AbstractContextManager[Any]:
             if action_name.endswith(BEFORE_VALIDATION):
                 self.validation.enter_context(self.pause())
-            inside = profile(action_name) if chosen else nothing
+            inside = nothing or profile(action_name)
             if action_name != SAVING:
                 return inside
             saving = ExitStack()
@@ -99,7 +95,6 @@ class ThroughputMonitor(Callback):
             return saving
 
         profiler.start, profiler.stop, profiler.profile = heard_start, heard_stop, heard_profile
-        return profiler
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -127,11 +122,11 @@ class ThroughputMonitor(Callback):
         """Where a run's time went and what to try, in one or two sentences; empty if nothing was measured."""
         if not (metrics := self.summary()):
             return ""
-        waited, busy = metrics.get("throughput/data_wait_pct"), metrics.get("throughput/gpu_utilization_pct")
-        measured = f"{1000 * trainer.world_size / metrics['throughput/batches_per_sec']:.1f} ms a batch"
-        measured += "" if waited is None else f", {waited:.0f} % of it waiting for data"
+        waited, busy = metrics["throughput/data_wait_pct"], metrics.get("throughput/gpu_utilization_pct")
+        batch_ms = 1000 * trainer.world_size / metrics["throughput/batches_per_sec"]
+        measured = f"{batch_ms:.1f} ms a batch, {waited:.0f} % of it waiting for data"
         measured += "." if busy is None else f", the GPU idle {100 - busy:.0f} % of the time."
-        if waited is not None and waited >= LOADER_BOUND_PCT:
+        if waited >= LOADER_BOUND_PCT:
             return f"loader-bound: {measured}"  # no flag to try: more workers would make quick data slower
         if hasattr(getattr(trainer, "datamodule", None), "batch_size"):  # feature: tune
             measured += " To find the fastest batch size: python -m project.tune batch_size."
@@ -146,9 +141,7 @@ class ThroughputMonitor(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._next_window(wait=False)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.window.batches += 1
         self.window.samples += samples_in(batch)
         if not is_optimizer_step(trainer, batch_idx):
@@ -163,8 +156,7 @@ class ThroughputMonitor(Callback):
             self.windows.append(self._log(trainer, self._next_window()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # in the midst of accumulated batches, the profiler does not hear of it sooner
-        self.validation.enter_context(self.pause())
+        self.validation.enter_context(self.pause())  # among accumulated batches the profiler hears of it no sooner
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validation.close()
@@ -207,7 +199,7 @@ class Window:
     batches: int = 0
     steps: int = 0  # of the optimizer; fewer than batches with --accumulate_grad_batches
     samples: int = 0  # 0 where a batch does not tell
-    waited: float | None = None  # seconds in which training waited for the next batch; None: no profiler told
+    waited: float = 0.0  # seconds in which training waited for the next batch
     seconds: float = 0.0  # known at its end, as is the GPU's utilization
     gpu_pct: float | None = None
 
@@ -215,12 +207,11 @@ class Window:
 def rates(ranks: Sequence[Window]) -> dict[str, float]:
     """The ``throughput/*`` metrics of a window that has ended, as every rank saw it."""
     seconds = statistics.fmean(window.seconds for window in ranks)
-    samples, waits = sum(w.samples for w in ranks), [w.waited for w in ranks if w.waited is not None]
-    gpus = [w.gpu_pct for w in ranks if w.gpu_pct is not None]
+    samples, gpus = sum(w.samples for w in ranks), [w.gpu_pct for w in ranks if w.gpu_pct is not None]
     metrics = {
         "throughput/batches_per_sec": sum(w.batches for w in ranks) / seconds,
         "throughput/step_ms": 1000 * seconds / ranks[0].steps,
-        "throughput/data_wait_pct": 100 * statistics.fmean(waits) / seconds if waits else None,
+        "throughput/data_wait_pct": 100 * statistics.fmean(w.waited for w in ranks) / seconds,
         "throughput/samples_per_sec": samples / seconds if samples else None,
         "throughput/device_samples_per_sec": samples / seconds / len(ranks) if samples else None,
         "throughput/gpu_utilization_pct": statistics.fmean(gpus) if gpus else None,

@@ -1,6 +1,5 @@
-"""Data of any kind: :class:`SplitDataModule`, a data module to inherit from. Any Trainer takes its loaders.
-``project.fit`` puts a sampler of its own into them: order by seed and epoch, exact resume, every sample once on any
-number of devices.
+"""Data of any kind: :class:`SplitDataModule`, a data module to inherit from, whose loaders any Trainer takes. In
+``project.fit`` they get its sampler: order by seed and epoch, exact resume, all samples once on any number of devices.
 """
 
 import copy
@@ -117,8 +116,7 @@ class SplitDataModule(LightningDataModule):
         for split in needed.get(stage, []):
             if split not in self.splits:
                 dataset: Any = self.make_split(split)
-                option = f"{type(self).__name__}.make_split('{split}')"
-                require(len(dataset) > 0, option, "hold at least one sample", "none")
+                require(len(dataset) > 0, f"{type(self).__name__}.make_split('{split}')", "hold a sample", "none")
                 limit = self.limits[split] or len(dataset)
                 self.splits[split] = _part(dataset, torch.arange(limit)) if limit < len(dataset) else dataset
         if stage == "test":
@@ -143,8 +141,7 @@ class SplitDataModule(LightningDataModule):
     def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
         """Whether ``on_device`` keeps a split on this device."""
         if self.on_device is True and not isinstance(dataset, TensorRows):
-            kind = type(dataset).__name__
-            raise UserError(f"--data.on_device true needs data in memory (TensorRows), make_split gave {kind}.")
+            raise UserError(f"--data.on_device true needs data in memory (TensorRows), got {type(dataset).__name__}.")
         may = self.on_device == "auto" and device.type == "cuda" and not self.num_workers
         if may and isinstance(dataset, TensorRows):
             return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
@@ -168,8 +165,7 @@ class SplitDataModule(LightningDataModule):
             dataset, workers, pin = dataset.holding(tensor.to(device) for tensor in dataset.tensors), 0, False
             self.bytes_on_device[split] = dataset.nbytes
         if workers is None:
-            # to gather a batch takes less than to ask a worker for it
-            workers = 0 if hasattr(dataset, "gather") else torch.get_num_threads()
+            workers = 0 if hasattr(dataset, "gather") else torch.get_num_threads()  # to gather is quicker than to ask
         if pin is None:
             pin = device.type == "cuda"
         return DataLoader(

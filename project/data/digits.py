@@ -58,8 +58,7 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, str]:
     top, left = _corner(digit)
     field = np.zeros((FIELD, FIELD), dtype=np.uint8)
     field[top : top + digit.shape[0], left : left + digit.shape[1]] = np.round(digit * 255)
-    # several digits are beside each other, and as high
-    tallest = max((bottom - top for top, _, bottom, _ in parts), default=1)
+    tallest = max((bottom - top for top, _, bottom, _ in parts), default=1)  # several digits stand side by side
     high = sorted((left, right) for top, left, bottom, right in parts if bottom - top > 0.6 * tallest)
     several = any(left >= before for (_, before), (left, _) in itertools.pairwise(high))
     several = several or any(right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts)
@@ -87,8 +86,7 @@ def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
         raise BadImage("one plain colour, no digit in it")
     towards = np.einsum("hwc,hw->c", away, squares)  # the strongest pixels say where the digit's colour lies
     ink = np.clip(np.einsum("hwc,c->hw", away, towards / max(float(np.linalg.norm(towards)), 1e-12)), 0, None)
-    # not the strongest pixel of all: in a photo that one is noise
-    full = float(np.quantile(ink[ink >= ink.max() / 2], 0.9))
+    full = float(np.quantile(ink[ink >= ink.max() / 2], 0.9))  # not the strongest pixel: in a photo it is noise
     ink = np.clip(ink / max(full, 1e-6), 0, 1)
     return np.where(ink > max(LEAST_INK, 4 * noise / max(full, 1e-6)), ink, 0)
 

@@ -83,8 +83,7 @@ class BatchedDataModule(SplitDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         images, targets = batch
         found, named = tuple(images.shape[1:]), tuple(self.image_shape)
-        must = f"be the images' (channels, height, width), {found}"
-        require(found == named, f"{type(self).__name__}.image_shape", must, named)
+        require(found == named, f"{type(self).__name__}.image_shape", f"be the images' shape {found}", named)
         if self.trainer is None or not self.trainer.training:
             return images, targets
         images = self.augment(images)

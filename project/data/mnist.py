@@ -32,11 +32,9 @@ class MNISTDataModule(BatchedDataModule):
     The bundled digits are 10,000 images of the real training set (1,000 for validation) and 2,000 of the test set.
 
     Args:
-        root: Folder in torchvision's layout: ``root/MNIST/raw/...``, plain or ``.gz``. ``root/MNIST`` and
-            ``root/MNIST/raw`` are understood, too.
+        root: Folder in torchvision's layout, ``root/MNIST/raw/...``, plain or ``.gz``; or one of the folders in it.
         source: ``mnist``: the files in ``root``, else a download into it, else an error. ``sample``: the bundled
-            digits. ``auto``: ``mnist`` if it is available, else ``sample`` with a warning (an error if ``root``
-            is not the default).
+            digits. ``auto``: ``mnist`` if it is there, else ``sample`` with a warning; an error if ``root`` is another.
         batch_size: See :class:`SplitDataModule`.
         shift_pixels: See :class:`BatchedDataModule`.
         kwargs: Those of :class:`BatchedDataModule`.
@@ -45,8 +43,7 @@ class MNISTDataModule(BatchedDataModule):
     mean = [0.1307]
     std = [0.3081]
     folder = "MNIST/raw"
-    # SHA-256 of the decompressed files, computed from the files torchvision fetches
-    files: dict[str, str | None] = {
+    files: dict[str, str | None] = {  # SHA-256 of the decompressed files, computed from the files torchvision fetches
         "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
         "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
         "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
@@ -93,12 +90,10 @@ class MNISTDataModule(BatchedDataModule):
         super().setup(stage)
         if stage == "fit" and self.data_source == "mnist":
             self.make_split("test")  # a damaged file is told before the training, not at its end
-        must = "be at most the 60,000 images of the set"
-        require(self.batch_size <= 60_000, "--data.batch_size", must, self.batch_size)
+        require(self.batch_size <= 60_000, "--data.batch_size", "be at most the set's 60,000 images", self.batch_size)
         if self.trainer is None:
             return
-        # ranks that have found other images would train one network on two data sets
-        first = self.trainer.strategy.broadcast(self.data_source)
+        first = self.trainer.strategy.broadcast(self.data_source)  # else ranks could train on two sets
         if not self.trainer.strategy.reduce_boolean_decision(first == self.data_source):
             fix = "Give all machines the files, or name the source: --data.source mnist or sample."
             raise UserError(f"--data.source auto found different data on different ranks (rank 0: {first}). {fix}")
@@ -145,8 +140,7 @@ class MNISTDataModule(BatchedDataModule):
         """Torchvision's download, with bounded time-outs, into a folder of its own: no half file in the root."""
         from torchvision import datasets
 
-        # in an existing folder, so that a failed download does not create the root
-        root = Path(self.root).absolute()
+        root = Path(self.root).absolute()  # in an existing folder, so that a failed download does not create the root
         there = next(place for place in (root, *root.parents) if place.is_dir())
         previous = socket.getdefaulttimeout()
         socket.setdefaulttimeout(10)  # seconds, per connection and per read

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from project.errors import UserError
 from project.tables import write_atomically
@@ -75,8 +76,7 @@ def read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:  # torch.load checks no sums: flipped bits would become weights
             if (broken := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
-        # explicitly, since an environment variable can turn torch's safe default off
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # a variable can turn that off
         leaves = [value for _, value in _leaves(checkpoint)]
     except Exception as error:
         # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
@@ -87,8 +87,7 @@ def read(path: Path) -> dict[str, Any]:
         if "eights only" in str(error) or "eights_only" in str(error):
             danger = "pickled Python objects, which could run code; it was refused and nothing in it was run"
             raise UserError(f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project.") from None
-        kind = type(error).__name__
-        raise UserError(f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one.") from None
+        raise UserError(f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}).") from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     _check(checkpoint, LIGHTNING, path, "checkpoint")
@@ -127,8 +126,7 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
-        reason = "it does not say which network it belongs to"
-        raise UserError(f"--ckpt_path {path} was not written by this project: {reason}.")
+        raise UserError(f"--ckpt_path {path} was not written by this project: it does not name its network.")
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
     if dotted := [key for key in run["config"] if "." in str(key)]:  # the parser would take it for a section's
@@ -190,7 +188,8 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
     checkpoint = read(path)
     # SupervisedModule warns of it; here a misfit is an error
     checkpoint.pop("network", None)  # feature: supervised
-    module.configure_model()
+    with isolate_rng():  # what draws in a setup() that comes later, such as a split, draws as in a new run
+        module.configure_model()
     if not again:
         module.on_load_checkpoint(checkpoint)
     try:

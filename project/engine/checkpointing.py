@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.utilities.memory import recursive_detach
 
 from project.data import BatchedDataModule
 from project.engine import exact_resume, lightning_internals, signals
@@ -31,11 +33,12 @@ from project.tables import flat, write_atomically
 
 Mode = Literal["min", "max"]
 FOLLOWED = ("val/accuracy", "val/loss", "val_loss")  # by default: the first of these that is logged
+# In the name of a metric whose smallest value is the best; the short ones as words of their own
+COSTS = r"loss|error|mae|mse|mape|perplexity|(?<![a-z])(nll|ppl|bpc|wer|cer|eer|ece|fid|kl|brier|lpips)(?![a-z])"
 # Whose hooks change no weights for a validation; the rest of model/ is the user's
 OURS = __name__.split(".")[0]
 KEEP_WEIGHTS = ("lightning.", f"{OURS}.engine.", f"{OURS}.callbacks.", f"{OURS}.model.supervised")
-# Lightning's callbacks with which a resume is not exact, and why
-NOT_EXACT: dict[type[callbacks.Callback], str] = {
+NOT_EXACT: dict[type[callbacks.Callback], str] = {  # Lightning's callbacks with which a resume is not exact, and why
     callbacks.BatchSizeFinder: "it searches again at every start",
     callbacks.LearningRateFinder: "it searches again at every start",
     callbacks.ModelPruning: "a checkpoint holds the pruned weights without their masks",
@@ -67,8 +70,7 @@ class Best:
     @property
     def mode(self) -> Mode:
         """Whether the largest or the smallest value is the best. Where nobody says it, the metric's name does."""
-        is_cost = any(word in (self.monitor or "") for word in ("loss", "error", "mae", "mse"))
-        return self.named_mode or ("min" if is_cost else "max")
+        return self.named_mode or ("min" if re.search(COSTS, (self.monitor or "").lower()) else "max")
 
     def take(self, logged: dict[str, Any], epoch: int) -> bool:
         """Note a value; returns whether it is the best so far. Of equal values the later wins, as more trained."""
@@ -127,14 +129,17 @@ class RunCheckpoint(GracefulStop):
             checkpoint["optimizer_states"] = []
         if state is not None:
             ranks, batches = state["ranks"], checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            loaders = ranks[trainer.global_rank]["loaders"] if trainer.global_rank < len(ranks) else ()
+            loaders = ranks[trainer.global_rank % len(ranks)]["loaders"]  # a further rank takes an earlier one's
             done = batches["current"]["completed"] if state["place"] != "epoch" else 0
             place = done, state["samples_per_batch"], loaders, batches["is_last_batch"]
             self.loading.start = Start(checkpoint["epoch"], *place)
             self._resume = state | {"metrics": saved["metrics"], "groups": state["groups"] if before == now else None}
-            validates = state["place"] == "validation" and trainer.limit_val_batches != 0
-            self._steps_more = int(validates and checkpoint["global_step"] == trainer.max_steps)
+            self._steps_more = int(state["place"] == "validation" and checkpoint["global_step"] == trainer.max_steps)
             trainer.should_stop = state["should_stop"] and not self.changed  # it had stopped early
+        else:
+            done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
+            self.loading.start = Start(checkpoint["epoch"], done)
+            self.loading.notes.append("that checkpoint was not saved between two steps: the resume is not exact.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict["score"], float | None) or state_dict["mode"] not in ("min", "max"):
@@ -171,9 +176,10 @@ class RunCheckpoint(GracefulStop):
             for name, kind in self._resume["kinds"].items():  # a plateau scheduler may follow an earlier validation
                 trainer.callback_metrics[name] = torch.tensor(float(self._resume["metrics"][name]), dtype=kind)
             exact_resume.apply_typed_hyperparameters(trainer, self._configured, self._resume, self.changed)
+        if self.best.asked and self.best.named_mode is None:
+            notes.append(f"--mode {self.best.mode} is taken for {self.best.monitor}, by its name.")
         if trainer.is_global_zero:
-            # not earlier: a run that cannot start must not become `latest`, nor change an older run's files
-            point_latest_at(self.folder)
+            point_latest_at(self.folder)  # not earlier: a run that cannot start changes nothing of older ones
             write_config(self.folder, self.record["config"])
             if self._resume is None and trainer.global_step == 0:  # left by a run that saved nothing
                 self.rows.keep_rows(0)
@@ -207,8 +213,7 @@ class RunCheckpoint(GracefulStop):
                 mine = state["ranks"][trainer.global_rank]
                 exact_resume.restore(trainer, mine)
                 self._validated_batches = mine["validated"]
-            # files are changed last: what cannot be restored is refused before
-            self._set_aside_unusable_best(trainer)
+            self._set_aside_unusable_best(trainer)  # files are changed last: what cannot be restored is refused before
             self.rows.keep_rows(state["metric_rows"])
         say(*dict.fromkeys(self.loading.notes))
 
@@ -227,6 +232,8 @@ class RunCheckpoint(GracefulStop):
             self.best.score, self.best.epoch, self.best.metrics = None, None, {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._steps_more:  # that validation is not wanted any more
+            raise StopIteration  # which ends the epoch
         if self._request or self._best_due:
             self._boundary(trainer, "batch")
 
@@ -239,6 +246,7 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._resume = None  # also where it went on in the validation
+        self._take_back_steps(trainer)
         lightning_internals.share_sums(trainer)
         lightning_internals.end_restart(trainer)
 
@@ -287,13 +295,17 @@ class RunCheckpoint(GracefulStop):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
-        self._trained, self._noted, self._validated_batches, self._steps_more = [], {}, {}, 0
+        self._take_back_steps(trainer)
+        self._trained, self._noted, self._validated_batches = [], {}, {}
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
         self._best_due |= self.best.take(trainer.callback_metrics, trainer.current_epoch)
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
+
+    def _take_back_steps(self, trainer: Trainer) -> None:
+        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
+        self._steps_more = 0
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
@@ -302,8 +314,7 @@ class RunCheckpoint(GracefulStop):
             return  # what is followed comes from validations, or nobody has named it
         must_be_there = self._followed is not None or (best.asked == "typed" and trainer.limit_val_batches == 0)
         if must_be_there and best.monitor not in logged:
-            names = ", ".join(sorted(logged)) or "nothing"
-            raise UserError(f"--monitor must be a metric that is logged, got {best.monitor}. Logged: {names}.")
+            raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {', '.join(sorted(logged))}.")
         self._best_due |= best.take(logged, trainer.current_epoch - 1)
 
     def _boundary(self, trainer: Trainer, place: exact_resume.Place) -> None:
@@ -325,7 +336,11 @@ class RunCheckpoint(GracefulStop):
             raise signals.Stopped(stop)
 
     def _note(self, trainer: Trainer, place: exact_resume.Place) -> None:
-        self._noted = exact_resume.note(trainer, self.loading, place) | {"rows": self.rows.save()}
+        states: dict[str, Any] = {"callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks}}  # type: ignore[attr-defined]
+        states["state_dict"] = dict(trainer.lightning_module.named_buffers())
+        states |= {} if (data := trainer.datamodule) is None else {type(data).__qualname__: data.state_dict()}  # type: ignore[attr-defined]
+        noted = exact_resume.note(trainer, self.loading, place)
+        self._noted = noted | {"rows": self.rows.save(), "states": copy.deepcopy(recursive_detach(states))}
 
     def _save(self, trainer: Trainer, place: exact_resume.Place) -> None:
         path, failure, saved = self.best_path if self._best_due else self.last_path, None, False
@@ -364,6 +379,9 @@ class RunCheckpoint(GracefulStop):
         exact_resume.clean_place(checkpoint["loops"], self._place, self._validated)
         self.rows.save(to_disk=True)
         rows, mine = self._noted.pop("rows"), exact_resume.gather(trainer, self._place)
+        for key, before in self._noted.pop("states").items():  # hooks of the next batch, or validation, have changed it
+            now = checkpoint.get(key, {})
+            now.update({name: value for name, value in before.items() if name in now})
         checkpoint[RUN_KEY]["state"] = {
             "place": self._place,
             "ranks": of_all_ranks(self._noted | mine, self.agreement.group),

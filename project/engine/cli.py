@@ -47,8 +47,7 @@ register_type(torch.device)  # StochasticWeightAveraging has one: without this, 
 # Timer has one, and YAML none
 yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(value.value))
 HERE = Path(__file__).parent
-# Our own flags: name, type, default, help
-OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
+OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (  # Our own flags: name, type, default, help
     ("run_name", str | None, None, "The run's folder in checkpoints/ (default: a time stamp)."),
     ("ckpt_path", str | None, None, "Go on from last, best, auto (last whole one, else afresh) or a file."),
     ("init_weights", str | None, None, "Start a new run from the weights of another run's checkpoint."),
@@ -75,13 +74,15 @@ class CommandLine:
         except argparse.ArgumentError as error:
             raise UserError(explain(str(error), [])) from None
         typed = [_full_name(before, word) for before, word in pairwise(["", *others])]
-        # with full names; files first, so that what is typed wins wherever it stands
-        self.words = [*(f"--config={file}" for file in found.config), *typed]
+        self.words = [*(f"--config={file}" for file in found.config), *typed]  # files first, so that what is typed wins
         given = [flat(_read_config(file)) for file in found.config]
+        self.added: dict[str, list[str]] = {}  # list → classes that the line adds to it, with ``+=``
         for word, after in pairwise([*typed, None]):
             name, equals, value = str(word).partition("=")
             if name.startswith("--"):
                 given.append(flat({name[2:]: value if equals else after}))
+            if name.endswith("+"):
+                self.added.setdefault(name[2:-1], []).append(str(value if equals else after))
         classes = {name: f"{name}.class_path" for name in ("model", "data", "model.network")}
         # by full name without init_args; of several the last
         self.given = {classes.get(name, name): value for settings in given for name, value in settings.items()}
@@ -102,8 +103,7 @@ def _full_name(before: str, word: str) -> str:
         return f"--trainer.{word[2:]}"
     option, _, name = word.rpartition("=")  # feature: images
     if {before, option} & {"--model.network", "--model.network.help"} and name in networks.__all__:  # feature: images
-        # torchvision, which torchmetrics imports, has an MLP, too
-        return f"{word.removesuffix(name)}{networks.__name__}.{name}"
+        return f"{word.removesuffix(name)}{networks.__name__}.{name}"  # torchvision, too, has an MLP
     return word
 
 
@@ -127,14 +127,29 @@ def _read_config(name: str) -> dict[str, Any]:
     return dict(content)
 
 
+def leave_out_added(settings: dict[str, Any], added: dict[str, list[str]]) -> None:
+    """Take out of a resumed run's lists what its command line added and, typed again, adds again."""
+    for name, classes in added.items():
+        *path, last = name.split(".")
+        section: Any = settings
+        for part in path:
+            section = section.get(part) or {}
+            section = section.get("init_args") or section
+        there = section[last] if isinstance(section.get(last), list) else []
+        texts = [str(each.get("class_path") if isinstance(each, dict) else each) for each in there]
+        before, now = ([text.rpartition(".")[2] for text in names] for names in (texts, classes))
+        again = next((n for n in range(len(now), 0, -1) if before[-n:] == now[:n]), 0)  # it may add more than before
+        if again:
+            section[last] = there[:-again]
+
+
 def silence_unfounded_advice() -> None:
     """Hide Lightning's notes, and advice of Lightning and wandb that is wrong here; show every other warning."""
     for name in ("lightning.pytorch", "lightning.fabric"):  # its import sets INFO; our own lines say what matters
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
         logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
-    # how a text begins, as a regular expression, with the reason
-    for line in (HERE / "unfounded_advice.txt").read_text(encoding="utf-8").splitlines():
+    for line in (HERE / "unfounded_advice.txt").read_text(encoding="utf-8").splitlines():  # how texts begin
         warnings.filterwarnings("ignore", line.partition("  #")[0])
 
 
@@ -215,9 +230,10 @@ class ProjectCLI(LightningCLI):
             try:
                 base = None
                 if self.base is not None:
-                    settings = {key: value for key, value in self.base.items() if key not in OF_THE_LAUNCH}
+                    settings = {key: deepcopy(self.base[key]) for key in self.base if key not in OF_THE_LAUNCH}
+                    leave_out_added(settings, self.line.added)
                     with values_are_no_files():  # a checkpoint's are all there; what is typed may name files
-                        base = parser.parse_object(deepcopy(settings))  # what is typed with += changes it
+                        base = parser.parse_object(settings)  # what is typed with += changes it
                 self.config = parser.parse_args(words, base)
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))

@@ -6,10 +6,8 @@ Exit codes: 0 done, 2 bad input, 130 interrupted (Ctrl-C), 143 terminated (SIGTE
 import argparse
 import errno
 import gc
-import multiprocessing
 import os
 import re
-import signal
 import sys
 import traceback
 import warnings
@@ -33,6 +31,7 @@ NUMBERED = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCA
 NUMBERED += ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"]
 NO_MEMORY = "t allocate memory|failed to map segment"  # what torch on the CPU and the loader of libraries say
 LONGEST = 800  # characters of an error: a value of a thousand is not shown whole
+TABLE_ENDINGS, ALSO_WRITE = (".json", ".csv"), "also write what is printed: .json or .csv"
 
 
 def prepare_process(name: str) -> None:
@@ -73,9 +72,6 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         except OSError as error:  # noqa: PERF203 - as Python ends, it would be exit code 120
             code = code or (0 if isinstance(error, BrokenPipeError) else report(error))  # `... | head` is no error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a loader's worker is killed
-    for worker in multiprocessing.active_children():  # they ignore SIGTERM, with which Python would wait for them
-        worker.kill()
     sys.exit(code)
 
 
@@ -92,8 +88,7 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     except BrokenPipeError:
         return 0
     except SystemExit as end:
-        # Lightning turns a Ctrl-C that reaches it into sys.exit(1)
-        asked = signals.state.requested
+        asked = signals.state.requested  # Lightning turns a Ctrl-C that reaches it into sys.exit(1)
         return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
     except Exception as error:
         return report(error)
@@ -155,10 +150,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(
-    parser: argparse.ArgumentParser,
-    option: str = "--output",
-    endings: Sequence[str] = (".json", ".csv"),
-    what: str = "also write what is printed: .json or .csv",
+    parser: CommandParser, option: str = "--output", endings: Sequence[str] = TABLE_ENDINGS, what: str = ALSO_WRITE
 ) -> None:
     """Add an option for a file to write, whose path is checked as it is read."""
     metavar = "FILE" if len(endings) > 1 else f"FILE{endings[0]}"
@@ -181,8 +173,7 @@ def quick_imports() -> Iterator[None]:
 
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 KINDS["dict"] = "key: value pairs"
-# What jsonargparse says of an option's value, and what the user is told
-TOLD = {
+TOLD = {  # What jsonargparse says of an option's value, and what the user is told
     # by a nested parser of a class's arguments, with explain()
     r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)": "{option}.{0} {1}.",
     r"the following arguments are required: (\w+)": "{option} needs {option}.{0}.",

@@ -5,9 +5,9 @@ make ranks equal, so metrics depend on the number of devices. Here a plain ``Dat
 seeding. A loader that cannot be made exact stays as it is, and the run says so in one line.
 """
 
-from __future__ import annotations
-
+import atexit
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader
 
-from project.engine.lightning_internals import iterator_of_fetching
+from project.engine.lightning_internals import iterator_of
 from project.errors import UserError
 
 # Samplers that draw from torch's generator only, which is seeded here.
@@ -35,8 +35,7 @@ SEEDABLE = (data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler
 # What an exact loader takes over as it is
 KEPT = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "pin_memory", "timeout")
 END = object()  # of a loader
-# A batch that is asked for: its epoch, its number there, also of several passes, and the keys of its samples
-Request = tuple[int, int, Any]
+Request = tuple[int, int, Any]  # a batch's epoch, its number there, also of several passes, its samples' keys
 
 
 class Start(NamedTuple):
@@ -57,6 +56,7 @@ class Passes:
         self.owner = owner  # what has a state that is kept, if anything has
         self.start = Start()  # of the next pass
         self.first = 0  # batches of this epoch's earlier passes
+        self.finished = False  # whether a loader without an exact form has come to its end
         self.cycles = False  # whether a further pass of an epoch counts on, in another order
         self.states: dict[int, Any] = {}  # batches of this epoch that are done → the owner's state
 
@@ -68,7 +68,7 @@ class Passes:
     def start_at(self, start: Start, first: int = 0, state: Any = None) -> None:
         """Start inside an epoch, in the pass before which ``first`` batches came."""
         self.set_epoch(start.epoch)
-        self.start, self.first = start, first
+        self.start, self.first, self.finished = start, first, start.over
         if state is not None:
             self.owner.load_state_dict(state)
 
@@ -201,7 +201,7 @@ class Fetch:
         dataset, seed, rank = self.dataset, self.seed, self.rank
         epoch, number, part = request
         if gathers(dataset):
-            return dataset.gather(part)
+            return dataset.gather(torch.as_tensor(part))  # a list from a batch sampler of the user's own
         keys = part.tolist() if isinstance(part, Tensor) else part
         with isolate_rng(include_cuda=False):  # in the main process those of the training must not change
             seed_generators(hash((seed, rank or 0, epoch, number)))
@@ -223,7 +223,7 @@ class ExactLoader(DataLoader[Any]):
     """The exact form of a plain loader over a map-style dataset: to the user's code the same loader, sampler apart."""
 
     sampler: ExactBatches
-    _iterator = iterator_of_fetching()
+    _iterator = iterator_of("fetching")
 
     def __init__(self, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> None:
         dataset: Any = loader.dataset
@@ -232,9 +232,12 @@ class ExactLoader(DataLoader[Any]):
         size, drop_last = None, False  # batch_size=None: the dataset returns whole batches
         if type(inner) is data.BatchSampler:
             size, drop_last = inner.batch_size, inner.drop_last
-        elif source is inner and not training and world_size > 1:  # for equally many batches, cut the samples again
-            parts = [list(part) for part in source]
-            size, source = max(map(len, parts), default=1), [key for part in parts for key in part]
+        elif source is inner and not training:  # for equally many batches per rank, the largest are halved
+            source = sorted(map(list, source), key=len) if world_size > 1 else source
+            while len(source) % world_size and len(source[-1]) > 1:
+                largest = source.pop()
+                half = len(largest) // 2
+                source = sorted([*source, largest[:half], largest[half:]], key=len)
         device = getattr(dataset, "device", None) if gathers(dataset) else None
         batches = ExactBatches(source, size, drop_last, training, gathers(dataset), seed, rank, world_size, device)
         vars(self).update(vars(loader), sampler=batches)  # DataLoader.__init__ would take other arguments
@@ -260,16 +263,16 @@ class ExactLoader(DataLoader[Any]):
 
 
 class WatchedLoader(Passes):
-    """A loader that has no exact form. Where in training its ``owner`` (loader or dataset) has a state, that is kept by
-    batch, as Lightning may have fetched one more than training has used. Random numbers in this process come from
-    (seed, epoch, batch), the same on every rank.
+    """A loader that has no exact form. The state of its ``owner`` (loader or dataset) is kept by batch: Lightning may
+    have fetched one more than it trained. Random numbers here come from (seed, epoch, batch), on all ranks alike.
     """
 
-    def __init__(self, loader: Any, owner: Any, seed: int, training: bool = True) -> None:
+    _iterator = iterator_of("loader")
+
+    def __init__(self, loader: Any, owner: Any, seed: int) -> None:
         super().__init__(owner)
-        self.loader, self.seed, self.training = loader, seed, training
+        self.loader, self.seed = loader, seed
         self.sampler = self  # where Lightning looks for ``set_epoch``
-        self.finished = False  # whether the loader has come to its end
         self.rest: Any = None  # state after an epoch that ended before the loader did (``--limit_train_batches``)
 
     def __getattr__(self, name: str) -> Any:  # for the user's code: what the loader has
@@ -283,27 +286,27 @@ class WatchedLoader(Passes):
     def __iter__(self) -> Iterator[Any]:
         if self.start.over:
             return
-        if not self.training:  # never a batch ahead: a loader may fill the same tensor again
-            batches, done = self._drawn_for(-1, lambda: iter(self.loader)), 0
-            while (batch := self._drawn_for(done, lambda: next(batches, END))) is not END:
-                done += 1
-                yield batch
-            return
         if self.rest is not None:  # as a resumed run does
             self.owner.load_state_dict(self.rest)
         done, self.start, self.first, self.rest, self.finished = self.first, Start(self.start.epoch), 0, None, False
-        self.states = {done: self.state()}
+        self.states, length = {**(self.states if done else {}), done: self.state()}, sized_len(self.loader)
         batches = self._drawn_for(-1, lambda: iter(self.loader))
         batch = self._drawn_for(done, lambda: next(batches, END))
+        if batch is END:  # the epoch before ended with the loader
+            batches = self._drawn_for(-1, lambda: iter(self.loader))
+            batch = self._drawn_for(done, lambda: next(batches, END))
         while batch is not END:
             done += 1
             self.states[done] = self.state()
             self.states.pop(done - 4, None)
-            # One batch ahead: Lightning does not ask a loader with a length for more, and it would never end its epoch.
-            current, batch = batch, self._drawn_for(done, lambda: next(batches, END))
+            # A batch ahead at the end, past which Lightning does not ask: a loader with a state must end its epoch. Not
+            # before, as far as a length tells it: a loader may fill the same tensor again.
+            current, is_ahead = batch, self.owner is not None and (length is None or done % (length or 1) == 0)
+            batch = self._drawn_for(done, lambda: next(batches, END)) if is_ahead else batch
             self.finished = batch is END
-            self.first = done if self.finished and self.cycles else 0
             yield current
+            batch = batch if is_ahead else self._drawn_for(done, lambda: next(batches, END))
+        self.finished, self.first = True, done if self.cycles else 0
 
     def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
         with isolate_rng(include_cuda=False):
@@ -387,8 +390,9 @@ class ExactLoading:
             lacks = f"the training data come from {name}, which has no state_dict"
             self.notes.append(f"{lacks}: a resumed run goes on from the last epoch's end.")
         if ranks > 1 and not (training and owner is not None):
-            self.notes.append(f"every rank reads all of {name} as it is: let it yield each rank its own part.")
-        return WatchedLoader(loader, owner if training else None, seed, training)
+            advice = "let it yield each rank its own part" + ("" if training else ", and log with sync_dist=True")
+            self.notes.append(f"every rank reads {name} as it is: {advice}.")
+        return WatchedLoader(loader, owner if training else None, seed)
 
     def begin(self) -> None:
         """Put the loaders where training starts."""
@@ -418,6 +422,15 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
         if info is not None:
             object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, for their code
         further(worker)
+
+
+@atexit.register
+def end_workers() -> None:
+    """Kill workers that are left as Python ends: it would wait for them, since they ignore the signal it sends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a worker is killed
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 def is_plain(loader: Any) -> bool:

@@ -14,8 +14,7 @@ from project.engine.exact_loading import ExactLoading
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
-# Entries of an optimizer's parameter group that choose a kernel and do not change the result.
-KERNELS = ("fused", "foreach", "capturable", "differentiable")
+KERNELS = ("fused", "foreach", "capturable", "differentiable")  # of a parameter group; they change no result
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -23,8 +22,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     (version, words, gauss), (name, keys, *rest) = random.getstate(), np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        # 625 words; as a tensor they take microseconds to save instead of milliseconds
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],  # saved in microseconds; a list takes ms
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
     }
     if device.type in ("cuda", "mps"):
@@ -48,8 +46,7 @@ def note(trainer: Trainer, loading: ExactLoading, place: Place) -> dict[str, Any
     module, batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress
     own = getattr(module, "metric_state", None)
     sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
-    # at an epoch's end the next epoch's start is what counts
-    epoch_ends = place == "epoch" or (place == "validation" and batches.is_last_batch)
+    epoch_ends = place == "epoch" or (place == "validation" and batches.is_last_batch)  # the next one counts
     noted = {
         "random": random_state(trainer.strategy.root_device),
         "loaders": [loader.state_after(batches.current.completed, epoch_ends) for loader in loading.training],

@@ -31,8 +31,7 @@ from project.engine.ranks import of_all_ranks, say
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
-# module: names in it that are used here. For an attribute of instances, another name of the same file.
-NAMES = {
+NAMES = {  # module: names in it that are used here. For an attribute of instances, another name of the same file.
     "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
     "lightning.pytorch.trainer.connectors.logger_connector": ["_LoggerConnector.should_reset_tensors"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
@@ -113,9 +112,8 @@ def end_restart(trainer: Trainer) -> None:
 
 
 def release_child_processes() -> list[Any]:
-    """Keep Lightning's observer from killing this process when its child ranks end with a non-zero code. Returns the
-    ranks' :class:`subprocess.Popen`. Buys: exit code 143 instead of 137 for a DDP run. Public way missing: the
-    observer's thread cannot be stopped.
+    """Keep Lightning's observer from killing this process as its child ranks end with an error; returns these, each a
+    ``Popen``. Buys: exit code 143, not 137, of a DDP run. Public way missing: the observer's thread cannot be stopped.
     """
     released: list[Any] = []
     for thread in threading.enumerate():
@@ -135,8 +133,7 @@ def averaged_models(trainer: Trainer) -> dict[Any, Any]:
 
 def average_on_the_device(trainer: Trainer) -> None:
     """Put averaged weights where the trained ones are, unless the callback was told where, and their count on the host.
-    Buys: no copy of all weights to the CPU, and no wait for the device, which torch asks for the count, at every step.
-    Public way missing: torch has no switch.
+    Buys: no copy of all weights to the CPU and no wait for the count at every step. Public way missing: no switch.
     """
     for average, device in averaged_models(trainer).items():
         count: Any = average.n_averaged.cpu()
@@ -169,8 +166,7 @@ def metric_states(module: LightningModule) -> dict[str, Any]:
     for name, metric in module.named_modules():
         if isinstance(metric, Metric):
             own = {k: x for k, x in vars(metric).items() if isinstance(x, Tensor) or (k[0] == "_" and type(x) is int)}
-            # detached: a list of predictions may hang on their graph
-            states[name] = recursive_detach(own | metric.metric_state, to_cpu=True)
+            states[name] = recursive_detach(own | metric.metric_state, to_cpu=True)  # lists may hang on their graph
     return states
 
 
@@ -181,8 +177,8 @@ def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) ->
             part.increment()
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and name in states:
-            for key, value in states[name].items():
-                setattr(metric, key, move_data_to_device(value, metric.device))
+            for key, value in states[name].items():  # each its own: those of a compute group are one tensor
+                setattr(metric, key, move_data_to_device(copy.deepcopy(value), metric.device))
 
 
 def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
@@ -263,11 +259,12 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
     return loop._combined_loader.flattened, last
 
 
-def iterator_of_fetching() -> property:
-    """The ``_iterator`` of a loader's ``fetching``, as its own. Buys that Lightning ends its workers after training.
-    Public way missing: Lightning looks for this attribute of a loader alone.
+def iterator_of(part: str) -> property:
+    """The ``_iterator`` of an attribute, as a loader's own. Buys that Lightning ends its workers after training. Public
+    way missing: Lightning looks for this attribute of a loader alone.
     """
-    return property(lambda self: self.fetching._iterator, lambda self, it: setattr(self.fetching, "_iterator", it))
+    owner = attrgetter(part)
+    return property(lambda self: owner(self)._iterator, lambda self, value: setattr(owner(self), "_iterator", value))
 
 
 def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
@@ -339,8 +336,7 @@ class LiveMemory(ExitStack):  # feature: tune, memory
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                # PyTorch keeps one Python object per storage for as long as the storage lives
-                if storage not in self._counted:
+                if storage not in self._counted:  # PyTorch keeps one Python object per storage while that lives
                     self._counted.add(storage)
                     weakref.finalize(storage, self._add, -storage.nbytes())
                     self._add(storage.nbytes())

@@ -10,8 +10,7 @@ from typing import Any
 
 from project.errors import UserError
 
-# Lightning starts its child ranks with the parent's environment, which carries what rank 0 decided.
-DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
+DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"  # Lightning's child ranks inherit what rank 0 decided
 
 
 def launched_world() -> tuple[int, int, int]:
@@ -68,16 +67,12 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
             found = os.environ[DECISION_VARIABLE]
             raise UserError(f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'. Unset it.") from None
     rank, world_size, _ = launched_world()
-    if world_size > 1:
-        return _broadcast(decide, rank, world_size)
-    if os.environ.get("NODE_RANK", "0") != "0":
+    if world_size == 1 and os.environ.get("NODE_RANK", "0") != "0":
         raise UserError("NODE_RANK is set without a launcher. Start several machines with torchrun, see the README.")
-    decision = decide()
-    os.environ[DECISION_VARIABLE] = json.dumps(decision, default=str)
-    return decision
-
-
-def _broadcast(decide: Callable[[], Any], rank: int, world_size: int) -> Any:
+    if world_size == 1:
+        decision = decide()
+        os.environ[DECISION_VARIABLE] = json.dumps(decision, default=str)
+        return decision
     import torch
     import torch.distributed as dist
 
@@ -91,12 +86,10 @@ def _broadcast(decide: Callable[[], Any], rank: int, world_size: int) -> Any:
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))
         # NCCL warns of a group that is left behind; Lightning takes down only groups that it has made itself
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-    decision = None
-    if rank == 0:
-        try:
-            decision = decide()
-        except UserError as error:
-            decision = error
+    try:
+        decision = decide() if rank == 0 else None
+    except UserError as error:
+        decision = error
     decision = of_all_ranks(decision)[0]
     if isinstance(decision, UserError):
         raise decision

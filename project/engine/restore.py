@@ -25,6 +25,7 @@ import yaml
 from jsonargparse import ArgumentParser, get_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
@@ -41,8 +42,7 @@ TRUSTED: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("trusted
 FUNCTIONS = [f"{PACKAGE}.model", f"{PACKAGE}.data", *TRUSTED["functions"]]
 CLASSES = [PACKAGE, *TRUSTED["classes"]]
 COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # not these: they make what a text names
-# Arguments of a module that may hold an import path
-PATHS = ("class_path", "optimizer", "schedule", "loss")
+PATHS = ("class_path", "optimizer", "schedule", "loss")  # Arguments of a module that may hold an import path
 IMPORT_PATH = re.compile(r"\w[\w-]*(?:\.[\w-]+)+")  # importlib takes more than identifiers
 MOST_NESTED = 5000  # brackets, lines and the like in a text; the parser's loader is written in C and can overflow
 FILES = ("csv", "tsv", "txt", "json", "jsonl", "yaml", "yml", "npy", "npz", "parquet", "pt", "pth", "ckpt")  # endings
@@ -54,8 +54,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     run_name, ckpt_path = line.value("run_name"), line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     is_new = ckpt_path is None or (ckpt_path == "auto" and run_name is None)
-    # a wrong flag is reported before a new run's folder is made
-    config = configure(argv, prog) if is_new or line.asks_for_help else None
+    config = configure(argv, prog) if is_new or line.asks_for_help else None  # before a folder is made
     run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
@@ -126,7 +125,8 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     if name is None:
         return []
     path = find_checkpoint(name, option="--init_weights")
-    module.configure_model()
+    with isolate_rng():
+        module.configure_model()
     given = read(path)["state_dict"]
     own = {key: getattr(value, "shape", None) for key, value in module.state_dict().items()}
     fitting = {key: value for key, value in given.items() if key in own and getattr(value, "shape", None) == own[key]}
@@ -205,8 +205,7 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
 
 def _is_foreign(root: str, holds_path: bool) -> bool:
     """Whether a module that is not the user's can be imported, or shall be (``holds_path``). Nothing is imported."""
-    # the user's own are in the working folder, and in a clone beside this package
-    clone = Path(__file__).parents[2]
+    clone = Path(__file__).parents[2]  # the user's own are in the working folder, and in a clone beside this package
     folders = [Path.cwd()] if "site-packages" in clone.parts else [Path.cwd(), clone]
     try:
         spec = importlib.util.find_spec(root)
@@ -298,13 +297,10 @@ class Run:
             handle = open(self.folder / ".lock", "a+")  # noqa: SIM115 - held until the process ends
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            reason = f"run {self.name} is being written by another process."
-            raise UserError(f"{reason} Wait for it or choose another --run_name.") from None
+            raise UserError(f"run {self.name} is written by another process. Wait, or change --run_name.") from None
         except OSError as error:
-            reason = f"the run's folder {self.folder} cannot be written: {error.strerror}."
-            raise UserError(f"{reason} Change --default_root_dir.") from None
-        # a loader's worker that outlives this process must not hold the run
-        os.register_at_fork(after_in_child=handle.close)
+            raise UserError(f"--default_root_dir: {self.folder} cannot be written: {error.strerror}.") from None
+        os.register_at_fork(after_in_child=handle.close)  # a worker that outlives this process must not hold it
         self._lock, self._created = handle, is_new
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
@@ -372,8 +368,7 @@ def _new(root: Path, run_name: str | None) -> Run:
     if run_name is not None:
         folder = root / run_name
         if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-            fix = "Choose another name, or go on: --ckpt_path auto."
-            raise UserError(f"--run_name {run_name}: {folder} already exists. {fix}")
+            raise UserError(f"--run_name {run_name}: {folder} already exists. To go on with it: --ckpt_path auto.")
         return Run(folder)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     run = Run(root / stamp)  # notes which folders are missing
@@ -385,8 +380,7 @@ def _new(root: Path, run_name: str | None) -> Run:
                 break
             run = replace(run, folder=root / f"{stamp}_{attempt}", run_id="")
     except OSError as error:
-        got = f"got {root}: {error.strerror}."
-        raise UserError(f"--default_root_dir must be a folder you may write in, {got}") from None
+        raise UserError(f"--default_root_dir must be writable, got {root}: {error.strerror}.") from None
     return replace(run, _created=True)
 
 

@@ -32,12 +32,6 @@ class ShardedStrategy(FSDPStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=LARGE), **kwargs})
 
-    @classmethod
-    def replace_lightnings(cls) -> None:
-        """Let the names ``fsdp`` and ``fsdp_cpu_offload`` mean this strategy."""
-        StrategyRegistry.register("fsdp", cls, override=True)
-        StrategyRegistry.register("fsdp_cpu_offload", cls, override=True, cpu_offload=True)
-
     def setup(self, trainer: Trainer) -> None:
         self.whole_parameters = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
         super().setup(trainer)
@@ -70,6 +64,10 @@ class ShardedStrategy(FSDPStrategy):
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
                 names = FSDP.rekey_optim_state_dict(saved, by_name, model, optim=optimizer)
                 optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, names))
+
+
+StrategyRegistry.register("fsdp", ShardedStrategy, override=True)
+StrategyRegistry.register("fsdp_cpu_offload", ShardedStrategy, override=True, cpu_offload=True)
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from types import FrameType
 from project.engine.ranks import is_child
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
-# Python runs no handler while it waits inside a library, as for the other ranks: then a thread ends the process.
-START_UP_PATIENCE_S = 1.5
+START_UP_PATIENCE_S = 1.5  # then a thread ends what waits inside a library, where Python runs no handler
 
 
 class Stopped(BaseException):

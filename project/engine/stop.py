@@ -56,8 +56,7 @@ class GracefulStop(Callback):
     """Ends all ranks at the same batch after a signal to any of them, also SLURM's ``requeue_signal``.
 
     Lightning's handler broadcasts inside the signal handler and can hang, knows rank 0's signal only, saves nothing and
-    exits with 0 (issues 20806, 21406, 20542). This callback also installs exact loaders, and adds up over ranks what a
-    module logs in an evaluation.
+    exits with 0 (issues 20806, 21406, 20542). Also installs exact loaders, and adds up over ranks what evaluations log.
     """
 
     def __init__(self, requeue_signal: int | None = None, clean_up: Callable[[], None] | None = None) -> None:

@@ -1,7 +1,6 @@
 """What a run says of itself: its first line, a line per epoch, its last lines, and ``summary.json``."""
 
 import contextlib
-import csv
 import importlib.metadata
 import os
 import platform
@@ -25,14 +24,13 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.engine.ranks import say
-from project.tables import is_number, write_atomically
+from project.tables import is_number, read_rows, write_atomically
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6
 REFRESH_STEPS = 50
-# One metric over a run: (optimizer step, value), by step
-Series = list[tuple[int, float]]
+Series = list[tuple[int, float]]  # One metric over a run: (optimizer step, value), by step
 
 
 @dataclass
@@ -125,11 +123,10 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: repor
     training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
     """
     series: dict[str, Series] = {}
-    with contextlib.suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            for name, text in row.items():
-                if name != "step" and text and is_number(value := float(text)):
-                    series.setdefault(name, []).append((int(float(row["step"])), value))
+    for row in read_rows(path):
+        for name, value in row.items():
+            if name != "step" and is_number(value):
+                series.setdefault(name, []).append((int(row["step"]), value))
     ends = {epoch: step for step, epoch in series.get("epoch", []) if epoch < epochs}.values()
     for name in series:
         if name.startswith("train/"):

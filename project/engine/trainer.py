@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy  # feature: fsdp
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -51,9 +51,7 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
         raise UserError(f"--devices {devices} × --num_nodes {nodes} {fix}")
     refuse_what_cannot_run(flags, world_size)
     if str(flags["strategy"]).startswith("fsdp"):  # feature: fsdp
-        from project.engine.sharding import ShardedStrategy  # half a second, for FSDP alone
-
-        ShardedStrategy.replace_lightnings()
+        import project.engine.sharding  # noqa: F401 - registers itself; half a second, for FSDP alone
     flags["plugins"] = [*as_list(flags["plugins"]), AtomicCheckpointIO()]
     flags["callbacks"] = as_list(flags["callbacks"])
     flags["logger"] = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
@@ -81,11 +79,9 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     must = f"be at most {most} on this machine's {threads.available_cores()} CPU cores"
     require(not (on_cpu and devices.isdigit() and int(devices) > most), "--devices", must, devices)
     if world_size == 1 and flags["num_nodes"] > 1:  # rank 0 would wait half an hour for the others
-        needed = "a launcher that starts the other machines: torchrun or SLURM, see the README"
-        raise UserError(f"--num_nodes {flags['num_nodes']} needs {needed}.")
+        raise UserError(f"--num_nodes {flags['num_nodes']} needs a launcher, torchrun or SLURM: see the README.")
     if isinstance(strategy, str) and re.search("spawn|fork|notebook", strategy):
-        why = "starts its ranks inside functions, where what a run has reached is lost"
-        raise UserError(f"--strategy {strategy} {why}. Use ddp.")
+        raise UserError(f"--strategy {strategy} starts ranks in functions, and what they reach is lost. Use ddp.")
     if isinstance(strategy, FSDPStrategy) or str(strategy).startswith("fsdp"):  # feature: fsdp
         if flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value":  # no norm over shards
             raise UserError("--gradient_clip_val clips by norm, fsdp cannot. Add --gradient_clip_algorithm value.")
@@ -159,8 +155,7 @@ def refusals_as_errors(checkpoint: Path | None, timer: RunTimer | None = None) -
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
     """Metrics of best.ckpt on the test set, or where there is none of the weights as they are, at a run's end."""
     if best_path is not None and not best_path.exists():
-        done = "that checkpoint has trained as long as it should, nothing is left to do"
-        raise UserError(f"--ckpt_path: {done}. Raise --max_epochs.")
+        raise UserError("--ckpt_path: that checkpoint has trained as long as it should. Raise --max_epochs.")
     module, data = config.module, config.datamodule
     if lacks_for_test(module, data):
         return {}
@@ -169,11 +164,10 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         from project.engine.sharding import for_float32_test
 
         module = for_float32_test(trainer.strategy, config.fresh_module())
-    if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision, DoublePrecision)):
+    if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision)):  # not of float64, which data may need
         trainer.strategy.precision_plugin = Precision()
         module.float()
-    # eagerly: for one pass a compiled network would be compiled once more
-    try:
+    try:  # eagerly: for one pass a compiled network would be compiled once more
         with float32_products(), torch.compiler.set_stance("force_eager"):
             found = trainer.test(module, datamodule=data, ckpt_path=best_path, weights_only=True, verbose=False)
     except MisconfigurationException as error:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from project.errors import UserError
-from project.tables import columns_of, write_atomically
+from project.tables import columns_of, read_rows, write_atomically
 
 FIRST = {"step": 0, "epoch": 0}  # the first columns, of whole numbers
 
@@ -42,10 +42,11 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         metrics = {**metrics, "step": step or 0}
-        if not self._row or int(float(self._row["step"])) != metrics["step"]:  # text after a resume
+        if not self._row or self._row["step"] != metrics["step"]:
             self._before, self._row = self.save(), {}
             self._row_start = self.path.stat().st_size if self.path.exists() else 0
-        self._row |= {key: int(value) if key in FIRST else float(value) for key, value in metrics.items()}
+        numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}  # a file of series
+        self._row |= {key: int(value) if key in FIRST else float(value) for key, value in numbers.items()}
         self._row_changed = True
 
     def save(self, to_disk: bool = False) -> int:  # type: ignore[override] # finalize calls it, too
@@ -71,23 +72,15 @@ class MetricsCSV(Logger):
         """Go on after the first ``count`` rows, the last of which may still grow: a resumed run repeats the others."""
         rows = self._read()[:count]
         self._columns = columns_of([FIRST, *rows])
-        self._row = {key: value for row in rows[-1:] for key, value in row.items() if value}
-        self._row_changed = False
+        self._row, self._row_changed = dict(*rows[-1:]), False
         if self.path.exists():
             self._rewrite(rows)
 
-    def _read(self) -> list[dict[str, str]]:
-        if not self.path.exists():
-            return []
+    def _read(self) -> list[dict[str, Any]]:
         try:
-            with open(self.path, newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            for row in rows:
-                for value in filter(None, row.values()):
-                    float(value)
+            return [row | {name: int(row[name]) for name in FIRST if name in row} for row in read_rows(self.path)]
         except (ValueError, TypeError, csv.Error) as error:  # TypeError: a row has more values than there are names
             raise UserError(f"{self.path} is damaged ({error}). Move it away and go on: its rows begin anew.") from None
-        return rows
 
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the whole file anew. Its last row may still grow."""

@@ -32,8 +32,7 @@ from project.loggers import STEP, wandb_state
 DEFAULT_PROJECT = "mnist-lightning"
 MODES = ("online", "offline", "disabled", "run", "dryrun")  # the last two are old names of the first two
 REFUSED_IN_PROJECT = "/\\#?%:"
-# Seconds that the end of a run waits for a server: of a finished run, and of a stopped one, which has ten in all
-END_PATIENCE, STOP_PATIENCE = 7.0, 4.0
+END_PATIENCE, STOP_PATIENCE = 7.0, 4.0  # seconds that the end of a run waits for a server; a stopped one has ten in all
 SETTINGS: dict[str, Any] = {
     "x_save_requirements": False,  # reads the metadata of every installed package: half a second; the lock file has it
     "init_timeout": 15.0,  # seconds for the server to answer, while training goes on
@@ -134,7 +133,7 @@ class WandbRunLogger(WandbLogger, Callback):
             lost = "W&B did not answer in time and has nothing of this run. metrics.csv has every value."
             if self._run.done():
                 place = shlex.quote(os.path.relpath(Path(self._run.result().dir).parent))
-                lost = f"W&B did not take everything in time. To complete it: wandb sync {place}"
+                lost = f"W&B did not take everything. To complete it: wandb sync {place}"
             rank_zero_warn(lost)
             failure_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
         if os.environ.get("WANDB_DATA_DIR") == str(self.folder / "wandb"):  # later runs of this process have others
@@ -154,8 +153,7 @@ class WandbRunLogger(WandbLogger, Callback):
     def _start(self) -> None:
         try:
             run = self._init()
-            # all panels are drawn over optimizer steps
-            run.define_metric(STEP, hidden=True)
+            run.define_metric(STEP, hidden=True)  # all panels are drawn over optimizer steps
             run.define_metric("epoch", hidden=True)
             run.define_metric("*", step_metric=STEP)
             if self.best is not None and self.best.monitor is not None:

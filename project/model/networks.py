@@ -46,8 +46,7 @@ class ConvNet(nn.Module):
     """A small convolutional network; every width is a multiple of 8, which suits tensor cores and vector units.
 
     A stage is convolution, pooling where asked for, batch normalisation, ReLU: pooling first spares the last two three
-    quarters of their work. The first stage quarters the image by its stride; pooling there would take a third of a
-    step's time.
+    quarters of their work. The first stage quarters the image by its stride: pooling would take a third of a step.
 
     Args:
         image_shape: Channels, height and width of the images.

@@ -123,8 +123,7 @@ class SupervisedModule(LightningModule):
         self.register_load_state_dict_pre_hook(take_over_standardization)
         self.undecayed: list[bool] = []  # which of parameters() are spared weight decay
         self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # uncounted batches: loss, outputs, targets
-        # (2,): the loss's sum and samples. "recent" since the last log step, "epoch", and "eval" of an evaluation
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}  # loss and samples, (2,): "recent" (log step), "epoch", "eval"
 
     # What a subclass may change
 
@@ -239,9 +238,8 @@ class SupervisedModule(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer()
         if self.schedule in SHAPES:
-            steps = self.trainer.estimated_stepping_batches  # infinite in a run without end
-            factor = partial(rate_factor, self.schedule, self.warmup_fraction, steps)
-            schedule: LRScheduler = LambdaLR(optimizer, factor)
+            shape = self.schedule, self.warmup_fraction, self.trainer.estimated_stepping_batches
+            schedule: LRScheduler = LambdaLR(optimizer, partial(rate_factor, *shape))
         else:
             cls = named_class("--model.schedule", self.schedule, lr_scheduler, LRScheduler, SHAPES)
             mode = {"mode": self.mode} if issubclass(cls, ReduceLROnPlateau) else {}
@@ -252,8 +250,7 @@ class SupervisedModule(LightningModule):
     def make_optimizer(self) -> Optimizer:
         """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do not decay."""
         cls = named_class("--model.optimizer", self.optimizer_name, torch.optim, Optimizer)
-        must = "take the dense gradients that layers give, as Adam does"
-        require(cls is not torch.optim.SparseAdam, "--model.optimizer", must, cls.__name__)
+        require(cls is not torch.optim.SparseAdam, "--model.optimizer", "take dense gradients, as Adam", cls.__name__)
         # A fused optimizer unscales gradients by itself, too late for clipping and for the gradient norm; Lightning's
         # mixed precision refuses to clip for it, also where there is no scaler.
         plugin = self.trainer.precision_plugin
@@ -295,8 +292,7 @@ class SupervisedModule(LightningModule):
             outputs = outputs.squeeze(-1)
         if targets.is_floating_point() and outputs.shape != targets.shape:
             shapes = f"{tuple(targets.shape)}, got {tuple(outputs.shape)}"
-            name = f"--model.network {type(self.network).__name__}"
-            raise UserError(f"{name} must give outputs of the targets' shape {shapes}.")
+            raise UserError(f"--model.network {type(self.network).__name__} must give the targets' shape {shapes}.")
         return outputs, targets
 
     def _loss(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -327,10 +323,10 @@ class SupervisedModule(LightningModule):
     def _log(self, split: str, counted: str, metrics: Any = None) -> None:
         """The mean loss and the metrics, over all ranks; what was counted for them is then forgotten."""
         sums = self.sums.pop(counted, exact(torch.zeros(2, device=self.device)))
-        loss, samples = self.trainer.strategy.reduce(sums, reduce_op="sum")  # every rank must meet the others
-        if not samples:  # a step of one's own may have counted nothing
-            return
-        values = {"loss": (loss / samples).float(), **(metrics.compute() if metrics else {})}
+        updated = sums.new_tensor([any(getattr(x, "update_called", 0) for x in (metrics.modules() if metrics else ()))])
+        # every rank must meet the others; a step of one's own may have counted no loss, or filled no metric
+        loss, samples, updated = self.trainer.strategy.reduce(torch.cat([sums, updated]), reduce_op="sum")
+        values = ({"loss": loss / samples} if samples else {}) | (metrics.compute() if updated else {})
         self.log_dict({f"{split}/{name}": value.float() for name, value in values.items()}, prog_bar=split == "val")
         if metrics:
             metrics.reset()
@@ -401,8 +397,7 @@ def recompute_activations(network: nn.Module) -> None:
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):
-            # no closure: a copy of the network must call its own layers
-            child.forward = partial(_recomputed, child, child.forward)
+            child.forward = partial(_recomputed, child, child.forward)  # no closure: a copy must call its own
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:

@@ -38,8 +38,7 @@ def main(argv: list[str]) -> int:
     for name in ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds"):
         value = getattr(options, name)
         require(value is None or 0 < value < math.inf, f"--{name}", "be above 0", value)
-    below = f"be below --max_lr ({options.max_lr:g})"
-    require(options.min_lr < options.max_lr, "--min_lr", below, f"{options.min_lr:g}")
+    require(options.min_lr < options.max_lr, "--min_lr", f"be below --max_lr ({options.max_lr:g})", options.min_lr)
     require(options.steps >= 20, "--steps", "be at least 20", f"{options.steps} (fewer make no curve)")
     for name in (word.split("=")[0] for word in fit_flags):  # a misspelt option, which fit would not know
         close = difflib.get_close_matches(name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85)

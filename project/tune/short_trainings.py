@@ -79,8 +79,7 @@ class ShortTraining(Callback):
         ExactLoading().install(trainer)  # the loaders that fit trains with
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # No learning-rate schedules: some wait for a validation that never comes, some end before the measurement.
-        trainer.strategy.lr_scheduler_configs = []
+        trainer.strategy.lr_scheduler_configs = []  # some wait for a validation, some end too early
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if asked := signals.state.requested:  # an exception raised while a tensor is freed would be lost
@@ -145,7 +144,7 @@ class RateRamp(ShortTraining):
         if not all("lr" in group for group in self._groups):
             raise UserError("tune lr: the optimizer has no learning rate.")
         # the highest rate that the module itself chose
-        self.present = max(float(group.get("initial_lr", group["lr"])) for group in self._groups)
+        self.present = max(float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in self._groups)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         rate = self.min_lr * self.growth**self.steps_done
