@@ -339,7 +339,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         (["loaders", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
         (
             ["loaders", *TINY, "--data.batch_size", "200"],
-            "must leave two batches of 256",
+            "must be at most half of 256 samples",
         ),
     ],
 )

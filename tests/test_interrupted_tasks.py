@@ -24,7 +24,7 @@ from project.engine.restore import Run
 from project.test import main
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import Noisy, table
-from tests.test_any_task import SHORT, AskToStop, resume, train
+from tests.test_any_task import SHORT, AskToStop, error_of, resume, train
 
 HERE = "tests.test_interrupted_tasks"  # as a run imports it
 
@@ -132,20 +132,27 @@ class AddsToATrainingMetric(Task):
         self.log("val_sum", torch.rand(()) + self.trainer.callback_metrics["train_loss_step"])
 
 
-class CountsEpochs(Callback):
+class Keeps:
+    """Has a state of one value, the attribute that ``kept`` names."""
+
+    kept = "count"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.kept: getattr(self, self.kept)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        setattr(self, self.kept, state_dict[self.kept])
+
+
+class CountsEpochs(Keeps, Callback):
     """A callback with a state that changes as an epoch begins."""
 
     epochs = 0
+    kept = "epochs"
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.epochs += 1
         pl_module.log("counted", float(self.epochs))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epochs = state_dict["epochs"]
 
 
 class MadeLate(Task):
@@ -153,7 +160,7 @@ class MadeLate(Task):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made, self.net = self.net, None  # type: ignore[assignment]
+        self.net = None  # type: ignore[assignment]
 
     def setup(self, stage: str) -> None:
         self.parts = random_split(table(122), [101, 21])
@@ -215,10 +222,11 @@ class Follows(Task):
         return loss
 
 
-class Rolls(IterableDataset[Any]):
+class Rolls(Keeps, IterableDataset[Any]):
     """Rows with a length and a state, from the first to the last and again."""
 
     row = 0
+    kept = "row"
 
     def __len__(self) -> int:
         return 80
@@ -228,12 +236,6 @@ class Rolls(IterableDataset[Any]):
             self.row += 1
             yield table(80)[self.row - 1]
         self.row = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"row": self.row}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.row = state_dict["row"]
 
 
 class SumsBatches(Task):
@@ -251,30 +253,30 @@ class GoesRound(SumsBatches):
         return DataLoader(Rolls(), 8)
 
 
+class Unsized:
+    """Fills one tensor again and again, and does not tell how often."""
+
+    def __iter__(self) -> Any:
+        shared = torch.zeros(2)
+        for number in range(20):
+            yield [shared.fill_(float(number))]
+
+
 class RefillsInValidation(Task):
-    """Validates on a stream without a length, which fills one tensor again and again."""
+    """Validates on such batches."""
 
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", batch[0].mean())
 
     def val_dataloader(self) -> Any:
-        shared = torch.zeros(2)
-        return _Endless(shared)
+        return Unsized()
 
 
-class _Endless:
-    def __init__(self, shared: Tensor) -> None:
-        self.shared = shared
-
-    def __iter__(self) -> Any:
-        for number in range(20):
-            yield [self.shared.fill_(float(number))]
-
-
-class CountsValidations(Callback):
+class CountsValidations(Keeps, Callback):
     """A callback with a state that changes as a validation goes on."""
 
     counts = (0, 0)
+    kept = "counts"
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.counts = (self.counts[0] + 1, self.counts[1])
@@ -282,14 +284,8 @@ class CountsValidations(Callback):
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         self.counts = (self.counts[0], self.counts[1] + 1)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"counts": self.counts}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.counts = state_dict["counts"]
-
-
-class CountsRows(LightningDataModule):
+class CountsRows(Keeps, LightningDataModule):
     """Counts the rows that it handed out."""
 
     count = 0
@@ -300,15 +296,12 @@ class CountsRows(LightningDataModule):
     def val_dataloader(self) -> Any:
         return DataLoader(table(53), 10)
 
+    def test_dataloader(self) -> Any:
+        return DataLoader(table(37), 10)
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.count += len(batch[0]) if self.trainer.training else 0  # type: ignore[union-attr]
         return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
 
 
 class NotesANumber(Callback):
@@ -467,7 +460,7 @@ def test_an_interrupted_run_is_bit_identical(case: str) -> None:
         assert checkpoint(reference / name).get("CountsRows") == checkpoint(other / name).get("CountsRows")
     ours, theirs = (summary(run) for run in (reference, other))
     for name in ("epochs", "steps", "best_epoch", "test_loss", "train_samples", ours["monitor"]):
-        assert ours.get(name) == theirs.get(name), name
+        assert ours[name] == theirs[name], name
 
 
 def test_a_loader_may_fill_the_same_tensors_again() -> None:
@@ -554,10 +547,11 @@ def test_values_that_a_module_joins_itself_are_those_of_one_process() -> None:
         assert ours == pytest.approx(theirs, rel=1e-6), name
 
 
-class Deals(Sampler[int]):
+class Deals(Keeps, Sampler[int]):
     """Another order at every pass, which its state alone tells."""
 
     passes = 0
+    kept = "passes"
 
     def __len__(self) -> int:
         return 101
@@ -565,12 +559,6 @@ class Deals(Sampler[int]):
     def __iter__(self) -> Any:
         self.passes += 1
         return iter(torch.arange(101).roll(7 * self.passes).tolist())
-
-    def state_dict(self) -> dict[str, int]:
-        return {"passes": self.passes}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.passes = state_dict["passes"]
 
 
 class Dealt(Task):
@@ -663,3 +651,9 @@ def test_an_epoch_of_a_part_of_a_stream_goes_on_where_the_one_before_ended() -> 
 def test_a_validation_stream_that_fills_one_tensor_again_is_not_read_ahead() -> None:
     run = train("r", *of("RefillsInValidation", "--limit_val_batches", "4", "--max_epochs", "1"))
     assert [float(row["val_loss"]) for row in rows(run) if row.get("val_loss")] == [1.5]
+
+
+def test_a_profiler_that_does_not_exist_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_of(capsys, *of("Task", "--profiler", "fast"))
+    assert "the Trainer refuses a flag: " in line
+    assert all(f"'{name}'" in line for name in ("simple", "advanced", "pytorch"))

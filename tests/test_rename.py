@@ -225,7 +225,7 @@ def test_the_core_without_any_feature_trains_and_passes_its_types_and_its_tests(
     assert types.returncode == 0, types.stdout
     code = {path: text for path, text in files(clone).items() if path.parts[0] == NAME and path.suffix == ".py"}
     print(f"the core: {(lines := sum(map(count_lines, code.values())))} lines in {len(code)} files")
-    assert lines <= 3_825  # where it stands; the plan asks for 3,500, and a tenth for what was built later
+    assert lines <= 3_821  # where it stands; the plan asks for 3,500, and a tenth for what was built later
     tests = python(clone, "-m", "pytest", "-q", "tests")
     assert tests.returncode == 0, tests.stdout[-4000:]
 

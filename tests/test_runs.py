@@ -266,6 +266,6 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
     assert set(told) == {path.parent.name if path.name == "__main__.py" else path.stem for path in commands}
     assert told["runs"] == (runs.__doc__ or "").partition("\n")[0]
     assert done.stdout.startswith(f"python -m {PACKAGE}.fit ")
-    assert not re.search(rf"torch|lightning|{PACKAGE}\.({'|'.join(told)})\b", done.stderr)
+    assert not re.search(rf"torch|lightning|{PACKAGE}\.", done.stderr)
     piped = subprocess.run(["bash", "-c", f"set -o pipefail; {shlex.join(words[:1])} -m {PACKAGE} | true"], stderr=-1)
     assert (piped.returncode, piped.stderr) == (0, b"")

@@ -145,7 +145,7 @@ def measure_loaders(config: Configuration, options: Namespace) -> list[Row]:
     device, samples = torch.device(timing.wanted_devices(config)[-1]), timing.in_memory(config, "train")
     batches = min(20 if options.quick else BATCHES, len(samples.labels) // options.batch_size)
     # the first batch is timed apart
-    require(batches >= 2, "--data.batch_size", f"leave two batches of {len(samples.labels)}", options.batch_size)
+    require(batches >= 2, "--data.batch_size", f"be at most half of {len(samples.labels)} samples", options.batch_size)
     normalize = timing.normalizer(config.datamodule, samples.images, device)
     ways = loaders(config.datamodule, samples, options, pinned=device.type == "cuda")
     timed = {name: partial(time_epoch, loader, normalize, device, batches) for name, loader in ways.items()}

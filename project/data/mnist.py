@@ -140,8 +140,8 @@ class MNISTDataModule(BatchedDataModule):
         """Torchvision's download, with bounded time-outs, into a folder of its own: no half file in the root."""
         from torchvision import datasets
 
-        root = Path(self.root).absolute()  # in an existing folder, so that a failed download does not create the root
-        there = next(place for place in (root, *root.parents) if place.is_dir())
+        root = Path(self.root).absolute()
+        there = next(place for place in (root, *root.parents) if place.is_dir())  # a failed one does not create root
         previous = socket.getdefaulttimeout()
         socket.setdefaulttimeout(10)  # seconds, per connection and per read
         try:

@@ -76,7 +76,7 @@ def read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:  # torch.load checks no sums: flipped bits would become weights
             if (broken := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # a variable can turn that off
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # else an environment variable decides it
         leaves = [value for _, value in _leaves(checkpoint)]
     except Exception as error:
         # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
@@ -87,7 +87,8 @@ def read(path: Path) -> dict[str, Any]:
         if "eights only" in str(error) or "eights_only" in str(error):
             danger = "pickled Python objects, which could run code; it was refused and nothing in it was run"
             raise UserError(f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project.") from None
-        raise UserError(f"--ckpt_path {path} is damaged or no checkpoint ({type(error).__name__}).") from None
+        kind = type(error).__name__
+        raise UserError(f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one.") from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
     _check(checkpoint, LIGHTNING, path, "checkpoint")
@@ -181,6 +182,7 @@ def _changed(path: Path, key: str) -> UserError:
     return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
 
 
+@isolate_rng()  # what draws in a setup() that comes later, such as a split, draws as in a new run
 def load_weights(module: LightningModule, path: Path, late: bool = False, again: bool = False) -> bool:
     """Give a module a checkpoint's weights as Lightning does (and will do ``again``); a UserError where they do not
     fit. ``late``: nothing is loaded, and False returned, where a hook may make layers that it still lacks.
@@ -188,8 +190,7 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
     checkpoint = read(path)
     # SupervisedModule warns of it; here a misfit is an error
     checkpoint.pop("network", None)  # feature: supervised
-    with isolate_rng():  # what draws in a setup() that comes later, such as a split, draws as in a new run
-        module.configure_model()
+    module.configure_model()
     if not again:
         module.on_load_checkpoint(checkpoint)
     try:

@@ -127,9 +127,9 @@ class RunCheckpoint(GracefulStop):
         if before != now:
             self.loading.notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         if state is not None:
-            ranks, batches = state["ranks"], checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            loaders = ranks[trainer.global_rank % len(ranks)]["loaders"]  # a further rank takes an earlier one's
+            loaders = (ranks := state["ranks"])[trainer.global_rank % len(ranks)]["loaders"]  # else an earlier rank's
             done = batches["current"]["completed"] if state["place"] != "epoch" else 0
             place = done, state["samples_per_batch"], loaders, batches["is_last_batch"]
             self.loading.start = Start(checkpoint["epoch"], *place)
@@ -137,8 +137,7 @@ class RunCheckpoint(GracefulStop):
             self._steps_more = int(state["place"] == "validation" and checkpoint["global_step"] == trainer.max_steps)
             trainer.should_stop = state["should_stop"] and not self.changed  # it had stopped early
         else:
-            done = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
-            self.loading.start = Start(checkpoint["epoch"], done)
+            self.loading.start = Start(checkpoint["epoch"], batches["current"]["ready"])
             self.loading.notes.append("that checkpoint was not saved between two steps: the resume is not exact.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -246,7 +245,8 @@ class RunCheckpoint(GracefulStop):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._resume = None  # also where it went on in the validation
-        self._take_back_steps(trainer)
+        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
+        self._steps_more = 0
         lightning_internals.share_sums(trainer)
         lightning_internals.end_restart(trainer)
 
@@ -295,17 +295,13 @@ class RunCheckpoint(GracefulStop):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        self._take_back_steps(trainer)
-        self._trained, self._noted, self._validated_batches = [], {}, {}
+        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
+        self._trained, self._noted, self._validated_batches, self._steps_more = [], {}, {}, 0
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
         self._best_due |= self.best.take(trainer.callback_metrics, trainer.current_epoch)
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
-
-    def _take_back_steps(self, trainer: Trainer) -> None:
-        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
-        self._steps_more = 0
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""

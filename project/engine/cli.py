@@ -149,7 +149,7 @@ def silence_unfounded_advice() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("callbacks.model_summary", "profilers.profiler"):  # what was asked for by a flag is shown
         logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
-    for line in (HERE / "unfounded_advice.txt").read_text(encoding="utf-8").splitlines():  # how texts begin
+    for line in (HERE / "unfounded_advice.txt").read_text(encoding="utf-8").splitlines():  # how each begins, as a regex
         warnings.filterwarnings("ignore", line.partition("  #")[0])
 
 

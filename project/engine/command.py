@@ -31,7 +31,6 @@ NUMBERED = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCA
 NUMBERED += ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"]
 NO_MEMORY = "t allocate memory|failed to map segment"  # what torch on the CPU and the loader of libraries say
 LONGEST = 800  # characters of an error: a value of a thousand is not shown whole
-TABLE_ENDINGS, ALSO_WRITE = (".json", ".csv"), "also write what is printed: .json or .csv"
 
 
 def prepare_process(name: str) -> None:
@@ -150,10 +149,11 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(
-    parser: CommandParser, option: str = "--output", endings: Sequence[str] = TABLE_ENDINGS, what: str = ALSO_WRITE
+    parser: CommandParser, option: str = "--output", endings: Sequence[str] = (".json", ".csv"), what: str = ""
 ) -> None:
     """Add an option for a file to write, whose path is checked as it is read."""
     metavar = "FILE" if len(endings) > 1 else f"FILE{endings[0]}"
+    what = what or "also write what is printed: .json or .csv"
     parser.add_argument(option, metavar=metavar, type=lambda path: check_output(path, endings, option), help=what)
 
 

@@ -22,7 +22,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     (version, words, gauss), (name, keys, *rest) = random.getstate(), np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],  # saved in microseconds; a list takes ms
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],  # a tensor is saved in µs, a list in ms
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
     }
     if device.type in ("cuda", "mps"):
@@ -46,7 +46,7 @@ def note(trainer: Trainer, loading: ExactLoading, place: Place) -> dict[str, Any
     module, batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress
     own = getattr(module, "metric_state", None)
     sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
-    epoch_ends = place == "epoch" or (place == "validation" and batches.is_last_batch)  # the next one counts
+    epoch_ends = place == "epoch" or (place == "validation" and batches.is_last_batch)  # the next epoch's start counts
     noted = {
         "random": random_state(trainer.strategy.root_device),
         "loaders": [loader.state_after(batches.current.completed, epoch_ends) for loader in loading.training],

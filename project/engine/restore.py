@@ -54,7 +54,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     run_name, ckpt_path = line.value("run_name"), line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     is_new = ckpt_path is None or (ckpt_path == "auto" and run_name is None)
-    config = configure(argv, prog) if is_new or line.asks_for_help else None  # before a folder is made
+    config = configure(argv, prog) if is_new or line.asks_for_help else None  # a wrong flag leaves no folder behind
     run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
@@ -120,13 +120,13 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 
 
+@isolate_rng()  # as in load_weights
 def start_from(module: LightningModule, name: str | None) -> list[str]:
     """Give a new run's module the weights of another's checkpoint that fit by name and shape; returns what to say."""
     if name is None:
         return []
     path = find_checkpoint(name, option="--init_weights")
-    with isolate_rng():
-        module.configure_model()
+    module.configure_model()
     given = read(path)["state_dict"]
     own = {key: getattr(value, "shape", None) for key, value in module.state_dict().items()}
     fitting = {key: value for key, value in given.items() if key in own and getattr(value, "shape", None) == own[key]}

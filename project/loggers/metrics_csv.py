@@ -45,8 +45,7 @@ class MetricsCSV(Logger):
         if not self._row or self._row["step"] != metrics["step"]:
             self._before, self._row = self.save(), {}
             self._row_start = self.path.stat().st_size if self.path.exists() else 0
-        numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}  # a file of series
-        self._row |= {key: int(value) if key in FIRST else float(value) for key, value in numbers.items()}
+        self._row |= {k: int(x) if k in FIRST else float(x) for k, x in metrics.items() if not isinstance(x, str)}
         self._row_changed = True
 
     def save(self, to_disk: bool = False) -> int:  # type: ignore[override] # finalize calls it, too

@@ -250,7 +250,7 @@ class SupervisedModule(LightningModule):
     def make_optimizer(self) -> Optimizer:
         """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do not decay."""
         cls = named_class("--model.optimizer", self.optimizer_name, torch.optim, Optimizer)
-        require(cls is not torch.optim.SparseAdam, "--model.optimizer", "take dense gradients, as Adam", cls.__name__)
+        require(cls is not torch.optim.SparseAdam, "--model.optimizer", "take dense gradients", cls.__name__)
         # A fused optimizer unscales gradients by itself, too late for clipping and for the gradient norm; Lightning's
         # mixed precision refuses to clip for it, also where there is no scaler.
         plugin = self.trainer.precision_plugin
@@ -397,7 +397,7 @@ def recompute_activations(network: nn.Module) -> None:
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):
-            child.forward = partial(_recomputed, child, child.forward)  # no closure: a copy must call its own
+            child.forward = partial(_recomputed, child, child.forward)  # no closure: a copy must call its own layers
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
