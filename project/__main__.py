@@ -13,6 +13,9 @@ if __name__ == "__main__":
             name = path.parent.name if path.name == "__main__.py" else path.stem
             commands[name] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     order = sorted(commands, key=lambda name: (name != "fit", name))  # the main job first
-    lines = [f"python -m {here.name}.{name:{max(map(len, commands))}}  {commands[name]}\n" for name in order]
+    lines = [
+        f"python -m {here.name}.{name:{max(map(len, commands))}}  {commands[name]}\n"
+        for name in order
+    ]
     with suppress(BrokenPipeError):  # `... | head` is no error
         os.write(1, "".join([*lines, "\nEach of them explains itself with --help.\n"]).encode())

@@ -40,7 +40,9 @@ from project.tables import write_rows
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
     config, job = read_configuration(argv, "project.fit")
-    say(*job.notes, *([f"resuming {job.name} with {', '.join(job.changes)}"] if job.changes else []))
+    say(
+        *job.notes, *([f"resuming {job.name} with {', '.join(job.changes)}"] if job.changes else [])
+    )
     if job.finished and not any(line.startswith("trainer.max_") for line in job.changes):
         say(f"run {job.name} is already finished: see {os.path.relpath(job.folder)}/summary.json.")
         return 0
@@ -70,13 +72,21 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
     flags, options = trainer_flags(config), config.options
     session.timer, best = summary.RunTimer(), Best.of(config.module, options.monitor, options.mode)
     session.csv, loggers = MetricsCSV(job.folder / "metrics.csv"), flags["logger"]
-    loggers += [TensorBoardLogger(job.folder, name="tensorboard", version="")] if options.tensorboard else []
+    loggers += (
+        [TensorBoardLogger(job.folder, name="tensorboard", version="")]
+        if options.tensorboard
+        else []
+    )
     session.wandb = make_wandb_logger(config, job, best)  # feature: wandb
     loggers += [] if session.wandb is None else [session.wandb]  # feature: wandb
     session.predictions = TestPredictions()  # feature: test_predictions
     session.checkpoint = RunCheckpoint(config, job, best, session.csv)
-    session.memory = MemoryMonitor() if "memory" in config.monitors and is_measurable() else None  # feature: memory
-    session.throughput = ThroughputMonitor() if "throughput" in config.monitors else None  # feature: throughput
+    session.memory = (
+        MemoryMonitor() if "memory" in config.monitors and is_measurable() else None
+    )  # feature: memory
+    session.throughput = (
+        ThroughputMonitor() if "throughput" in config.monitors else None
+    )  # feature: throughput
     if session.throughput is not None:  # feature: throughput
         session.checkpoint.exclude = session.throughput.pause
     callbacks: list[Callback | None] = [
@@ -86,15 +96,21 @@ def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Se
         OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
         session.throughput,  # feature: throughput
         session.memory,  # feature: memory
-        MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None,  # feature: memory
+        MemorySnapshot(options.memory_snapshot)
+        if options.memory_snapshot
+        else None,  # feature: memory
         session.predictions,  # feature: test_predictions
         summary.progress_callback(flags),
         *flags["callbacks"],
-        CheckpointPaths(session.checkpoint) if session.checkpoint.saves else None,  # for the module's own code
+        CheckpointPaths(session.checkpoint)
+        if session.checkpoint.saves
+        else None,  # for the module's own code
         *extra,
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
-    session.trainer = build_trainer(flags | {"logger": [*loggers, session.csv], "default_root_dir": job.folder})
+    session.trainer = build_trainer(
+        flags | {"logger": [*loggers, session.csv], "default_root_dir": job.folder}
+    )
     return session
 
 
@@ -103,21 +119,32 @@ def train(config: Configuration, job: Run, session: Session) -> Summary:
     trainer, checkpoint, status, trained = session.trainer, session.checkpoint, 1, False
     try:
         with refusals_as_errors(job.checkpoint, session.timer):
-            trainer.fit(config.module, datamodule=config.datamodule, ckpt_path=job.checkpoint, weights_only=True)
+            trainer.fit(
+                config.module,
+                datamodule=config.datamodule,
+                ckpt_path=job.checkpoint,
+                weights_only=True,
+            )
         facts = session.summarize(config, job)  # before the test's precision is set
-        facts.metrics |= final_test(trainer, config, checkpoint.best_path if checkpoint.saves else None)
+        facts.metrics |= final_test(
+            trainer, config, checkpoint.best_path if checkpoint.saves else None
+        )
         trained = True
         signals.state.deferring = False  # every step is saved
         if trainer.is_global_zero:
             session.publish(config, job, facts)
-            write_rows(job.folder / "summary.json", facts.to_plain())  # last: a run with a summary is complete
+            write_rows(
+                job.folder / "summary.json", facts.to_plain()
+            )  # last: a run with a summary is complete
         status = 0
         return facts
     except signals.Stopped as stop:
         status = stop.exit_code
         release_child_processes()  # the other ranks end now
         if not trained and session.timer.begun and trainer.is_global_zero:
-            if trainer.world_size == 1:  # torchrun signals the remaining ranks as soon as one has ended
+            if (
+                trainer.world_size == 1
+            ):  # torchrun signals the remaining ranks as soon as one has ended
                 signals.state.deferring = False  # a second signal skips the report
             facts = session.summarize(config, job, finished=False)
             session.publish(config, job, facts, stopped_by=signal.Signals(stop.signum).name)

@@ -18,8 +18,12 @@ GIB = 1024**3
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """Name, cores this process may use, cores of the machine, and whether bfloat16 and AMX are in the hardware."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    names = re.findall(r"^model name\s*:[ \t]*(\S.*)", text, re.MULTILINE) or [_sysctl("machdep.cpu.brand_string")]
-    features = set(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)).split())  # x86, Arm
+    names = re.findall(r"^model name\s*:[ \t]*(\S.*)", text, re.MULTILINE) or [
+        _sysctl("machdep.cpu.brand_string")
+    ]
+    features = set(
+        " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)).split()
+    )  # x86, Arm
     apple = _sysctl("hw.optional.arm.FEAT_BF16") == "1"
     return {
         "name": names[0] or platform.processor() or platform.machine(),
@@ -34,7 +38,9 @@ def _sysctl(name: str) -> str:
     """A fact of macOS; empty on any other system."""
     if platform.system() == "Darwin":
         with suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=2).stdout.strip()
+            return subprocess.run(
+                ["sysctl", "-n", name], capture_output=True, text=True, timeout=2
+            ).stdout.strip()
     return ""
 
 
@@ -47,7 +53,10 @@ def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> dict[str, float]:
     """Host memory in GiB, total and available, cut to the container's limit (control group v2, else v1)."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for files in ("memory.max memory.current", "memory/memory.limit_in_bytes memory/memory.usage_in_bytes"):
+    for files in (
+        "memory.max memory.current",
+        "memory/memory.limit_in_bytes memory/memory.usage_in_bytes",
+    ):
         with suppress(OSError, ValueError):  # "max" is no number: no limit
             limit, used = (int((cgroup / name).read_text()) for name in files.split())
             total, available = min(total, limit), max(0, min(available, limit - used))
@@ -62,23 +71,39 @@ def accelerators() -> list[dict[str, Any]]:
     if torch.backends.mps.is_available():
         total, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
         sizes = {"memory_total_gib": total / GIB, "memory_free_gib": (total - used) / GIB}
-        return [{"index": 0, "type": "mps", "name": _sysctl("machdep.cpu.brand_string") or "Apple GPU", **sizes}]
+        return [
+            {
+                "index": 0,
+                "type": "mps",
+                "name": _sysctl("machdep.cpu.brand_string") or "Apple GPU",
+                **sizes,
+            }
+        ]
     rows: list[dict[str, Any]] = []
     driver = {"driver": version} if (version := nvidia_driver()) else {}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
-        row = {"index": index, "type": "rocm", "name": gpu.name, "memory_total_gib": gpu.total_memory / GIB}
+        row = {
+            "index": index,
+            "type": "rocm",
+            "name": gpu.name,
+            "memory_total_gib": gpu.total_memory / GIB,
+        }
         if torch.version.hip is None:
             # tensor cores came with compute capability 7.0, bfloat16 and TF32 with 8.0 (CUDA programming guide)
             row |= {"type": "cuda", "compute_capability": f"{gpu.major}.{gpu.minor}"}
             row["tensor_cores"] = gpu.major >= 7 and not WITHOUT_TENSOR_CORES.search(gpu.name)
             row |= {"bf16": gpu.major >= 8, "tf32": gpu.major >= 8}
-        with suppress(Exception):  # without a library, driver or permission; the second on a slice of a GPU (MIG)
+        with suppress(
+            Exception
+        ):  # without a library, driver or permission; the second on a slice of a GPU (MIG)
             row["memory_free_gib"] = (gpu.total_memory - torch.cuda.device_memory_used(index)) / GIB
             row["utilization_pct"] = int(torch.cuda.utilization(index))
         with suppress(Exception):
             if "memory_free_gib" not in row:
-                row["memory_free_gib"] = torch.cuda.mem_get_info(index)[0] / GIB  # costs a context, half a GiB
+                row["memory_free_gib"] = (
+                    torch.cuda.mem_get_info(index)[0] / GIB
+                )  # costs a context, half a GiB
         rows.append(row | driver)
     return rows
 

@@ -33,8 +33,24 @@ if TYPE_CHECKING:
     from project.engine.restore import Loaded
 
 BATCH_SIZE = 256
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "AVIF", "JPEG2000", "ICO", "TGA", "PCX")
-LONGEST_SIDE = 2048  # a digit of a fiftieth of it still has 40 pixels; 12 megapixels as floats take 150 MB
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "GIF",
+    "BMP",
+    "DIB",
+    "TIFF",
+    "WEBP",
+    "PPM",
+    "AVIF",
+    "JPEG2000",
+    "ICO",
+    "TGA",
+    "PCX",
+)
+LONGEST_SIDE = (
+    2048  # a digit of a fiftieth of it still has 40 pixels; 12 megapixels as floats take 150 MB
+)
 DIGITS = [str(digit) for digit in range(10)]
 # The contact sheet, in pixels: an image, two lines of text below it, space around. It shows the first MOST_SHOWN.
 TILE, CAPTION, MARGIN, MOST_SHOWN = 84, 30, 8, 1000
@@ -46,10 +62,17 @@ UNSURE, UNSURE_COLOUR = 0.7, "#c05000"
 def main(argv: list[str]) -> int:
     """Predict as ``argv`` says. Returns 2 where a file had to be skipped."""
     parser = CommandParser("project.predict", __doc__)
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders (with what is below them) and globs")
+    parser.add_argument(
+        "images",
+        nargs="+",
+        metavar="IMAGE",
+        help="files, folders (with what is below them) and globs",
+    )
     add_checkpoint(parser)
     add_output(parser)
-    add_output(parser, "--contact_sheet", (".png",), "draw the prepared images with their predictions")
+    add_output(
+        parser, "--contact_sheet", (".png",), "draw the prepared images with their predictions"
+    )
     args = parser.parse_args(argv)
     find_files(args.images)  # a mistyped word is told before torch is imported
 
@@ -63,7 +86,10 @@ def main(argv: list[str]) -> int:
     if rows:  # with nothing to write, older files stay
         print(format_table(rows))
         if notes := Counter(row["note"] for row in rows if row.get("note")):
-            print(f"of {len(rows)} files: " + ", ".join(f"{count} {note}" for note, count in notes.most_common()))
+            print(
+                f"of {len(rows)} files: "
+                + ", ".join(f"{count} {note}" for note, count in notes.most_common())
+            )
         if args.output:
             write_rows(args.output, rows)
         if args.contact_sheet:
@@ -71,11 +97,16 @@ def main(argv: list[str]) -> int:
     for path, reason in bad:
         print(f"skipped {path}: {reason}", file=sys.stderr)
     if bad:
-        print(f"error: {len(bad)} of {len(paths)} files could not be read, see above.", file=sys.stderr)
+        print(
+            f"error: {len(bad)} of {len(paths)} files could not be read, see above.",
+            file=sys.stderr,
+        )
     return 2 if bad else 0
 
 
-def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], list[Tensor], list[tuple[Path, str]]]:
+def predict_files(
+    loaded: Loaded, paths: Sequence[Path]
+) -> tuple[list[Row], list[Tensor], list[tuple[Path, str]]]:
     """One row per readable file (``file``, what :func:`columns` makes of the answer, beside a label a ``note``), the
     first ``MOST_SHOWN`` inputs, and the files that were skipped with the reason. Everything in the order of ``paths``.
     """
@@ -87,7 +118,9 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
     good, bad = list[tuple[Path, str]](), list[tuple[Path, str]]()  # with a note, or the reason
     inputs, batch = list[torch.Tensor](), list[torch.Tensor]()  # the first ones; some of one shape
     answers: list[tuple[Any, int]] = []  # and how many inputs each is for
-    for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):  # no bar in a log file
+    for path in tqdm(
+        paths, unit="file", desc="predict", leave=False, disable=None
+    ):  # no bar in a log file
         try:
             made, note = prepare(path)
             prepared = torch.as_tensor(made)
@@ -103,8 +136,14 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
         inputs += [prepared] if len(inputs) < MOST_SHOWN else []
     if batch:
         answers.append((predict_batch(loaded, torch.stack(batch)), len(batch)))
-    found: Any = getattr(loaded.module, "class_names", None) or getattr(loaded.datamodule, "class_names", None) or ()
-    names = list(found) if all(are_probabilities(answer, len(found)) for answer, _ in answers) else []
+    found: Any = (
+        getattr(loaded.module, "class_names", None)
+        or getattr(loaded.datamodule, "class_names", None)
+        or ()
+    )
+    names = (
+        list(found) if all(are_probabilities(answer, len(found)) for answer, _ in answers) else []
+    )
     rows: list[dict[str, Any]] = []
     for answer, count in answers:
         table = columns(answer, names)
@@ -112,11 +151,19 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[Row], lis
             got = tuple(answer.shape) if hasattr(answer, "shape") else type(answer).__name__
             must = f"must return a tensor or a dict of tensors with an entry for each of {count} inputs, got {got}."
             raise UserError(f"{type(loaded.module).__name__}.predict_step {must}")
-        rows += [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+        rows += [
+            dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)
+        ]
     for row, (_, note) in zip(rows, good, strict=True):
         if "probability" in row:
-            row["note"] = note or (f"unsure (below {UNSURE:.0%})" if row["probability"] < UNSURE else "")
-    return [{"file": str(path), **row} for (path, _), row in zip(good, rows, strict=True)], inputs, bad
+            row["note"] = note or (
+                f"unsure (below {UNSURE:.0%})" if row["probability"] < UNSURE else ""
+            )
+    return (
+        [{"file": str(path), **row} for (path, _), row in zip(good, rows, strict=True)],
+        inputs,
+        bad,
+    )
 
 
 def predict_batch(loaded: Loaded, batch: Tensor) -> Any:
@@ -129,13 +176,17 @@ def predict_batch(loaded: Loaded, batch: Tensor) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         must = f"must take a batch of inputs alone, got {tuple(batch.shape)} of {batch.dtype}"
-        raise UserError(f"{type(loaded.module).__name__}.predict_step {must} ({reason}).") from error
+        raise UserError(
+            f"{type(loaded.module).__name__}.predict_step {must} ({reason})."
+        ) from error
 
 
 def are_probabilities(answer: Any, classes: int) -> bool:
     """Whether an answer is a tensor (batch, classes) of probabilities: sigmoids of several labels do not sum to 1."""
     fits = getattr(answer, "ndim", 0) == 2 and answer.shape[1] == classes
-    return fits and bool((answer >= 0).all() and ((answer.float().sum(dim=1) - 1).abs() < 1e-3).all())
+    return fits and bool(
+        (answer >= 0).all() and ((answer.float().sum(dim=1) - 1).abs() < 1e-3).all()
+    )
 
 
 def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -145,7 +196,10 @@ def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
     table: dict[str, Any] = {}
     if names:
         top = answer.float().topk(min(2, len(names)), dim=1)
-        for label, chance, place in (("label", "probability", 0), ("runner_up", "runner_up_probability", -1)):
+        for label, chance, place in (
+            ("label", "probability", 0),
+            ("runner_up", "runner_up_probability", -1),
+        ):
             label = "digit" if label == "label" and names == DIGITS else label  # feature: mnist
             table[label] = [names[index] for index in top.indices[:, place].tolist()]
             table[chance] = top.values[:, place].tolist()
@@ -153,10 +207,15 @@ def columns(answer: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
     for name, values in (answer if isinstance(answer, Mapping) else {"prediction": answer}).items():
         if getattr(values, "ndim", 0) == 2:
             parts = values.unbind(dim=1)
-            table |= {f"{name}_{i}" if len(parts) > 1 else str(name): part.tolist() for i, part in enumerate(parts)}
+            table |= {
+                f"{name}_{i}" if len(parts) > 1 else str(name): part.tolist()
+                for i, part in enumerate(parts)
+            }
         else:
             table[str(name)] = values.tolist() if hasattr(values, "tolist") else values
-    return {name: values if isinstance(values, list | tuple) else [] for name, values in table.items()}
+    return {
+        name: values if isinstance(values, list | tuple) else [] for name, values in table.items()
+    }
 
 
 def find_files(arguments: Iterable[str], only_images: bool = False) -> list[Path]:
@@ -171,11 +230,15 @@ def find_files(arguments: Iterable[str], only_images: bool = False) -> list[Path
         is_glob = glob.has_magic(word) and not os.path.exists(word)
         files: list[Path] = []
         for path in map(Path, sorted(glob.glob(word, recursive=True)) if is_glob else [word]):
-            below = sorted(file for file in path.rglob("[!.]*") if file.is_file())  # nothing of what is no folder
+            below = sorted(
+                file for file in path.rglob("[!.]*") if file.is_file()
+            )  # nothing of what is no folder
             files += [file for file in below if not only_images or file.suffix.lower() in endings]
             files += [] if path.is_dir() else [path]
         if not files:
-            kind = f"with an image's ending ({' '.join(sorted(endings))})" if only_images else "in it"
+            kind = (
+                f"with an image's ending ({' '.join(sorted(endings))})" if only_images else "in it"
+            )
             reason = "matches no file" if is_glob else f"is a folder without files {kind}"
             raise UserError(f"IMAGE {argument} {reason}. Check the folder, or name the files.")
         found += files
@@ -192,21 +255,33 @@ def choose_preparation(loaded: Loaded) -> tuple[Callable[[Path], tuple[Any, str]
     if hasattr(data, "prepare_file"):
         return lambda path: (data.prepare_file(path), ""), f"inputs: {owner}.prepare_file"
     if hasattr(data, "prepare_image"):
-        return lambda path: (data.prepare_image(read_image(path)), ""), f"inputs: {owner}.prepare_image"
+        return lambda path: (
+            data.prepare_image(read_image(path)),
+            "",
+        ), f"inputs: {owner}.prepare_image"
     shape = tuple(getattr(data, "image_shape", ()))  # feature: images
     if shape == (1, 28, 28) and getattr(data, "class_names", None) == DIGITS:  # feature: mnist
         from project.data.digits import find_digit
 
-        return lambda path: find_digit(read_image(path)), "inputs: each digit scaled and centred as in MNIST"
+        return lambda path: find_digit(
+            read_image(path)
+        ), "inputs: each digit scaled and centred as in MNIST"
     if len(shape) == 3 and shape[0] in (1, 3):  # feature: images
         from project.data.images import fit_image
 
         def fitted(path: Path) -> tuple[Any, str]:
-            return fit_image(Image.fromarray(np.round(read_image(path) * 255).astype(np.uint8)), shape), ""
+            return fit_image(
+                Image.fromarray(np.round(read_image(path) * 255).astype(np.uint8)), shape
+            ), ""
 
-        return fitted, f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}"
+        return (
+            fitted,
+            f"inputs: the largest middle part of each picture, scaled to {' x '.join(map(str, shape))}",
+        )
     give = f"Give {owner} a method prepare_file(path) that returns the input as a tensor, without a batch dimension."
-    raise UserError(f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. {give}")
+    raise UserError(
+        f"predict does not know how a file becomes an input of {type(loaded.module).__name__}. {give}"
+    )
 
 
 def read_image(path: Path) -> np.ndarray:
@@ -220,11 +295,20 @@ def read_image(path: Path) -> np.ndarray:
         with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
             if image.width * image.height > most:
                 raise Image.DecompressionBombError
-            image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))  # lets a JPEG decode at half size or less
+            image.draft(
+                "RGB", (LONGEST_SIDE, LONGEST_SIDE)
+            )  # lets a JPEG decode at half size or less
             return to_pixels(ImageOps.exif_transpose(image))
-    except Exception as error:  # Pillow's decoders raise whatever they meet: OSError, ValueError, SyntaxError ...
-        reasons: dict[type[Exception], str] = {Image.UnidentifiedImageError: "not an image that can be read"}
-        reasons |= {FileNotFoundError: "no such file", Image.DecompressionBombError: f"more than {most:,} pixels"}
+    except (
+        Exception
+    ) as error:  # Pillow's decoders raise whatever they meet: OSError, ValueError, SyntaxError ...
+        reasons: dict[type[Exception], str] = {
+            Image.UnidentifiedImageError: "not an image that can be read"
+        }
+        reasons |= {
+            FileNotFoundError: "no such file",
+            Image.DecompressionBombError: f"more than {most:,} pixels",
+        }
         damaged = f"damaged: {' '.join(str(error).split()) or type(error).__name__}"
         raise BadImage(reasons.get(type(error), damaged)) from None
 
@@ -234,12 +318,18 @@ def to_pixels(image: Image.Image) -> np.ndarray:
     images stand on white where what they show is dark, and on black where it is bright.
     """
     factor = -(-max(image.size) // LONGEST_SIDE)
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # convert("L") would clip it at 255
+    if image.mode in ("I", "F") or image.mode.startswith(
+        "I;16"
+    ):  # convert("L") would clip it at 255
         grey = np.asarray(image).astype(np.float32)[::factor, ::factor]  # (height, width)
         if not np.isfinite(grey).all():
             raise ValueError("pixels that are not finite numbers")
         # "I" and "F" have no fixed white; only contrast matters for what follows
-        low, high = (0.0, 65535.0) if image.mode.startswith("I;16") else (float(grey.min()), float(grey.max()))
+        low, high = (
+            (0.0, 65535.0)
+            if image.mode.startswith("I;16")
+            else (float(grey.min()), float(grey.max()))
+        )
         return np.repeat(((grey - low) / max(high - low, 1e-12))[..., None], 3, axis=2)
     pixels = np.asarray(image.convert("RGBA").reduce(factor), dtype=np.float32) / 255
     colours, alpha = pixels[..., :3], pixels[..., 3:]  # (height, width, 3), (height, width, 1)
@@ -251,24 +341,48 @@ def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]
     """Draw inputs, (channels, height, width) uint8 or float, with the first columns of their rows and files' names."""
     across = min(20, max(3, math.ceil(math.sqrt(1.5 * len(inputs)))))
     down, high = math.ceil(len(inputs) / across), TILE + CAPTION + MARGIN
-    sheet = Image.new("RGB", (MARGIN + across * (TILE + MARGIN), MARGIN + down * high + 16), "white")
+    sheet = Image.new(
+        "RGB", (MARGIN + across * (TILE + MARGIN), MARGIN + down * high + 16), "white"
+    )
     pen, fonts = ImageDraw.Draw(sheet), {size: ImageFont.load_default(size) for size in (10, 14)}
     for index, (image, row) in enumerate(zip(inputs, rows, strict=False)):
-        require(image.ndim == 3, "--contact_sheet", "draw images (channels, height, width)", tuple(image.shape))
+        require(
+            image.ndim == 3,
+            "--contact_sheet",
+            "draw images (channels, height, width)",
+            tuple(image.shape),
+        )
         pixels = (image if len(image) == 3 else image[:1].expand(3, -1, -1)).float()
-        if image.is_floating_point():  # in 0-1, unless somebody's own preparation has normalised them
+        if (
+            image.is_floating_point()
+        ):  # in 0-1, unless somebody's own preparation has normalised them
             low, most = min(0.0, float(pixels.min())), max(1.0, float(pixels.max()))
             pixels = (pixels - low) / (most - low) * 255
         left, top = MARGIN + index % across * (TILE + MARGIN), MARGIN + index // across * high
         tile = Image.fromarray(pixels.byte().permute(1, 2, 0).numpy())
         sheet.paste(tile.resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
-        said = [f"{value:.0%}" if name == "probability" else format_cell(value) for name, value in row.items()][1:3]
+        said = [
+            f"{value:.0%}" if name == "probability" else format_cell(value)
+            for name, value in row.items()
+        ][1:3]
         colour = UNSURE_COLOUR if row.get("note") else "black"
         pen.text((left, top + TILE + 1), cut("  ".join(said), 11), fill=colour, font=fonts[14])
-        pen.text((left, top + TILE + 17), cut(format_cell(Path(row["file"]).name), 15), fill="grey", font=fonts[10])
+        pen.text(
+            (left, top + TILE + 17),
+            cut(format_cell(Path(row["file"]).name), 15),
+            fill="grey",
+            font=fonts[10],
+        )
     if "probability" in rows[0]:
-        pen.text((MARGIN, sheet.height - 20), f"at least {UNSURE:.0%} sure", fill="black", font=fonts[14])
-        pen.text((2 * TILE, sheet.height - 20), "less sure, or several digits", fill=UNSURE_COLOUR, font=fonts[14])
+        pen.text(
+            (MARGIN, sheet.height - 20), f"at least {UNSURE:.0%} sure", fill="black", font=fonts[14]
+        )
+        pen.text(
+            (2 * TILE, sheet.height - 20),
+            "less sure, or several digits",
+            fill=UNSURE_COLOUR,
+            font=fonts[14],
+        )
     sheet.save(path)
 
 

@@ -21,8 +21,14 @@ from project.loggers.wandb import WandbRunLogger  # feature: wandb
 from project.tables import write_atomically  # feature: report
 from project.waiting import waiting  # feature: waiting
 
-REPORT_PATIENCE = 4.0  # seconds for that of a stopped run, which has ten for everything  # feature: report
-INPUTS = {"prepare_file", "prepare_image", "image_shape"}  # turn a file into an input  # feature: predict
+REPORT_PATIENCE = (
+    4.0  # seconds for that of a stopped run, which has ten for everything  # feature: report
+)
+INPUTS = {
+    "prepare_file",
+    "prepare_image",
+    "image_shape",
+}  # turn a file into an input  # feature: predict
 
 
 class Session:
@@ -50,7 +56,9 @@ class Session:
             device=summary.device_name(trainer),
             precision=str(trainer.precision),
             world_size=trainer.world_size,
-            data_source=getattr(config.datamodule, "data_source", type(config.datamodule or config.module).__name__),
+            data_source=getattr(
+                config.datamodule, "data_source", type(config.datamodule or config.module).__name__
+            ),
             train_samples=summary.training_samples(trainer),
             parameters=summary.parameter_count(trainer, config.module),
             epochs=trainer.current_epoch,
@@ -66,10 +74,14 @@ class Session:
             git_dirty=dirty,
             hardware=f"{processor['name']}, {processor['cores']} core{'s' if processor['cores'] > 1 else ''}",
             metrics=metrics,
-            advice=self.throughput.advice(trainer) if self.throughput else None,  # feature: throughput
+            advice=self.throughput.advice(trainer)
+            if self.throughput
+            else None,  # feature: throughput
         )
 
-    def publish(self, config: Configuration, job: Run, facts: Summary, stopped_by: str | None = None) -> None:
+    def publish(
+        self, config: Configuration, job: Run, facts: Summary, stopped_by: str | None = None
+    ) -> None:
         """Write the report and complete the W&B run; a failure is a warning. ``stopped_by``: the signal's name."""
         self.csv.save()
         record = summary.RunRecord(  # feature: report, wandb
@@ -94,7 +106,9 @@ class Session:
                 write_atomically(render(record), job.folder / "report.html")
 
             if error := failure_within(REPORT_PATIENCE if stopped_by else None, write):
-                rank_zero_warn(f"report.html could not be written ({type(error).__name__}: {error}). The run is safe.")
+                rank_zero_warn(
+                    f"report.html could not be written ({type(error).__name__}: {error}). The run is safe."
+                )
 
     def close(self, exit_code: int) -> None:
         """Close the W&B run with the process's exit code, so that a stopped run is not shown as finished."""

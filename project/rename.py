@@ -27,10 +27,14 @@ CLONE = Path(__file__).parents[1]
 
 # Feature → its files; → the feature that it takes along; → what stands in tests and commands that need it
 FEATURES: dict[str, list[str]]
-FEATURES, ALONG, NEEDS = yaml.safe_load_all(Path(__file__).with_name("features.yaml").read_text(encoding="utf-8"))
+FEATURES, ALONG, NEEDS = yaml.safe_load_all(
+    Path(__file__).with_name("features.yaml").read_text(encoding="utf-8")
+)
 MARK = re.compile(r"^(.*?)(?:#|<!--) (end )?feature: ([a-z_]+(?:, [a-z_]+)*)(?: -->.*)?$")
 COMMAND = re.compile(rf"^(?:\||[\w./]*python|torchrun|docker).*\b{PACKAGE}\.(\w+)")  # in Markdown
-IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE)
+IMPORT = re.compile(
+    rf"^\s*(?:from|import) ((?:{PACKAGE}|tests)[\w.]*)(?: import (\w+))?", re.MULTILINE
+)
 # W&B's default project follows these, in loggers/wandb.py, a sweep's file and commands.
 WANDB_PROJECT = r"(?<=DEFAULT_PROJECT = \")|(?<=project: )|(?<=--project )"
 
@@ -43,24 +47,39 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--without", default=[], action="append", metavar="LIST", help=leave)
     args = parser.parse_args(argv)
     new = args.name
-    fits = re.fullmatch(r"[a-z][a-z0-9_]*", new) and new not in (*keyword.kwlist, *keyword.softkwlist)
-    require(fits, "NAME", "be a lower-case Python identifier and no keyword (letters, digits, _)", f"'{new}'")
+    fits = re.fullmatch(r"[a-z][a-z0-9_]*", new) and new not in (
+        *keyword.kwlist,
+        *keyword.softkwlist,
+    )
+    require(
+        fits,
+        "NAME",
+        "be a lower-case Python identifier and no keyword (letters, digits, _)",
+        f"'{new}'",
+    )
     hidden = {
         "a module of Python's standard library": new in sys.stdlib_module_names,
         f"{CLONE / new}, which is taken": (CLONE / new).exists() or new in ("data", "checkpoints"),
-        "an installed package": importlib.util.find_spec(new) or new in importlib.metadata.packages_distributions(),
+        "an installed package": importlib.util.find_spec(new)
+        or new in importlib.metadata.packages_distributions(),
     }
     for what, is_hidden in hidden.items():
-        require(new == PACKAGE or not is_hidden, "NAME", f"not hide {what}", new, " Choose another.")
+        require(
+            new == PACKAGE or not is_hidden, "NAME", f"not hide {what}", new, " Choose another."
+        )
     chosen = {name.strip() for name in ",".join(args.without).split(",")} - {""}
     for name in chosen - {*FEATURES, "all"}:
-        raise UserError(f"--without must be any of {', '.join(FEATURES)}, or all, got {name}.{nearest(name, FEATURES)}")
+        raise UserError(
+            f"--without must be any of {', '.join(FEATURES)}, or all, got {name}.{nearest(name, FEATURES)}"
+        )
     for name, further in ALONG.items():
         chosen |= {further} if name in chosen else set()
     here = features_here()
     kept = set() if "all" in chosen else here - chosen
     if changed := git("status", "--porcelain"):
-        raise UserError(f"uncommitted changes ({changed.splitlines()[0][3:]}, ...): commit or stash them first.")
+        raise UserError(
+            f"uncommitted changes ({changed.splitlines()[0][3:]}, ...): commit or stash them first."
+        )
     if new == PACKAGE and kept == here:
         print(f"the package is already called {PACKAGE}: nothing to do.")
         return 0
@@ -98,13 +117,17 @@ def example(gone: Collection[str]) -> str:
 
 def needs(text: str, gone: Collection[str]) -> bool:
     """Whether a test, or a command in Markdown, needs a feature that is gone."""
-    return any(name in gone and re.search(pattern, text) is not None for name, pattern in NEEDS.items())
+    return any(
+        name in gone and re.search(pattern, text) is not None for name, pattern in NEEDS.items()
+    )
 
 
 def texts() -> dict[Path, str]:
     """The text files under git's control, by their path in the clone; pictures and digits hold no names."""
     names = git("grep", "-I", "--files-with-matches", "--null", "--no-color", "").split("\0")[:-1]
-    return {Path(name): (CLONE / name).read_bytes().decode(errors="surrogateescape") for name in names}
+    return {
+        Path(name): (CLONE / name).read_bytes().decode(errors="surrogateescape") for name in names
+    }
 
 
 def rewrite(change: Callable[[Path, str], str]) -> None:
@@ -116,7 +139,10 @@ def rewrite(change: Callable[[Path, str], str]) -> None:
 
 def remove(gone: Collection[str]) -> None:
     """Remove features: their files, marked lines, then tests that import or need what is gone."""
-    kept, going = ({file for name in names for file in FEATURES[name]} for names in ({*FEATURES} - {*gone}, gone))
+    kept, going = (
+        {file for name in names for file in FEATURES[name]}
+        for names in ({*FEATURES} - {*gone}, gone)
+    )
     git("rm", "-r", "--ignore-unmatch", "--", *going - kept)
     rewrite(lambda path, text: without_marked(path, text, gone))
     tests = {path: text for path, text in texts().items() if path.match("tests/*.py")}
@@ -127,10 +153,16 @@ def remove(gone: Collection[str]) -> None:
 
 def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
     """A file's text without the lines, blocks and commands of features that are gone."""
-    ends: dict[int, int] = {}  # line on which a statement, or its first decorator, begins → line on which it ends
-    for node in ast.walk(ast.parse(text.encode(errors="surrogateescape"))) if path.suffix == ".py" else ():
+    ends: dict[
+        int, int
+    ] = {}  # line on which a statement, or its first decorator, begins → line on which it ends
+    for node in (
+        ast.walk(ast.parse(text.encode(errors="surrogateescape"))) if path.suffix == ".py" else ()
+    ):
         if isinstance(node, ast.stmt):
-            ends[min(n.lineno for n in [node, *getattr(node, "decorator_list", [])])] = node.end_lineno or 0
+            ends[min(n.lineno for n in [node, *getattr(node, "decorator_list", [])])] = (
+                node.end_lineno or 0
+            )
     kept, depth, end = [], 0, 0
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
         mark = MARK.match(line.rstrip())
@@ -143,10 +175,18 @@ def without_marked(path: Path, text: str, gone: Collection[str]) -> str:
             named = COMMAND.match(line) if path.suffix == ".md" else None
             kept += [] if named and (named[1] in gone or needs(line, gone)) else [line]
     shortened = "".join(kept)
-    if "mnist" in gone:  # the digits had a licence of their own; what is left to train on is an example
+    if (
+        "mnist" in gone
+    ):  # the digits had a licence of their own; what is left to train on is an example
         shortened = re.sub(r'(?m)^license = "MIT AND .*$', 'license = "MIT"', shortened)
-        shortened = re.sub(rf"(?m)( && python -m {PACKAGE}\.fit)$", rf"\1 {example(gone)}", shortened)
-    return re.sub(r"\n{3,}", "\n\n", shortened) if path.suffix == ".md" and shortened != text else shortened
+        shortened = re.sub(
+            rf"(?m)( && python -m {PACKAGE}\.fit)$", rf"\1 {example(gone)}", shortened
+        )
+    return (
+        re.sub(r"\n{3,}", "\n\n", shortened)
+        if path.suffix == ".md" and shortened != text
+        else shortened
+    )
 
 
 def is_stale(path: Path, tests: dict[Path, str], gone: Collection[str]) -> bool:
@@ -154,11 +194,15 @@ def is_stale(path: Path, tests: dict[Path, str], gone: Collection[str]) -> bool:
     if needs(tests[path], gone):
         return True
     for module, name in IMPORT.findall(tests[path]):
-        found = CLONE / (f"{module}.{name}" if name and module in (PACKAGE, "tests") else module).replace(".", "/")
+        found = CLONE / (
+            f"{module}.{name}" if name and module in (PACKAGE, "tests") else module
+        ).replace(".", "/")
         if not found.with_suffix(".py").is_file() and not any(found.glob("*.py")):
             return True
     helps = not path.name.startswith(("test_", "conftest"))
-    return helps and not any(re.search(rf"\b{path.stem}\b", text) for other, text in tests.items() if other != path)
+    return helps and not any(
+        re.search(rf"\b{path.stem}\b", text) for other, text in tests.items() if other != path
+    )
 
 
 def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None = None) -> str:
@@ -168,9 +212,18 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
     if path.name in ("requirements.lock", "LICENSE"):
         return text
     rules = [
-        (rf"(?<![\w.\-/\[]){old}(?=\.[\w{{*])", new),  # old.fit, old.{module}; not data.old.x, [old.urls]
-        (rf"(?<![\w.\-/])((?:\.{{1,2}}/)*){old}(?=/)", rf"\1{new}"),  # old/data, ./old/data; not entity/old/run
-        (rf"(?<=\bfrom ){old}(?= import\b)|(?<=\bimport ){old}(?![\w\-])|(?<=-m ){old}(?![\w\-])", new),
+        (
+            rf"(?<![\w.\-/\[]){old}(?=\.[\w{{*])",
+            new,
+        ),  # old.fit, old.{module}; not data.old.x, [old.urls]
+        (
+            rf"(?<![\w.\-/])((?:\.{{1,2}}/)*){old}(?=/)",
+            rf"\1{new}",
+        ),  # old/data, ./old/data; not entity/old/run
+        (
+            rf"(?<=\bfrom ){old}(?= import\b)|(?<=\bimport ){old}(?![\w\-])|(?<=-m ){old}(?![\w\-])",
+            new,
+        ),
         (rf"\b{old.upper()}_(?=[A-Z])", f"{new.upper()}_"),  # environment variables
     ]
     if path.name == "pyproject.toml":
@@ -188,12 +241,16 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
 def git(*arguments: str) -> str:
     """What a git command prints; a UserError without git or outside a git repository."""
     try:
-        return subprocess.run(["git", *arguments], cwd=CLONE, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *arguments], cwd=CLONE, check=True, capture_output=True, text=True
+        ).stdout
     except FileNotFoundError:
         raise UserError("git is needed to rename safely and was not found. Install it.") from None
     except subprocess.CalledProcessError as error:
         needs = "Rename inside a git clone (git init, git add --all and git commit make one)."
-        raise UserError(f"git {arguments[0]} failed in {CLONE}: {error.stderr.strip()}. {needs}") from None
+        raise UserError(
+            f"git {arguments[0]} failed in {CLONE}: {error.stderr.strip()}. {needs}"
+        ) from None
 
 
 if __name__ == "__main__":

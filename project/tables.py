@@ -20,13 +20,35 @@ from project.errors import UserError, require
 Row = Mapping[str, Any]
 
 
-def check_output(path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output") -> Path:
+def check_output(
+    path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output"
+) -> Path:
     """``path``, or a UserError where no file with such an ending can be written. Call it before any work."""
     path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no such user
-    require(path.suffix.lower() in endings, option, f"end in {' or '.join(endings)}", path, " These are the formats.")
-    require(not path.is_dir(), option, "be a file", f"the folder {path}", f" Name one in it: {path}/out{endings[0]}.")
-    require(path.parent.is_dir(), option, "lie in a folder that exists", path, f" Create {path.parent} first.")
-    with contextlib.suppress(OSError):  # os.access() says yes to root where no file can be made, as in /proc
+    require(
+        path.suffix.lower() in endings,
+        option,
+        f"end in {' or '.join(endings)}",
+        path,
+        " These are the formats.",
+    )
+    require(
+        not path.is_dir(),
+        option,
+        "be a file",
+        f"the folder {path}",
+        f" Name one in it: {path}/out{endings[0]}.",
+    )
+    require(
+        path.parent.is_dir(),
+        option,
+        "lie in a folder that exists",
+        path,
+        f" Create {path.parent} first.",
+    )
+    with contextlib.suppress(
+        OSError
+    ):  # os.access() says yes to root where no file can be made, as in /proc
         tempfile.TemporaryFile(dir=path.parent).close()
         if not path.exists() or os.access(path, os.W_OK):
             return path
@@ -45,14 +67,19 @@ def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
         writer = csv.DictWriter(text, columns_of(plain), restval="", lineterminator="\n")
         writer.writeheader()
         for row in plain:
-            writer.writerow({key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()})
+            writer.writerow(
+                {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()}
+            )
     write_atomically(text.getvalue(), path)
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
     """The rows of a ``metrics.csv``, without empty cells; none where there is no file."""
     with contextlib.suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
-        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+        return [
+            {name: float(text) for name, text in row.items() if text}
+            for row in csv.DictReader(file)
+        ]
     return []
 
 
@@ -60,7 +87,9 @@ def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
     """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
     # a file's name need not be valid Unicode: Python reads such a byte as a code that UTF-8 does not have
     data = data.encode(errors="backslashreplace") if isinstance(data, str) else data
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")  # two commands may write the same file
+    beside = path.with_name(
+        f".{path.name}.{os.getpid()}.part"
+    )  # two commands may write the same file
     try:
         with open(beside, "wb") as file:
             file.write(data)
@@ -86,8 +115,16 @@ def format_table(rows: Sequence[Row]) -> str:
         values = [row.get(name) for row in rows]
         texts = [name, *map(format_cell, values)]
         width = max(map(len, texts))
-        to_right = all(isinstance(value, int | float | None) and not isinstance(value, bool) for value in values)
-        columns.append([f"{text:{'>' if to_right else '<'}{width}}" for text in [name, "-" * width, *texts[1:]]])
+        to_right = all(
+            isinstance(value, int | float | None) and not isinstance(value, bool)
+            for value in values
+        )
+        columns.append(
+            [
+                f"{text:{'>' if to_right else '<'}{width}}"
+                for text in [name, "-" * width, *texts[1:]]
+            ]
+        )
     return "\n".join("  ".join(texts).rstrip() for texts in zip(*columns, strict=True))
 
 

@@ -46,7 +46,9 @@ def configure() -> int:
         with contextlib.suppress(OSError, AttributeError):  # another C library
             for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
                 ctypes.CDLL(None).mallopt(threshold, 1 << 30)
-    return int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdigit() else threads
+    return (
+        int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdigit() else threads
+    )
 
 
 def chosen_here() -> bool:
@@ -56,4 +58,8 @@ def chosen_here() -> bool:
 
 def share(processes: int) -> dict[str, str]:
     """The environment in which one of several processes here takes its part of the cores; empty if the user set it."""
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes)), OURS: ""} if chosen_here() else {}
+    return (
+        {"OMP_NUM_THREADS": str(max(1, available_cores() // processes)), OURS: ""}
+        if chosen_here()
+        else {}
+    )

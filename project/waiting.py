@@ -23,7 +23,9 @@ LOOK_SECONDS = 0.25  # how long other processes may slow a spinning thread down 
 FIRST_SLEEP = 0.25  # seconds; short, for at its start a run's own W&B looks like another process
 BEAT_SECONDS = 3e-4  # between two choices of the kernel who runs on a core that threads share
 FREE_SHARE = 0.3  # what other processes may use of a core that counts as free
-BUSY_SHARE = 0.4  # measured on two cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process
+BUSY_SHARE = (
+    0.4  # measured on two cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process
+)
 
 
 class Waiting:
@@ -57,12 +59,20 @@ class Waiting:
     def start(self) -> None:
         """Watch from a thread of its own, unless the environment says how threads wait, or that there is only one."""
         chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
-        if sys.platform.startswith("linux") and not chosen and os.environ.get("OMP_NUM_THREADS") != "1":
-            os.register_at_fork(after_in_child=lambda: self._move_to(None))  # such as a loader's worker
+        if (
+            sys.platform.startswith("linux")
+            and not chosen
+            and os.environ.get("OMP_NUM_THREADS") != "1"
+        ):
+            os.register_at_fork(
+                after_in_child=lambda: self._move_to(None)
+            )  # such as a loader's worker
             threading.Thread(target=self._watch, name="waiting", daemon=True).start()
 
     def _watch(self) -> None:
-        while not hasattr(sys.modules.get("torch"), "compile"):  # one of the last names that its import defines
+        while not hasattr(
+            sys.modules.get("torch"), "compile"
+        ):  # one of the last names that its import defines
             time.sleep(LOOK_SECONDS)
         if not self.find_openmp():
             return  # another runtime, which waits in its own way
@@ -90,7 +100,9 @@ class Waiting:
         elif self.core is not None and here + elsewhere < FREE_SHARE:
             self._wake(now)
         elif self.core is not None and here > FREE_SHARE + elsewhere and self._draw.random() < 0.5:
-            self._move_to(*self.cores - {self.core})  # a run beside this one may be about to do the same
+            self._move_to(
+                *self.cores - {self.core}
+            )  # a run beside this one may be about to do the same
 
     def _wake(self, now: float) -> None:
         self.slept += now - (self.sleeping_since or now)
@@ -101,10 +113,16 @@ class Waiting:
         """Threads that wait sleep after 100 spins; two threads on two cores take turns on one of them."""
         torch: Any = sys.modules["torch"]
         is_told = self.cores <= time_used().keys()  # when the other core is free again
-        if is_told and len(self.cores) == torch.get_num_threads() == 2 and not multiprocessing.active_children():
+        if (
+            is_told
+            and len(self.cores) == torch.get_num_threads() == 2
+            and not multiprocessing.active_children()
+        ):
             self._move_to(self._draw.choice([*self.cores]))
         self.team_may_end.clear()
-        threading.Thread(target=self._idle_team, name="idle team", daemon=True).start()  # where this thread may run
+        threading.Thread(
+            target=self._idle_team, name="idle team", daemon=True
+        ).start()  # where this thread may run
 
     def spin(self) -> None:
         """Threads that wait spin, on all cores."""
@@ -113,7 +131,9 @@ class Waiting:
 
     def seconds_slept(self) -> float:
         """For how long other processes have kept the cores busy."""
-        return self.slept + (0.0 if self.sleeping_since is None else time.monotonic() - self.sleeping_since)
+        return self.slept + (
+            0.0 if self.sleeping_since is None else time.monotonic() - self.sleeping_since
+        )
 
     def _move_to(self, core: int | None) -> None:
         if core == self.core:  # on all: what a user's own code has chosen stays
@@ -125,7 +145,9 @@ class Waiting:
 
     def _idle_team(self) -> None:
         more_than_cores = ctypes.c_uint(len(self.cores) + 1)
-        self.openmp.GOMP_parallel(ctypes.CDLL(None).sched_yield, None, more_than_cores, ctypes.c_uint(0))
+        self.openmp.GOMP_parallel(
+            ctypes.CDLL(None).sched_yield, None, more_than_cores, ctypes.c_uint(0)
+        )
         self.team_may_end.wait()
 
     def find_openmp(self) -> bool:
@@ -141,17 +163,27 @@ class Reading:
 
     def __init__(self) -> None:
         self.at, self.own, self.used = time.monotonic(), time.process_time(), time_used()
-        self.without_core: dict[str, float] = {}  # for which each thread was ready to run and had no core
+        self.without_core: dict[
+            str, float
+        ] = {}  # for which each thread was ready to run and had no core
         for thread in Path("/proc/self/task").glob("*/schedstat"):
             with contextlib.suppress(OSError):  # it has ended
                 self.without_core[thread.parent.name] = int(thread.read_text().split()[1]) / 1e9
 
-    def shares_since(self, before: "Reading", cores: set[int], core: int | None) -> tuple[float, ...]:
+    def shares_since(
+        self, before: "Reading", cores: set[int], core: int | None
+    ) -> tuple[float, ...]:
         """What :meth:`Waiting.look` takes, of these ``cores``; all of this process' own time was on ``core``."""
-        waited = sum(now - before.without_core.get(thread, now) for thread, now in self.without_core.items())
-        used = {number: self.used[number] - before.used[number] for number in cores & self.used.keys()}
+        waited = sum(
+            now - before.without_core.get(thread, now) for thread, now in self.without_core.items()
+        )
+        used = {
+            number: self.used[number] - before.used[number] for number in cores & self.used.keys()
+        }
         here = used.pop(core) - (self.own - before.own) if core in used else 0.0
-        return tuple(seconds / (self.at - before.at) for seconds in (waited, here, sum(used.values())))
+        return tuple(
+            seconds / (self.at - before.at) for seconds in (waited, here, sum(used.values()))
+        )
 
 
 def time_used() -> dict[int, float]:

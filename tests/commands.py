@@ -30,7 +30,16 @@ Process = subprocess.Popen[bytes] | Forked
 # A run of about 100 steps that is over in a second or two
 SMALL = [
     *("--data.source", "sample", "--data.train_samples", "3200", "--data.val_samples", "200"),
-    *("--data.test_samples", "200", "--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
+    *(
+        "--data.test_samples",
+        "200",
+        "--data.batch_size",
+        "64",
+        "--max_epochs",
+        "3",
+        "--log_every_n_steps",
+        "5",
+    ),
     *("--model.network", "MLP"),
     # the report is half of such a run's time
     *("--report", "false"),  # feature: report
@@ -77,7 +86,11 @@ def complete(
 
 
 def run_ranks(
-    module: str, *arguments: str, timeout: float = 180, cwd: Path | None = None, env: dict[str, str] | None = None
+    module: str,
+    *arguments: str,
+    timeout: float = 180,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a module on two ranks to their end: see :func:`start_ranks`, and there for the arguments.
 
@@ -87,8 +100,12 @@ def run_ranks(
         ranks, store = start_ranks(module, *arguments, files=(out, err), cwd=cwd, env=env)
         try:
             end = time.monotonic() + timeout
-            while not (failed := any(rank.poll() for rank in ranks)) and None in [rank.returncode for rank in ranks]:
-                assert time.monotonic() < end, f"{module} did not end on two ranks within {timeout} s"
+            while not (failed := any(rank.poll() for rank in ranks)) and None in [
+                rank.returncode for rank in ranks
+            ]:
+                assert time.monotonic() < end, (
+                    f"{module} did not end on two ranks within {timeout} s"
+                )
                 time.sleep(0.01)
             for rank in ranks:
                 if failed:
@@ -118,14 +135,37 @@ def start_ranks(
         cwd: Their working folder; this process' own when None.
         env: Their environment; this process' own when None.
     """
-    words = [sys.executable, "-m", module if "." in module else f"project.{module}", *arguments, *CPU2]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no free port has to be guessed
+    words = [
+        sys.executable,
+        "-m",
+        module if "." in module else f"project.{module}",
+        *arguments,
+        *CPU2,
+    ]
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # no free port has to be guessed
     common = without_decisions(os.environ if env is None else env)
-    common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    common |= {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     out, err = files
     ranks = [
-        popen(words, out.fileno(), err.fileno(), cwd=cwd, env={**common, "RANK": rank, "LOCAL_RANK": rank})
+        popen(
+            words,
+            out.fileno(),
+            err.fileno(),
+            cwd=cwd,
+            env={**common, "RANK": rank, "LOCAL_RANK": rank},
+        )
         for rank in ("0", "1")
     ]
     return ranks, store
@@ -133,7 +173,11 @@ def start_ranks(
 
 def without_decisions(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without what a run in this process has left for the ranks that it might have started."""
-    return {k: v for k, v in environment.items() if k not in ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")}
+    return {
+        k: v
+        for k, v in environment.items()
+        if k not in ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")
+    }
 
 
 def read(file: IO[bytes]) -> str:
@@ -143,7 +187,11 @@ def read(file: IO[bytes]) -> str:
 
 
 def start(
-    words: list[str], log: Path, fresh: bool = False, cwd: Path | None = None, env: dict[str, str] | None = None
+    words: list[str],
+    log: Path,
+    fresh: bool = False,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
 ) -> Process:
     """Start a process in a session of its own, with its output in ``log``. ``fresh`` as for :func:`popen`."""
     with open(log, "ab") as file:
@@ -171,17 +219,27 @@ def popen(
     if not fresh and can_fork(words, dict(os.environ) if env is None else env):
         return Forked(words, stdout, stderr, cwd, env)
     return subprocess.Popen(
-        words, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, cwd=cwd, env=env, start_new_session=True
+        words,
+        stdout=stdout,
+        stderr=stderr,
+        stdin=subprocess.DEVNULL,
+        cwd=cwd,
+        env=env,
+        start_new_session=True,
     )
 
 
 @functools.cache
-def made_once(name: str, *arguments: str, wandb: str = "disabled", launcher: tuple[str, ...] = ()) -> Path:
+def made_once(
+    name: str, *arguments: str, wandb: str = "disabled", launcher: tuple[str, ...] = ()
+) -> Path:
     """The folder of a finished run, trained once for all tests of all pytest processes. Read only.
 
     What it printed is in ``output.txt``, two folders above. ``launcher`` is what Python runs the command with.
     """
-    root = Path(os.environ["TESTS_SHARED_FOLDER"]) / f"{name}-{zlib.crc32(repr(arguments).encode())}"
+    root = (
+        Path(os.environ["TESTS_SHARED_FOLDER"]) / f"{name}-{zlib.crc32(repr(arguments).encode())}"
+    )
     environment = {**without_decisions(os.environ), "WANDB_MODE": wandb}
     with FileLock(f"{root}.lock"):
         folder = root / "checkpoints" / name
@@ -203,7 +261,14 @@ def finished_run() -> Path:
 
 def two_rank_run() -> Path:
     """A small run of torchrun on two processes, with a report and W&B offline; each takes half of a batch of 64."""
-    flags = ["--data.batch_size", "32", "--data.test_samples", "199", "--model.schedule", "constant"]
+    flags = [
+        "--data.batch_size",
+        "32",
+        "--data.test_samples",
+        "199",
+        "--model.schedule",
+        "constant",
+    ]
     flags += ["--data.shift_pixels", "0"]  # every rank draws its own
     return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline", launcher=TORCHRUN)
 
@@ -248,7 +313,10 @@ def kill_group(process: Process) -> None:
 def rows(folder: Path) -> list[dict[str, str]]:
     """metrics.csv without the columns that measure the machine."""
     with open(folder / "metrics.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if v and not k.startswith(TIMED)} for row in csv.DictReader(file)]
+        return [
+            {k: v for k, v in row.items() if v and not k.startswith(TIMED)}
+            for row in csv.DictReader(file)
+        ]
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -265,7 +333,14 @@ def assert_same_run(one: Path, other: Path) -> None:
     """Two runs' folders hold bit-identical weights, optimizer states and generators, and identical metric rows."""
     for name in ("last.ckpt", "best.ckpt"):
         a, b = checkpoint(one / name), checkpoint(other / name)
-        for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"):
+        for key in (
+            "state_dict",
+            "optimizer_states",
+            "lr_schedulers",
+            "loops",
+            "global_step",
+            "epoch",
+        ):
             assert differences(a[key], b[key], f"{name}:{key}") == []
         assert differences(a["run"]["state"], b["run"]["state"], f"{name}:state") == []
     assert rows(one) == rows(other)
@@ -275,10 +350,16 @@ def differences(a: Any, b: Any, where: str) -> list[str]:
     """Where two nested values differ; tensors must be equal bit for bit."""
     if isinstance(a, dict) and isinstance(b, dict):
         found = [f"{where}: keys {a.keys() ^ b.keys()}"] if a.keys() != b.keys() else []
-        return found + [line for key in a.keys() & b.keys() for line in differences(a[key], b[key], f"{where}.{key}")]
+        return found + [
+            line
+            for key in a.keys() & b.keys()
+            for line in differences(a[key], b[key], f"{where}.{key}")
+        ]
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         found = [f"{where}: lengths"] if len(a) != len(b) else []
         pairs = enumerate(zip(a, b, strict=False))
         return found + [line for i, (x, y) in pairs for line in differences(x, y, f"{where}[{i}]")]
-    same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+    same = (
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+    )
     return [] if same else [where]

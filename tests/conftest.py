@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; the runs that tests start inherit it
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of two cores, one for each of the two tests at a time
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # before torch is imported; the runs that tests start inherit it
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # of two cores, one for each of the two tests at a time
 
 for module in ("commands", "promises"):  # their assertions show values, too
     pytest.register_assert_rewrite(f"tests.{module}")
@@ -39,7 +43,10 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_configure(config: pytest.Config) -> None:
     """A folder that the processes of this test session share; they inherit the variable that names it."""
     # and the signals of a terminal: under nohup, or in the background of a script, some of them are ignored
-    for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    for number, handler in {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+    }.items():
         signal.signal(number, handler)
     if not hasattr(config, "workerinput"):
         shared = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
@@ -47,7 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(shared.cleanup)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside pytest-timeout, which should not count the waiting
+@pytest.hookimpl(
+    wrapper=True, tryfirst=True
+)  # outside pytest-timeout, which should not count the waiting
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """A test marked ``alone``, because it measures time or a GPU's memory, waits for the others, and they for it."""
     alone = item.get_closest_marker("alone") or item.get_closest_marker("gpu")
@@ -59,11 +68,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         try:
             return (yield)
         finally:
-            fcntl.flock(machine, fcntl.LOCK_UN)  # not left to close(): a forked child may hold the file open
+            fcntl.flock(
+                machine, fcntl.LOCK_UN
+            )  # not left to close(): a forked child may hold the file open
 
 
 # Begun first, so that at the end neither of two processes waits long for the other
-LONG = {f"test_{name}.py" for name in ("fit", "export", "rename", "wandb", "examples", "resume", "ddp")}
+LONG = {
+    f"test_{name}.py" for name in ("fit", "export", "rename", "wandb", "examples", "resume", "ddp")
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -78,7 +91,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "mnist_root" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.nightly)
-    asked_for = "nightly" in config.option.markexpr or "NIGHTLY" in os.environ or any("::" in a for a in config.args)
+    asked_for = (
+        "nightly" in config.option.markexpr
+        or "NIGHTLY" in os.environ
+        or any("::" in a for a in config.args)
+    )
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     if asked_for:
         part, count = map(int, os.environ.get("NIGHTLY_PART", "1/1").split("/"))
@@ -97,10 +114,15 @@ def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    for logger in logging.root.manager.loggerDict.values():  # a library's own configuration switches others' off
+    for logger in (
+        logging.root.manager.loggerDict.values()
+    ):  # a library's own configuration switches others' off
         if isinstance(logger, logging.Logger):
             logger.disabled = False
-    for number, handler in handlers.items():  # processes that later tests start would inherit SIG_IGN
+    for (
+        number,
+        handler,
+    ) in handlers.items():  # processes that later tests start would inherit SIG_IGN
         signal.signal(number, handler)
 
 

@@ -11,12 +11,16 @@ from PIL import Image
 Way = Callable[[np.ndarray, Path, np.random.Generator], Path]
 
 
-def grow(digit: np.ndarray, side: int, method: Image.Resampling = Image.Resampling.BICUBIC) -> np.ndarray:
+def grow(
+    digit: np.ndarray, side: int, method: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
     """float32 (side, side), 0-1."""
     return np.asarray(Image.fromarray(digit).resize((side, side), method), dtype=np.float32) / 255
 
 
-def paint(ink: np.ndarray, background: tuple[int, int, int], colour: tuple[int, int, int]) -> Image.Image:
+def paint(
+    ink: np.ndarray, background: tuple[int, int, int], colour: tuple[int, int, int]
+) -> Image.Image:
     """RGB: ``background`` where ``ink`` is 0, ``colour`` where it is 1."""
     mixed = np.array(background) * (1 - ink[..., None]) + np.array(colour) * ink[..., None]
     return Image.fromarray(mixed.round().astype(np.uint8))
@@ -59,11 +63,24 @@ def palette_gif(digit: np.ndarray, stem: Path, _: np.random.Generator) -> Path:
 
 def turned_by_exif(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> Path:
     """The pixels lie rotated or mirrored; the EXIF tag says how to put them right."""
-    image, orientation = paint(grow(digit, 160), (240, 240, 235), (40, 40, 60)), int(rng.integers(2, 9))
-    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Image.Transpose that the viewer's own correction cancels
+    image, orientation = (
+        paint(grow(digit, 160), (240, 240, 235), (40, 40, 60)),
+        int(rng.integers(2, 9)),
+    )
+    undo = {
+        2: 0,
+        3: 3,
+        4: 1,
+        5: 5,
+        6: 2,
+        7: 6,
+        8: 4,
+    }  # Image.Transpose that the viewer's own correction cancels
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return save(image.transpose(Image.Transpose(undo[orientation])), stem, ".jpg", exif=exif, quality=85)
+    return save(
+        image.transpose(Image.Transpose(undo[orientation])), stem, ".jpg", exif=exif, quality=85
+    )
 
 
 def off_centre(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> Path:
@@ -87,10 +104,17 @@ def paper_photo(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> Path
     field = np.zeros((height, width), dtype=np.float32)
     field[75 : 75 + side, 120 : 120 + side] = grow(digit, side)
     light = (
-        1 - 0.35 * np.linspace(0, 1, width)[None, :] * rng.uniform(0.5, 1) - 0.1 * np.linspace(0, 1, height)[:, None]
+        1
+        - 0.35 * np.linspace(0, 1, width)[None, :] * rng.uniform(0.5, 1)
+        - 0.1 * np.linspace(0, 1, height)[:, None]
     )
     photo = (0.9 - 0.7 * field) * light + rng.normal(0, 0.02, field.shape)
-    return save(Image.fromarray((photo.clip(0, 1) * 255).astype(np.uint8)).convert("RGB"), stem, ".jpeg", quality=80)
+    return save(
+        Image.fromarray((photo.clip(0, 1) * 255).astype(np.uint8)).convert("RGB"),
+        stem,
+        ".jpeg",
+        quality=80,
+    )
 
 
 WAYS: tuple[Way, ...] = (

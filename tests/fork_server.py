@@ -31,7 +31,17 @@ import project
 ROOT = Path(__file__).parents[1]
 PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
 # What Python and the libraries read as they start. A command that needs another value needs a fresh interpreter.
-READ_AT_START = ("PYTHON", "GOMP_", "OMP_WAIT", "MKL_", "MALLOC_", "LD_", "TMPDIR", "CUDA_", "TORCH_")
+READ_AT_START = (
+    "PYTHON",
+    "GOMP_",
+    "OMP_WAIT",
+    "MKL_",
+    "MALLOC_",
+    "LD_",
+    "TMPDIR",
+    "CUDA_",
+    "TORCH_",
+)
 
 
 # On the tests' side
@@ -49,14 +59,23 @@ class Forked:
     """
 
     def __init__(
-        self, words: list[str], stdout: int, stderr: int, cwd: Path | None = None, env: dict[str, str] | None = None
+        self,
+        words: list[str],
+        stdout: int,
+        stderr: int,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
     ) -> None:
         self.args = words
         self.returncode: int | None = None
         self._reports, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(_server()[0], [b"+"], [theirs.fileno(), stdout, stderr])
-        request = {"words": words, "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env)}
+        request = {
+            "words": words,
+            "cwd": str(cwd or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+        }
         self._reports.sendall(json.dumps(request).encode() + b"\n")
         self._lines = self._reports.makefile("rb")
         self.pid = self._next()
@@ -123,7 +142,9 @@ def can_fork(words: list[str], env: dict[str, str] | None = None) -> bool:
     """Whether a fork of the server is what a fresh interpreter would be: ``-m`` one of our modules, or ``-c CODE``."""
     if not hasattr(os, "pidfd_open"):  # Linux only
         return False
-    ours = words[1] == "-c" or (words[1] == "-m" and words[2].partition(".")[0] in (project.__name__, "tests"))
+    ours = words[1] == "-c" or (
+        words[1] == "-m" and words[2].partition(".")[0] in (project.__name__, "tests")
+    )
     if words[0] != sys.executable or not ours:
         return False
     return env is None or _read_at_start(env) == _read_at_start(_server()[1])
@@ -140,7 +161,9 @@ def _read_at_start(env: dict[str, str]) -> dict[str, str]:
 def serve(control: socket.socket) -> dict[str, Any]:
     """Fork a child for each request; returns in the child, with what it should run."""
     server, libc = os.getpid(), ctypes.CDLL(None)
-    alive: dict[int, tuple[int, socket.socket]] = {}  # a child's pidfd → its pid, and where its end is told
+    alive: dict[
+        int, tuple[int, socket.socket]
+    ] = {}  # a child's pidfd → its pid, and where its end is told
     while True:
         for ready in select.select([control.fileno(), *alive], [], [])[0]:
             if ready != control.fileno():
@@ -159,7 +182,11 @@ def serve(control: socket.socket) -> dict[str, Any]:
                 libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != server:
                     os._exit(1)
-                leave([control, reports, *(theirs for _, theirs in alive.values())], list(alive), *descriptors[1:])
+                leave(
+                    [control, reports, *(theirs for _, theirs in alive.values())],
+                    list(alive),
+                    *descriptors[1:],
+                )
                 return request
             for descriptor in descriptors[1:]:
                 os.close(descriptor)
@@ -226,7 +253,9 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     running = os.listdir("/proc/self/task")
-    assert len(running) == 1, f"imports have started {len(running) - 1} threads, which a fork would lack"
+    assert len(running) == 1, (
+        f"imports have started {len(running) - 1} threads, which a fork would lack"
+    )
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     become(**request)  # ends as the interpreter does: exit handlers, traceback, exit code
 

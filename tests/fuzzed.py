@@ -26,7 +26,11 @@ from typing import Any
 
 AT_ONCE = 2
 PATIENCE_S = 30.0  # then a command that goes on is asked to stop, and has as long for it
-AT_WORK = ("training samples", "--checkpoint", "trial-000  ")  # printed by what may take long: it does what was asked
+AT_WORK = (
+    "training samples",
+    "--checkpoint",
+    "trial-000  ",
+)  # printed by what may take long: it does what was asked
 MEMORY = 16 * 2**30  # address space; torch's libraries alone take several GiB of it
 MODULES = {
     "fit": "project.fit",
@@ -103,7 +107,13 @@ def replacements() -> dict[str, Any]:
 
 def entries(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The keys that lead to every entry of nested dicts and lists."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in inside:
         yield (*keys, key)
         yield from entries(item, (*keys, key))
@@ -167,13 +177,17 @@ def attempt(given: Input) -> None:
     before = seen()
     module = importlib.import_module(MODULES[given.command])
     sys.argv = [str(module.__file__), *given.words]
-    sys.modules["__main__"].__spec__ = importlib.util.find_spec(f"project.{given.command}")  # of ranks that it starts
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec(
+        f"project.{given.command}"
+    )  # of ranks that it starts
     signals.install()
     signals.state.importing = False
     began = time.monotonic()
     code = command.exit_code(module.main, given.words)
     after = seen() if code == 2 else before
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     Path(f"{Path.cwd()}.json").write_text(json.dumps([code, changed, time.monotonic() - began]))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -206,7 +220,9 @@ def fault(folder: Path, status: int) -> str | None:
     if "Traceback (most recent call last)" in told:
         frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', told)
         last = told.strip().splitlines()[-1][:200]
-        ours = [f"{Path(name).name}:{line} {what}" for name, line, what in frames if "/project/" in name]
+        ours = [
+            f"{Path(name).name}:{line} {what}" for name, line, what in frames if "/project/" in name
+        ]
         return f"traceback: {last} | {' < '.join(ours[:-4:-1])}"
     if not os.WIFEXITED(status):
         return f"ended by signal {os.WTERMSIG(status)}"
@@ -271,7 +287,9 @@ def main() -> None:
     with suppress(UserError):
         configure(["--no_such_flag"], "project.fit")  # the parser remembers what it has looked up
     gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads that imports have started"
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "a fork would lack the threads that imports have started"
+    )
     inputs = [Input(**given) for given in json.loads(Path(sys.argv[1]).read_text())]
     for number, wrong in run_all(inputs, Path(sys.argv[2])):
         print(json.dumps([number, wrong]), flush=True)

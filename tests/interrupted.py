@@ -27,11 +27,17 @@ class Interrupt(Callback):
 
     def __init__(self, step: int, number: int) -> None:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.chosen = rank == world_size - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self.chosen = (
+            rank == world_size - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        )
         self.step, self.number = step, number
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        done = trainer.global_step if pl_module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
+        done = (
+            trainer.global_step
+            if pl_module.automatic_optimization
+            else trainer.fit_loop.total_batch_idx + 1
+        )
         if self.chosen and done == self.step:
             self.chosen = False
             os.kill(os.getpid(), self.number)

@@ -11,7 +11,9 @@ from torch import Tensor
 from tests.make_digits import write_idx  # feature: mnist
 
 
-def spots(count: int, classes: int, shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
+def spots(
+    count: int, classes: int, shape: tuple[int, int, int], seed: int
+) -> tuple[Tensor, Tensor]:
     """uint8 images (count, channels, height, width) and labels (count,): class c is bright in the c-th of 12 cells."""
     generator = torch.Generator().manual_seed(seed)
     channels, height, width = shape
@@ -19,7 +21,11 @@ def spots(count: int, classes: int, shape: tuple[int, int, int], seed: int) -> t
     labels = torch.arange(count) % classes
     for image, label in zip(images, labels.tolist(), strict=True):
         row, column = divmod(label, 4)
-        image[:, row * height // 3 : (row + 1) * height // 3, column * width // 4 : (column + 1) * width // 4] += 150
+        image[
+            :,
+            row * height // 3 : (row + 1) * height // 3,
+            column * width // 4 : (column + 1) * width // 4,
+        ] += 150
     return images.to(torch.uint8), labels
 
 
@@ -44,7 +50,9 @@ def make_picture_folder(root: Path, names: list[str], train: int = 300, test: in
             folder = root / split / names[label]
             folder.mkdir(parents=True, exist_ok=True)
             side = 24 + 8 * (index % 4)
-            Image.fromarray(image.permute(1, 2, 0).numpy()).resize((side, side)).save(folder / f"{index:04}.png")
+            Image.fromarray(image.permute(1, 2, 0).numpy()).resize((side, side)).save(
+                folder / f"{index:04}.png"
+            )
 
 
 def make_tensor_files(root: Path, train: int = 400, test: int = 103) -> None:

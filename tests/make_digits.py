@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from project.data.mnist import DIGITS, IMAGES_MAGIC, LABELS_MAGIC, MNISTDataModule, find_idx, read_idx
+from project.data.mnist import (
+    DIGITS,
+    IMAGES_MAGIC,
+    LABELS_MAGIC,
+    MNISTDataModule,
+    find_idx,
+    read_idx,
+)
 
 
 def stratified(labels: Tensor, size: int) -> Tensor:
@@ -25,13 +32,21 @@ def stratified(labels: Tensor, size: int) -> Tensor:
     # largest remainders take the places that rounding down left
     for digit in (counts - wanted).argsort(descending=True)[: size - int(wanted.sum())]:
         wanted[digit] += 1
-    return torch.cat([(labels == digit).nonzero().flatten()[:n] for digit, n in enumerate(wanted)]).sort().values
+    return (
+        torch.cat([(labels == digit).nonzero().flatten()[:n] for digit, n in enumerate(wanted)])
+        .sort()
+        .values
+    )
 
 
 def write_idx(path: Path, values: Tensor) -> None:
     """Write uint8 images (count, 1, rows, columns) or labels (count,) as an IDX file, gzipped if named ``.gz``."""
     array = values.to(torch.uint8).numpy()
-    start = [LABELS_MAGIC, len(array)] if array.ndim == 1 else [IMAGES_MAGIC, len(array), *array.shape[2:]]
+    start = (
+        [LABELS_MAGIC, len(array)]
+        if array.ndim == 1
+        else [IMAGES_MAGIC, len(array), *array.shape[2:]]
+    )
     data = np.array(start, ">u4").tobytes() + array.tobytes()
     # mtime=0: the same digits make the same file, whenever they are written
     path.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)
@@ -41,8 +56,12 @@ def main(root: str, target: Path = DIGITS) -> None:
     """Write the bundled files into ``target`` from the full set in ``root``."""
     raw = Path(root) / MNISTDataModule.folder
     for part, size in {"train": 10_000, "t10k": 2_000}.items():
-        files = {name: sha256 for name, sha256 in MNISTDataModule.files.items() if name.startswith(part)}
-        images, labels = (read_idx(find_idx(raw, name) or raw / name, sha256) for name, sha256 in files.items())
+        files = {
+            name: sha256 for name, sha256 in MNISTDataModule.files.items() if name.startswith(part)
+        }
+        images, labels = (
+            read_idx(find_idx(raw, name) or raw / name, sha256) for name, sha256 in files.items()
+        )
         chosen = stratified(labels, size)
         for name, values in zip(files, (images, labels), strict=True):
             write_idx(target / f"{name}.gz", values[chosen])

@@ -87,7 +87,9 @@ def read(path: Path) -> list[dict[str, float]]:
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Random points (count, 8) in two classes; ``on_fetch`` is called for every batch fetched."""
 
-    def __init__(self, count: int, batch_size: int, on_fetch: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self, count: int, batch_size: int, on_fetch: Callable[[], Any] = lambda: None
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.points = torch.randn(count, 8, generator=generator)
         self.labels = (self.points.sum(1) > 0).long()
@@ -117,7 +119,9 @@ class Linear(LightningModule):
     """Logistic regression; ``on_step`` and ``on_validation`` are called in every training and validation step."""
 
     def __init__(
-        self, on_step: Callable[[], Any] = lambda: None, on_validation: Callable[[], Any] = lambda: None
+        self,
+        on_step: Callable[[], Any] = lambda: None,
+        on_validation: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__()
         self.on_step = on_step
@@ -142,9 +146,16 @@ class Linear(LightningModule):
 def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> tuple[Trainer, Rows]:
     """A quiet Trainer on the CPU with ``callbacks``, and the rows it will log."""
     rows = Rows()
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0}
     trainer = Trainer(
-        **{**quiet, **defaults, **options}, logger=rows, callbacks=list(callbacks), default_root_dir=folder
+        **{**quiet, **defaults, **options},
+        logger=rows,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
     )
     return trainer, rows

@@ -14,7 +14,15 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchmetrics import MeanAbsoluteError, SpearmanCorrCoef
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
@@ -33,7 +41,9 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, place = self.dataset[index]
-        return image * random.uniform(0.9, 1.1) + 0.1 * torch.randn(()) + 0.1 * np.random.normal(), place
+        return image * random.uniform(0.9, 1.1) + 0.1 * torch.randn(
+            ()
+        ) + 0.1 * np.random.normal(), place
 
 
 class NoisyWaves(Waves):
@@ -85,7 +95,9 @@ def table(count: int) -> TensorDataset:
     """Four features and a target of any size and sign."""
     draw = torch.Generator().manual_seed(count)
     x = torch.randn(count, 4, generator=draw)
-    return TensorDataset(x, x @ torch.tensor([1.0, -2.0, 3.0, 0.5]) + torch.arange(count) / 100 + 0.25)
+    return TensorDataset(
+        x, x @ torch.tensor([1.0, -2.0, 3.0, 0.5]) + torch.arange(count) / 100 + 0.25
+    )
 
 
 class Line(L.LightningModule):
@@ -126,7 +138,12 @@ class Habitual(Line):
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters(
-            {"path": Path("a/b"), "weights": np.array([1.0, 2.0]), "n": np.float64(3), "own": {1: 2}}
+            {
+                "path": Path("a/b"),
+                "weights": np.array([1.0, 2.0]),
+                "n": np.float64(3),
+                "own": {1: 2},
+            }
         )
 
     def on_train_epoch_end(self) -> None:
@@ -153,7 +170,9 @@ class ByEpoch(Sampler[int]):
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+        return iter(
+            torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        )
 
 
 class WithState(Sampler[int]):
@@ -268,12 +287,16 @@ class LineWithLoaders(Line):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         with open(f"seen-{self.trainer.world_size}-{self.global_rank}.txt", "a") as file:
-            print(self.current_epoch, batch_idx, *[round(y, 4) for y in batch[1].tolist()], file=file)
+            print(
+                self.current_epoch, batch_idx, *[round(y, 4) for y in batch[1].tolist()], file=file
+            )
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader[Any]:
         size = 16 // self.trainer.world_size  # of all ranks together it is the same
-        return DataLoader(table(101), size, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101))
+        return DataLoader(
+            table(101), size, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(table(53), batch_size=10)
@@ -284,7 +307,13 @@ class Builtins(Line):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         for reduce in (max, min, sum):
-            self.log(f"train_{reduce.__name__}", batch[1].mean(), on_step=False, on_epoch=True, reduce_fx=reduce)
+            self.log(
+                f"train_{reduce.__name__}",
+                batch[1].mean(),
+                on_step=False,
+                on_epoch=True,
+                reduce_fx=reduce,
+            )
         return super().training_step(batch, batch_idx)
 
 
@@ -292,7 +321,9 @@ class Grouped(Line):
     """Logs a value over a group of ranks of its own, for which a name stands here."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.log("train_grouped", batch[1].mean(), on_step=False, on_epoch=True, sync_dist_group="mine")
+        self.log(
+            "train_grouped", batch[1].mean(), on_step=False, on_epoch=True, sync_dist_group="mine"
+        )
         return super().training_step(batch, batch_idx)
 
 
@@ -313,7 +344,10 @@ class Plateaus(Told):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_told"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val_told"},
+        }
 
 
 class Side(Line):
@@ -326,8 +360,15 @@ class Side(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = [part for part in batch if part is not None]
         with open("side.txt", "a") as file:
-            print(self.current_epoch, *[[round(float(y), 3) for y in part[1]] for part in parts], sep="|", file=file)
-        return super().training_step([torch.cat(part) for part in zip(*parts, strict=True)], batch_idx)
+            print(
+                self.current_epoch,
+                *[[round(float(y), 3) for y in part[1]] for part in parts],
+                sep="|",
+                file=file,
+            )
+        return super().training_step(
+            [torch.cat(part) for part in zip(*parts, strict=True)], batch_idx
+        )
 
     def train_dataloader(self) -> Any:
         shuffled = [DataLoader(Noisy(table(rows)), 8, shuffle=True) for rows in (37, 101)]
@@ -338,7 +379,9 @@ class Side(Line):
             "longest": CombinedLoader(shuffled, "max_size"),
             "states": stateful,
             "one has a state": [shuffled[0], stateful[1]],
-            "no length": CombinedLoader([shuffled[1], DataLoader(StreamWithState(), 8)], "min_size"),
+            "no length": CombinedLoader(
+                [shuffled[1], DataLoader(StreamWithState(), 8)], "min_size"
+            ),
         }[self.kind]
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -500,13 +543,19 @@ class OwnPace(Side):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.global_step == 8:
             self.norm.eval()
-        return Line.training_step(self, [self.norm(batch[0]), batch[1] - self.middle + self.first_target], batch_idx)
+        return Line.training_step(
+            self, [self.norm(batch[0]), batch[1] - self.middle + self.first_target], batch_idx
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.fixed_weights = {name: checkpoint["state_dict"].pop(name) for name in ("fixed.weight", "fixed.bias")}
+        self.fixed_weights = {
+            name: checkpoint["state_dict"].pop(name) for name in ("fixed.weight", "fixed.bias")
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] |= {f"fixed.{name}": value for name, value in self.fixed.state_dict().items()}
+        checkpoint["state_dict"] |= {
+            f"fixed.{name}": value for name, value in self.fixed.state_dict().items()
+        }
 
     def configure_optimizers(self) -> Any:
         return WithoutRate(self.parameters(), {"pace": 0.02})
@@ -540,7 +589,9 @@ class ReadsItself(Side):
 
     def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
-        return nn.functional.mse_loss(self.last(self.first(batch[0] + torch.randn(4))).squeeze(1), batch[1])
+        return nn.functional.mse_loss(
+            self.last(self.first(batch[0] + torch.randn(4))).squeeze(1), batch[1]
+        )
 
     def on_train_batch_end(self, *_: Any) -> None:
         torch.randn(3)
@@ -704,7 +755,10 @@ class Balanced(MNISTDataModule):
         train: Any = self.splits["train"]
         weights = (train.labels <= self.most).double()
         return DataLoader(
-            train, self.batch_size, sampler=WeightedRandomSampler(weights, 320), collate_fn=self.collate_function()
+            train,
+            self.batch_size,
+            sampler=WeightedRandomSampler(weights, 320),
+            collate_fn=self.collate_function(),
         )
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -25,19 +25,33 @@ def photograph(digits: list[np.ndarray], kind: str, rng: np.random.Generator) ->
     page = np.full((HEIGHT, WIDTH, 3), rng.uniform(0.8, 0.97), dtype=np.float32)
     if kind == "ruled paper":
         page = draw_lines(page, rng)
-    pen = np.array([(0.1, 0.1, 0.12), (0.12, 0.18, 0.5), (0.35, 0.35, 0.36)][rng.integers(3)], dtype=np.float32)
+    pen = np.array(
+        [(0.1, 0.1, 0.12), (0.12, 0.18, 0.5), (0.35, 0.35, 0.36)][rng.integers(3)], dtype=np.float32
+    )
     page = page * (1 - coverage) + pen * coverage
     angle = rng.uniform(-8, 8)
     photo = Image.fromarray((page * 255).astype(np.uint8))
     # turned about its middle and enlarged, so that no corner is empty
-    photo = photo.rotate(angle, Image.Resampling.BICUBIC, expand=False).resize((WIDTH * 5 // 4, HEIGHT * 5 // 4))
+    photo = photo.rotate(angle, Image.Resampling.BICUBIC, expand=False).resize(
+        (WIDTH * 5 // 4, HEIGHT * 5 // 4)
+    )
     photo = photo.crop((WIDTH // 8, HEIGHT // 8, WIDTH // 8 + WIDTH, HEIGHT // 8 + HEIGHT))
     photo = photo.filter(ImageFilter.GaussianBlur(rng.uniform(0.5, 4 if kind == "noise" else 2)))
-    seen = np.asarray(photo, dtype=np.float32) / 255 * light(rng, strong=kind == "uneven light")[..., None]
-    seen *= np.array([1, rng.uniform(0.85, 1), rng.uniform(0.65, 1)], dtype=np.float32)  # a lamp's tint
-    seen += rng.normal(0, rng.uniform(0.05, 0.12) if kind == "noise" else 0.015, seen.shape).astype(np.float32)
+    seen = (
+        np.asarray(photo, dtype=np.float32)
+        / 255
+        * light(rng, strong=kind == "uneven light")[..., None]
+    )
+    seen *= np.array(
+        [1, rng.uniform(0.85, 1), rng.uniform(0.65, 1)], dtype=np.float32
+    )  # a lamp's tint
+    seen += rng.normal(0, rng.uniform(0.05, 0.12) if kind == "noise" else 0.015, seen.shape).astype(
+        np.float32
+    )
     file = io.BytesIO()
-    Image.fromarray((seen.clip(0, 1) * 255).astype(np.uint8)).save(file, "JPEG", quality=int(rng.integers(60, 95)))
+    Image.fromarray((seen.clip(0, 1) * 255).astype(np.uint8)).save(
+        file, "JPEG", quality=int(rng.integers(60, 95))
+    )
     return Image.open(file).convert("RGB")
 
 
@@ -66,7 +80,9 @@ def light(rng: np.random.Generator, strong: bool) -> np.ndarray:
     return bright.astype(np.float32)
 
 
-def take_photographs(images: np.ndarray, labels: np.ndarray, folder: Path, every: int = 1) -> dict[Path, int]:
+def take_photographs(
+    images: np.ndarray, labels: np.ndarray, folder: Path, every: int = 1
+) -> dict[Path, int]:
     """60 photographs of one digit each, twenty of every kind, or each ``every``-th of them: file → label."""
     taken = {}
     for number in range(0, 60, every):

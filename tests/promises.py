@@ -26,10 +26,15 @@ EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
 class TaskSuite:
     """A task trains, reports, keeps its best epoch and can be tested. A subclass says how it is started."""
 
-    monitor: str | None = "val/accuracy"  # what best.ckpt must follow; None: nothing can be followed, the last is best
+    monitor: str | None = (
+        "val/accuracy"  # what best.ckpt must follow; None: nothing can be followed, the last is best
+    )
     mode = "max"
     logged = {"train/loss", "train/accuracy", "val/loss", "val/accuracy"}
-    reached: tuple[str, float] | None = ("test/accuracy", 0.5)  # after these few steps; None: there is no test set
+    reached: tuple[str, float] | None = (
+        "test/accuracy",
+        0.5,
+    )  # after these few steps; None: there is no test set
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -41,7 +46,9 @@ class TaskSuite:
     def flags(cls, tmp_path_factory: pytest.TempPathFactory) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WANDB_MODE", "disabled")
-            patch.syspath_prepend(str(ROOT))  # the examples are imported as a user's file in the clone is
+            patch.syspath_prepend(
+                str(ROOT)
+            )  # the examples are imported as a user's file in the clone is
             patch.chdir(ROOT)
             folder = tmp_path_factory.mktemp(cls.__name__)
             common = ["--accelerator", "cpu", "--log_every_n_steps", "3"]
@@ -70,8 +77,13 @@ class TaskSuite:
             name, bound = self.reached
             assert facts[name] <= bound if self.mode == "min" else facts[name] >= bound, facts
 
-    def test_the_best_checkpoint_is_of_the_best_epoch_by_the_followed_metric(self, undisturbed: Path) -> None:
-        facts, best, last = summary(undisturbed), *(read(undisturbed / f"{name}.ckpt") for name in ("best", "last"))
+    def test_the_best_checkpoint_is_of_the_best_epoch_by_the_followed_metric(
+        self, undisturbed: Path
+    ) -> None:
+        facts, best, last = (
+            summary(undisturbed),
+            *(read(undisturbed / f"{name}.ckpt") for name in ("best", "last")),
+        )
         if self.monitor is None:
             assert "monitor" not in facts
             assert best["global_step"] == last["global_step"] == facts["steps"]
@@ -80,13 +92,17 @@ class TaskSuite:
         of_epochs = [row for row in rows(undisturbed) if self.monitor in row]
         values = [float(row[self.monitor]) for row in of_epochs]
         wanted = (max if self.mode == "max" else min)(values)
-        epoch = max(index for index, value in enumerate(values) if value == wanted)  # of equal ones the latest
+        epoch = max(
+            index for index, value in enumerate(values) if value == wanted
+        )  # of equal ones the latest
         assert facts["best_epoch"] == epoch
         assert facts[self.monitor] == pytest.approx(wanted)
         assert best["run"]["metrics"][self.monitor] == pytest.approx(wanted)
         assert best["global_step"] == int(of_epochs[epoch]["step"]) + 1
 
-    def test_the_checkpoint_alone_gives_the_summarys_test_metrics(self, undisturbed: Path, tmp_path: Path) -> None:
+    def test_the_checkpoint_alone_gives_the_summarys_test_metrics(
+        self, undisturbed: Path, tmp_path: Path
+    ) -> None:
         words = ["--ckpt_path", str(undisturbed / "best.ckpt"), "--accelerator", "cpu"]
         if self.reached is None:
             with pytest.raises(UserError, match="test_step"):
@@ -100,7 +116,9 @@ class PictureSuite(TaskSuite):  # feature: images
     """Besides, of a classifier of pictures: predict and export."""
 
     # feature: predict
-    def test_predicts_pictures_from_the_checkpoint_alone(self, undisturbed: Path, tmp_path: Path) -> None:
+    def test_predicts_pictures_from_the_checkpoint_alone(
+        self, undisturbed: Path, tmp_path: Path
+    ) -> None:
         from project import predict
 
         data: Any = load(undisturbed / "best.ckpt").datamodule
@@ -121,7 +139,10 @@ class PictureSuite(TaskSuite):  # feature: images
         pytest.importorskip("onnxruntime")
         from project import export
 
-        assert export.main(["--ckpt_path", str(undisturbed / "best.ckpt")]) in (0, None)  # compares the answers
+        assert export.main(["--ckpt_path", str(undisturbed / "best.ckpt")]) in (
+            0,
+            None,
+        )  # compares the answers
         assert list(undisturbed.rglob("*.onnx"))
 
     # end feature: export
@@ -134,7 +155,9 @@ class PromiseSuite(TaskSuite):
     optimizers = 1  # of which each counts its steps
     signal = "SIGTERM"
 
-    def test_a_run_that_was_stopped_and_resumed_is_bit_identical(self, flags: list[str], undisturbed: Path) -> None:
+    def test_a_run_that_was_stopped_and_resumed_is_bit_identical(
+        self, flags: list[str], undisturbed: Path
+    ) -> None:
         command = [sys.executable, "-m", "tests.interrupted", str(self.interrupt_at), self.signal]
         named = [*flags, "--run_name", "stopped", "--checkpoint_every", "5"]
         ended = complete([*command, *named], timeout=240, cwd=ROOT, env=environment())
@@ -144,19 +167,28 @@ class PromiseSuite(TaskSuite):
         reached = before["global_step"] // self.optimizers
         if self.signal != "SIGKILL":  # asked to stop within a step, a run ends after it
             assert reached in (self.interrupt_at, self.interrupt_at + 1)
-        assert 0 < before["global_step"] < read(undisturbed / "last.ckpt")["global_step"]  # something is left to repeat
+        assert (
+            0 < before["global_step"] < read(undisturbed / "last.ckpt")["global_step"]
+        )  # something is left to repeat
         assert before["run"]["state"]["place"] == "batch"
         assert not (folder / "summary.json").exists()
 
         assert fit.main([*named, "--ckpt_path", "auto"]) == 0
         assert_same_run(undisturbed, folder)
         ours, theirs = summary(folder), summary(undisturbed)
-        assert [ours.get(name) for name in theirs if "test" in name] == [v for k, v in theirs.items() if "test" in k]
+        assert [ours.get(name) for name in theirs if "test" in name] == [
+            v for k, v in theirs.items() if "test" in k
+        ]
 
     def test_two_processes_measure_what_one_does(self, undisturbed: Path, tmp_path: Path) -> None:
         if self.reached is None:
             pytest.skip("this task has no test set")
-        words = ["--ckpt_path", str(undisturbed / "best.ckpt"), "--output", str(tmp_path / "metrics.json")]
+        words = [
+            "--ckpt_path",
+            str(undisturbed / "best.ckpt"),
+            "--output",
+            str(tmp_path / "metrics.json"),
+        ]
         ended = run_ranks("test", *words, cwd=ROOT, env=environment())
         assert ended.returncode == 0, ended.stderr
         assert json.loads((tmp_path / "metrics.json").read_text())["world_size"] == 2
@@ -170,7 +202,9 @@ def assert_same_metrics(folder: Path, output: Path) -> None:
     assert names
     for name in names:
         exactly = "accuracy" in name
-        assert found[name] == (facts[name] if exactly else pytest.approx(facts[name], rel=1e-6)), name
+        assert found[name] == (facts[name] if exactly else pytest.approx(facts[name], rel=1e-6)), (
+            name
+        )
 
 
 def environment() -> dict[str, str]:

@@ -16,7 +16,9 @@ __all__ = ["MONITORED", "of_type", "reported_run", "wandb_folders", "wandb_recor
 # What a CPU's monitors log
 MONITORED = {
     *("optimizer/lr", "optimizer/grad_norm"),  # feature: optimizer
-    *(f"throughput/{rate}_per_sec" for rate in ("samples", "device_samples", "batches")),  # feature: throughput
+    *(
+        f"throughput/{rate}_per_sec" for rate in ("samples", "device_samples", "batches")
+    ),  # feature: throughput
     *("throughput/step_ms", "throughput/data_wait_pct"),  # feature: throughput
     "memory/rss_gib",  # feature: memory
 }

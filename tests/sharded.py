@@ -28,7 +28,11 @@ def main() -> None:
     forward_context = FSDPPrecision.forward_context
 
     def autocast_on_the_cpu(self: FSDPPrecision) -> Any:
-        return torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16-mixed" else forward_context(self)
+        return (
+            torch.autocast("cpu", torch.bfloat16)
+            if self.precision == "bf16-mixed"
+            else forward_context(self)
+        )
 
     FSDP.__init__ = on_the_cpu  # type: ignore[method-assign]
     FSDPPrecision.forward_context = autocast_on_the_cpu  # type: ignore[method-assign]

@@ -29,7 +29,14 @@ from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.made_data import make_idx_files  # feature: mnist
 from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
 
-LINE = ["--model", "tests.other_tasks.Line", "--data", "tests.other_tasks.Loaders", "--accelerator", "cpu"]
+LINE = [
+    "--model",
+    "tests.other_tasks.Line",
+    "--data",
+    "tests.other_tasks.Loaders",
+    "--accelerator",
+    "cpu",
+]
 SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none"]
 SHORT += ["--report", "false"]  # feature: report
 RUNS = Path("checkpoints")
@@ -64,7 +71,9 @@ def train_until(batch: int, name: str, *flags: str, dies: bool = False) -> Path:
     """A run that is asked to stop in a batch, and does so after it; or that dies before it is saved."""
     with pytest.MonkeyPatch.context() as patch:
         # the callback comes after the one that listens: it is heard a step later
-        patch.setattr(fit, "build", partial(fit.build, extra=[AskToStop(batch if dies else batch - 1, dies)]))
+        patch.setattr(
+            fit, "build", partial(fit.build, extra=[AskToStop(batch if dies else batch - 1, dies)])
+        )
         try:
             assert entry.exit_code(fit.main, [*flags, "--run_name", name]) == (1 if dies else 143)
         finally:
@@ -100,13 +109,22 @@ def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
     for batch, dies, place in stops:
         name = f"stopped-{batch}-{place}"
         state = checkpoint(train_until(batch, name, *flags, dies=dies) / "last.ckpt")
-        assert (state["global_step"], state["run"]["state"]["place"]) == (13 if dies else batch, place)
+        assert (state["global_step"], state["run"]["state"]["place"]) == (
+            13 if dies else batch,
+            place,
+        )
         assert_same_run(reference, resume(name))
     assert "goes on from" not in capsys.readouterr().out.replace("going on from step", "")
-    assert {"train_loss_step", "train_loss_epoch", "train_error", "train_largest", "train_samples"} <= {
-        name for row in rows(reference) for name in row
-    }
-    assert [float(row["train_samples"]) for row in rows(reference) if "train_samples" in row] == [101.0] * 3
+    assert {
+        "train_loss_step",
+        "train_loss_epoch",
+        "train_error",
+        "train_largest",
+        "train_samples",
+    } <= {name for row in rows(reference) for name in row}
+    assert [float(row["train_samples"]) for row in rows(reference) if "train_samples" in row] == [
+        101.0
+    ] * 3
 
 
 def test_a_value_that_pythons_own_max_reduces_goes_on_in_its_epoch() -> None:
@@ -116,7 +134,9 @@ def test_a_value_that_pythons_own_max_reduces_goes_on_in_its_epoch() -> None:
     assert_same_run(reference, resume("stopped"))
 
 
-def test_a_sum_over_a_group_of_ones_own_is_said_to_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sum_over_a_group_of_ones_own_is_said_to_begin_anew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = ["--model", "tests.other_tasks.Grouped", *LINE[2:], *SHORT]
     reference = train("reference", *flags)
     train_until(6, "stopped", *flags)
@@ -124,14 +144,20 @@ def test_a_sum_over_a_group_of_ones_own_is_said_to_begin_anew(capsys: pytest.Cap
     resumed = resume("stopped")
     said = "train_grouped is logged with a sync_dist_group: in this epoch its sum begins anew."
     assert capsys.readouterr().out.splitlines().count(said) == 1
-    different = [a.keys() & {"train_grouped"} for a, b in zip(rows(reference), rows(resumed), strict=True) if a != b]
+    different = [
+        a.keys() & {"train_grouped"}
+        for a, b in zip(rows(reference), rows(resumed), strict=True)
+        if a != b
+    ]
     assert different == [{"train_grouped"}], "of the interrupted epoch alone, nothing else"
     train_until(20, "at the end", *flags, dies=True)  # goes on from the first epoch's end
     resume("at the end")
     assert said not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["sampler with state", "sized stream with state", "loader with state"])
+@pytest.mark.parametrize(
+    "kind", ["sampler with state", "sized stream with state", "loader with state"]
+)
 def test_a_limited_epoch_ends_where_its_loader_goes_on(kind: str) -> None:
     flags = [*LINE, *SHORT, "--data.kind", kind, "--limit_train_batches", "5"]
     reference = train("reference", *flags)
@@ -152,9 +178,18 @@ trainer:
 @pytest.mark.parametrize(
     ("batch", "dies"), [(15, False), pytest.param(26, False, marks=pytest.mark.nightly), (30, True)]
 )
-def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(batch: int, dies: bool) -> None:
+def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(
+    batch: int, dies: bool
+) -> None:
     Path("callbacks.yaml").write_text(CALLBACKS)
-    flags = ["--config", "callbacks.yaml", "--model", "tests.other_tasks.Plateaus", *LINE[2:], *SHORT]
+    flags = [
+        "--config",
+        "callbacks.yaml",
+        "--model",
+        "tests.other_tasks.Plateaus",
+        *LINE[2:],
+        *SHORT,
+    ]
     flags += ["--max_epochs", "5"]
     reference = train("reference", *flags)
     assert summary(reference)["epochs"] == 5
@@ -164,7 +199,10 @@ def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(batch: in
     assert_same_run(reference, resumed)
     ours, theirs = (checkpoint(run / "last.ckpt") for run in (reference, resumed))
     assert ours["run"]["metrics"] == theirs["run"]["metrics"]
-    kept = [{k: v for k, v in state["callbacks"].items() if "EarlyStopping" in k} for state in (ours, theirs)]
+    kept = [
+        {k: v for k, v in state["callbacks"].items() if "EarlyStopping" in k}
+        for state in (ours, theirs)
+    ]
     assert str(kept[0]) == str(kept[1])
 
 
@@ -173,9 +211,7 @@ def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
 ) -> None:
     flags = [*LINE, *SHORT, "--data.kind", "stream"]
     reference = train("reference", *flags)
-    said = (
-        "the training data come from Stream, which has no state_dict: a resumed run goes on from the last epoch's end"
-    )
+    said = "the training data come from Stream, which has no state_dict: a resumed run goes on from the last epoch's end"
     assert capsys.readouterr().out.count(said) == 1
     train_until(20, "stopped", *flags)
     assert checkpoint(RUNS / "stopped/last.ckpt")["global_step"] == 13
@@ -197,11 +233,22 @@ def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_doe
     joined = [" ".join([key, *parts[0][key], *parts[1][key]]) for key in parts[0]]
     assert joined == Path("seen-1-0.txt").read_text().splitlines()
     for name in ("val_mean", "val_largest", "val_samples"):
-        ours, theirs = ([float(row[name]) for row in rows(run) if name in row] for run in (one, RUNS / "two"))
+        ours, theirs = (
+            [float(row[name]) for row in rows(run) if name in row] for run in (one, RUNS / "two")
+        )
         assert ours == pytest.approx(theirs, rel=1e-6), name
     assert theirs == [53.0] * 3
 
-    interrupted = ["tests.interrupted", "10", "SIGKILL", *flags, "--run_name", "killed", "--checkpoint_every", "3"]
+    interrupted = [
+        "tests.interrupted",
+        "10",
+        "SIGKILL",
+        *flags,
+        "--run_name",
+        "killed",
+        "--checkpoint_every",
+        "3",
+    ]
     killed = run_ranks(*interrupted)
     assert killed.returncode != 0
     assert checkpoint(RUNS / "killed/last.ckpt")["global_step"] == 9
@@ -214,31 +261,55 @@ def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_doe
 
 
 def of(module: str, *flags: str) -> list[str]:
-    return ["--model", f"tests.other_tasks.{module}", "--data", "null", "--accelerator", "cpu", *SHORT, *flags]
+    return [
+        "--model",
+        f"tests.other_tasks.{module}",
+        "--data",
+        "null",
+        "--accelerator",
+        "cpu",
+        *SHORT,
+        *flags,
+    ]
 
 
 class StopInValidation(Callback):
     """Notes SIGTERM in the second batch of the second epoch's validation."""
 
-    def on_validation_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 1 and trainer.current_epoch == 1:
             signals.state.requested = signal.SIGTERM
 
 
 SIDE = [
-    ["Side", "--model.kind", kind] for kind in ("cycled", "alike", "longest", "states", "one has a state", "no length")
+    ["Side", "--model.kind", kind]
+    for kind in ("cycled", "alike", "longest", "states", "one has a state", "no length")
 ]
 OTHERS = [["Reloads", "--reload_dataloaders_every_n_epochs", "1"], ["Habits"], ["Accumulates"]]
 OTHERS += [["OwnWays"], ["OwnPace"], ["ReadsItself"]]
-COMPOSED = ["Composed", "--model.net", "torch.nn.Linear", "--model.net.in_features", "4", "--model.rates.later", "0.03"]
+COMPOSED = [
+    "Composed",
+    "--model.net",
+    "torch.nn.Linear",
+    "--model.net.in_features",
+    "4",
+    "--model.rates.later",
+    "0.03",
+]
 COMPOSED += ["--model.net.out_features", "6"]
 OTHERS += [COMPOSED]
 
 
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all")
+@pytest.mark.filterwarnings(
+    "ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all"
+)
 @pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance", "ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("named", [*SIDE, *OTHERS], ids=" ".join)
-@pytest.mark.parametrize("place", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "place", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.nightly)]
+)
 def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: str) -> None:
     """The batch ends no step of ``Accumulates``, and no pass of a short loader."""
     reference = train("reference", *of(*named))
@@ -259,14 +330,21 @@ def test_objects_in_hparams_are_those_of_the_constructor_and_lightning_makes_the
     assert checkpoint(path)["hyper_parameters"]["rates"] == {"first": 0.02, "later": 0.03}
     made = Composed.load_from_checkpoint(path, weights_only=True)
     assert made.hparams["rates"] == Rates(0.02, 0.03)
-    assert all(torch.equal(value, checkpoint(path)["state_dict"][name]) for name, value in made.state_dict().items())
+    assert all(
+        torch.equal(value, checkpoint(path)["state_dict"][name])
+        for name, value in made.state_dict().items()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize(("kind", "short"), [("cycled", 37), ("alike", 101)])
-def test_loaders_side_by_side_differ_in_order_and_draws_and_so_do_passes(kind: str, short: int) -> None:
+def test_loaders_side_by_side_differ_in_order_and_draws_and_so_do_passes(
+    kind: str, short: int
+) -> None:
     train("r", *of("Side", "--model.kind", kind, "--max_epochs", "1"))
-    first, second = zip(*(line.split("|")[1:] for line in Path("side.txt").read_text().splitlines()), strict=True)
+    first, second = zip(
+        *(line.split("|")[1:] for line in Path("side.txt").read_text().splitlines()), strict=True
+    )
     assert len(set(second)) == 13
     assert len(set(first)) == 13, "a pass repeats the one before"
     assert not set(first) & set(second)
@@ -281,7 +359,14 @@ def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
     train_until(20, "stopped", *line)
     assert_same_run(reference, resume("stopped"))
     assert len(Path("loads.txt").read_text().splitlines()) == 1 + 2  # a test each, and the resume
-    given = ["--ckpt_path", str(reference / "best.ckpt"), "--accelerator", "cpu", "--output", "m.json"]
+    given = [
+        "--ckpt_path",
+        str(reference / "best.ckpt"),
+        "--accelerator",
+        "cpu",
+        "--output",
+        "m.json",
+    ]
     assert test_command.main(given) == 0
     found = yaml.safe_load(Path("m.json").read_text())
     assert found["test_loss"] == pytest.approx(summary(reference)["test_loss"])
@@ -304,10 +389,17 @@ def test_a_resume_with_a_changed_setting_keeps_a_rate_that_training_has_lowered(
     assert rate(resume("r", "--max_epochs", "5", "--model.lr", "0.2")) == pytest.approx(10 * whole)
 
 
-def test_loaders_that_are_made_anew_at_every_other_epoch_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loaders_that_are_made_anew_at_every_other_epoch_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for n, times in (("1", 0), ("2", 1)):
         train(n, *of("Reloads", "--max_epochs", "1", "--reload_dataloaders_every_n_epochs", n))
-        assert capsys.readouterr().out.count("not exact with --reload_dataloaders_every_n_epochs above 1") == times
+        assert (
+            capsys.readouterr().out.count(
+                "not exact with --reload_dataloaders_every_n_epochs above 1"
+            )
+            == times
+        )
 
 
 def test_an_interval_of_steps_counts_the_steps_of_a_batch() -> None:
@@ -322,7 +414,9 @@ def test_two_ranks_share_any_loader_and_say_what_they_cannot_join() -> None:
     alone = "val_last, val_seen, logged outside of the step, is of rank 0's samples alone"
     assert two.stdout.count(alone) == two.stdout.count("rank 0's samples alone") == 1
     for name in ("val_samples_21", "val_samples_53", "val_mean_21", "val_mean_53", "train_samples"):
-        ours, theirs = ([float(row[name]) for row in rows(run) if name in row] for run in (one, RUNS / "two"))
+        ours, theirs = (
+            [float(row[name]) for row in rows(run) if name in row] for run in (one, RUNS / "two")
+        )
         assert ours == pytest.approx(theirs, rel=1e-5), name
     assert "It is recommended" not in two.stderr
 
@@ -338,15 +432,26 @@ class Asks(Callback):
 def test_a_modules_own_code_finds_the_checkpoints_where_lightnings_are(own: bool) -> None:
     asks = Asks()
     flags = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT]
-    flags += ["--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "mine"] if own else []
+    flags += (
+        ["--trainer.callbacks", "ModelCheckpoint", "--trainer.callbacks.dirpath", "mine"]
+        if own
+        else []
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "build", partial(fit.build, extra=[asks]))
         run = train("r", *flags)
     assert isinstance(asks.found, ModelCheckpoint) == own
     best, facts = (run / "best.ckpt").absolute(), summary(run)
     if not own:
-        assert [asks.found.best_model_path, asks.found.last_model_path] == [str(best), str(best.with_name("last.ckpt"))]
-        assert (asks.found.monitor, asks.found.mode, asks.found.dirpath) == ("val_told", "min", str(best.parent))
+        assert [asks.found.best_model_path, asks.found.last_model_path] == [
+            str(best),
+            str(best.with_name("last.ckpt")),
+        ]
+        assert (asks.found.monitor, asks.found.mode, asks.found.dirpath) == (
+            "val_told",
+            "min",
+            str(best.parent),
+        )
         assert float(asks.found.best_model_score) == facts["val_told"]
 
 
@@ -384,7 +489,9 @@ def test_a_limit_in_time_ends_the_run() -> None:
 # The metric that is followed
 
 
-def test_a_metric_that_nobody_logs_ends_the_run_after_one_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_that_nobody_logs_ends_the_run_after_one_epoch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = error_of(capsys, *LINE, *SHORT, "--monitor", "val/acuracy", "--run_name", "r")
     assert line.startswith("error: --monitor must be logged, got val/acuracy. Logged: ")
     assert "val_loss" in line
@@ -392,15 +499,23 @@ def test_a_metric_that_nobody_logs_ends_the_run_after_one_epoch(capsys: pytest.C
     assert not (RUNS / "r").exists() or not list((RUNS / "r").glob("*.ckpt"))
 
 
-def test_best_follows_the_modules_own_metric_and_the_command_line_beats_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_follows_the_modules_own_metric_and_the_command_line_beats_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     told = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT, "--max_epochs", "5"]
     facts = summary(train("own", *told))
-    assert (facts["monitor"], facts["mode"], facts["best_epoch"]) == ("val_told", "min", 3)  # of equal ones the later
+    assert (facts["monitor"], facts["mode"], facts["best_epoch"]) == (
+        "val_told",
+        "min",
+        3,
+    )  # of equal ones the later
     assert facts["val_told"] == pytest.approx(min(Told.errors))
     assert checkpoint(RUNS / "own/best.ckpt")["global_step"] == 4 * 13
     facts = summary(train("typed", *told, "--mode", "max"))
     assert (facts["monitor"], facts["mode"], facts["best_epoch"]) == ("val_told", "max", 4)
-    assert summary(train("other", *told, "--monitor", "val_loss"))["mode"] == "min"  # the name tells it
+    assert (
+        summary(train("other", *told, "--monitor", "val_loss"))["mode"] == "min"
+    )  # the name tells it
     assert "--mode must be min or max" in error_of(capsys, *told, "--mode", "least")
 
 
@@ -408,7 +523,11 @@ def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
     told = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT]
     train("r", *told, "--max_epochs", "2", "--mode", "max")
     facts = summary(resume("r", "--max_epochs", "5", "--mode", "min"))
-    assert (facts["mode"], facts["best_epoch"], facts["val_told"]) == ("min", 3, pytest.approx(min(Told.errors)))
+    assert (facts["mode"], facts["best_epoch"], facts["val_told"]) == (
+        "min",
+        3,
+        pytest.approx(min(Told.errors)),
+    )
     assert Best.of(Told(), None, "max").mode == "max"
     by_default = Best(named_mode="max")
     by_default.take({"val/loss": 0.5}, 0)
@@ -416,11 +535,17 @@ def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("monitor", ["", None, ["val_told"]])
-def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(monitor: Any) -> None:
+def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(
+    monitor: Any,
+) -> None:
     module: Any = Told()
     module.monitor, module.mode = monitor, "min"
     best = Best.of(module, None, None)
-    assert (best.monitor, best.named_mode, best.asked) == (None, None, None)  # its mode is of its own metric
+    assert (best.monitor, best.named_mode, best.asked) == (
+        None,
+        None,
+        None,
+    )  # its mode is of its own metric
     best.take({"val/accuracy": 0.5}, 0)
     assert (best.monitor, best.mode) == ("val/accuracy", "max")
 
@@ -428,7 +553,14 @@ def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(m
 def test_a_resumed_run_remembers_that_its_validation_did_not_log_the_metric(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = [*LINE, *SHORT, "--monitor", "val/acuracy", "--val_check_interval", "9"]  # of 13 batches
+    flags = [
+        *LINE,
+        *SHORT,
+        "--monitor",
+        "val/acuracy",
+        "--val_check_interval",
+        "9",
+    ]  # of 13 batches
     train_until(11, "r", *flags)
     assert "got val/acuracy" in error_of(capsys, "--run_name", "r", "--ckpt_path", "auto")
     assert checkpoint(RUNS / "r/last.ckpt")["global_step"] == 11  # at the first epoch's end
@@ -459,12 +591,19 @@ def test_where_nothing_can_be_followed_the_last_is_the_best_and_that_is_said(
     train("r", *flags)
     told = capsys.readouterr().out
     assert "best.ckpt is the last" in told
-    assert "next:" not in told, "there is no test_step, and nothing says how a file becomes an input"
-    assert checkpoint(RUNS / "r/best.ckpt")["global_step"] == checkpoint(RUNS / "r/last.ckpt")["global_step"] == 39
+    assert "next:" not in told, (
+        "there is no test_step, and nothing says how a file becomes an input"
+    )
+    assert (
+        checkpoint(RUNS / "r/best.ckpt")["global_step"]
+        == checkpoint(RUNS / "r/last.ckpt")["global_step"]
+        == 39
+    )
     assert not {"monitor", "mode", "best_epoch"} & summary(RUNS / "r").keys()
     assert summary(RUNS / "r")["data_source"] == "Loaders"
     assert (
-        summary(train("t", *flags, "--monitor", "train_loss_epoch", "--mode", "min"))["monitor"] == "train_loss_epoch"
+        summary(train("t", *flags, "--monitor", "train_loss_epoch", "--mode", "min"))["monitor"]
+        == "train_loss_epoch"
     )
 
 
@@ -472,7 +611,12 @@ def test_where_nothing_can_be_followed_the_last_is_the_best_and_that_is_said(
 
 
 def test_a_class_that_is_named_has_its_own_defaults() -> None:
-    classes = ["--model", "tests.other_tasks.SlowClassifier", "--data", "configs.examples.tabular.Rows"]
+    classes = [
+        "--model",
+        "tests.other_tasks.SlowClassifier",
+        "--data",
+        "configs.examples.tabular.Rows",
+    ]
     named = configure(classes, "project.fit")
     module: Any = named.module
     data: Any = named.datamodule
@@ -484,7 +628,9 @@ def test_a_class_that_is_named_has_its_own_defaults() -> None:
 # Weights of another run
 
 
-def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = [*LINE, *SHORT, "--max_epochs", "1"]
     given = checkpoint(train("given", *flags) / "best.ckpt")["state_dict"]
     best = str(RUNS / "given/best.ckpt")
@@ -492,7 +638,9 @@ def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(capsys: pyt
     capsys.readouterr()
     started = checkpoint(train("all", *still, "--init_weights", best) / "last.ckpt")
     assert "4 of 4 tensors taken" in capsys.readouterr().out
-    assert all(torch.allclose(started["state_dict"][key], value, atol=1e-6) for key, value in given.items())
+    assert all(
+        torch.allclose(started["state_dict"][key], value, atol=1e-6) for key, value in given.items()
+    )
     assert started["global_step"] == 13  # from 0
     assert all(state["step"] == 13 for state in started["optimizer_states"][0]["state"].values())
     capsys.readouterr()
@@ -502,7 +650,9 @@ def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(capsys: pyt
     assert "these keep their random start: first.bias, first.weight, last.weight" in told
     foreign = ["--data.source", "sample", "--model.network", "MLP", "--init_weights", best]
     assert "nothing in it fits" in error_of(capsys, *foreign)
-    both = error_of(capsys, *flags, "--run_name", "all", "--ckpt_path", "last", "--init_weights", best)
+    both = error_of(
+        capsys, *flags, "--run_name", "all", "--ckpt_path", "last", "--init_weights", best
+    )
     assert "--init_weights starts a new run" in both
 
 
@@ -515,7 +665,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("WANDB_MODE", "disabled")
         patch.chdir(tmp_path_factory.mktemp("trained"))
         few = ["--data.source", "sample", "--data.train_samples", "200", "--data.val_samples", "50"]
-        return train("r", *few, "--data.test_samples", "50", *SHORT, "--max_epochs", "1").absolute() / "best.ckpt"
+        return (
+            train("r", *few, "--data.test_samples", "50", *SHORT, "--max_epochs", "1").absolute()
+            / "best.ckpt"
+        )
 
 
 PLACES = {
@@ -541,7 +694,11 @@ PLACES = {
 def filled(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         return {key: filled(item, name) for key, item in value.items()}
-    return type(value)(filled(item, name) for item in value) if isinstance(value, (list, set)) else value.format(name)
+    return (
+        type(value)(filled(item, name) for item in value)
+        if isinstance(value, (list, set))
+        else value.format(name)
+    )
 
 
 def forge(trained: Path, keys: str, value: Any) -> str:
@@ -558,11 +715,17 @@ def forge(trained: Path, keys: str, value: Any) -> str:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
-    place: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = f"stranger_{list(PLACES).index(place)}"
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    (tmp_path / "elsewhere" / f"{name}.py").write_text(
+        f"open({str(tmp_path / 'imported')!r}, 'w')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     keys, value = PLACES[place]
     forge(trained, keys, filled(value, name))
@@ -573,8 +736,14 @@ def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
         assert f"--allow_imports {name}" in line
         assert name not in sys.modules
         assert not (tmp_path / "imported").exists()
-    assert "names the class" not in error_of(capsys, "--ckpt_path", "strange.ckpt", "--allow_imports", name)
-    assert (tmp_path / "imported").exists() or "Strategy" in place or keys.endswith(("loss", "strategy", "profiler"))
+    assert "names the class" not in error_of(
+        capsys, "--ckpt_path", "strange.ckpt", "--allow_imports", name
+    )
+    assert (
+        (tmp_path / "imported").exists()
+        or "Strategy" in place
+        or keys.endswith(("loss", "strategy", "profiler"))
+    )
 
 
 POPEN = {"args": "touch ran", "shell": True}
@@ -630,7 +799,9 @@ def test_a_name_of_a_trusted_package_that_leads_to_a_command_or_a_file_is_refuse
     ],
     ids=str,
 )
-def test_a_name_in_disguise_is_refused(config: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_in_disguise_is_refused(
+    config: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "numpy").mkdir()  # an installed package comes first
     with pytest.raises(UserError, match="--allow_imports"):
@@ -639,14 +810,18 @@ def test_a_name_in_disguise_is_refused(config: dict[str, str], tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, "[" * 2000 + "]" * 2000, "- " * 100_000, "&a [*a]", "&a {x: *a}"], ids=len
+    "text",
+    ["[" * 100_000, "[" * 2000 + "]" * 2000, "- " * 100_000, "&a [*a]", "&a {x: *a}"],
+    ids=len,
 )
 def test_a_text_that_is_nested_too_deeply_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is nested too deeply"):
         refuse_foreign_classes({"model": {"init_args": {"network": text}}}, None, Path("x.ckpt"))
 
 
-def test_a_checkpoint_that_is_nested_too_deeply_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_is_nested_too_deeply_is_refused(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     nested: list[Any] = []
     for _ in range(3000):
         nested = [nested]
@@ -657,9 +832,14 @@ def test_a_checkpoint_that_is_nested_too_deeply_is_refused(trained: Path, capsys
     assert "is damaged or no checkpoint" in error_of(capsys, "--ckpt_path", path)
 
 
-def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_section_in_disguise_is_refused(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     contents = checkpoint(trained)
-    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "../elsewhere"}}
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": "../elsewhere"},
+    }
     contents["run"]["config"]["trainer.logger"] = logger
     torch.save(contents, "strange.ckpt")
     for main in (fit.main, test_command.main):
@@ -676,17 +856,32 @@ def test_a_section_in_disguise_is_refused(trained: Path, capsys: pytest.CaptureF
             "torch.optim.lr_scheduler.StepLR",
             "torch.utils.data.default_collate",
         ),
-        *("torchvision.models.resnet18", "torchmetrics.R2Score", "lightning.pytorch.callbacks.EarlyStopping"),
+        *(
+            "torchvision.models.resnet18",
+            "torchmetrics.R2Score",
+            "lightning.pytorch.callbacks.EarlyStopping",
+        ),
         *(
             "lightning.pytorch.cli.ReduceLROnPlateau",
             "torch.distributed.fsdp.MixedPrecision",
             "tests.other_tasks.Line",
             "project.model.ConvNet",
         ),
-        *("lightning.pytorch.callbacks.finetuning.multiplicative", "torchvision.datasets.folder.default_loader"),
+        *(
+            "lightning.pytorch.callbacks.finetuning.multiplicative",
+            "torchvision.datasets.folder.default_loader",
+        ),
         *("torchvision.datasets.ImageFolder", "torchvision.datasets.FakeData"),
-        *("lightning.pytorch.demos.boring_classes.BoringModel", "lightning.pytorch.loggers.CSVLogger"),
-        *("torch.tanh", "torch.relu", "torch.optim.swa_utils.get_ema_avg_fn", "torch.profiler.schedule"),
+        *(
+            "lightning.pytorch.demos.boring_classes.BoringModel",
+            "lightning.pytorch.loggers.CSVLogger",
+        ),
+        *(
+            "torch.tanh",
+            "torch.relu",
+            "torch.optim.swa_utils.get_ema_avg_fn",
+            "torch.profiler.schedule",
+        ),
     ],
 )
 def test_what_training_is_made_of_may_be_named(name: str) -> None:
@@ -714,7 +909,9 @@ def test_a_checkpoint_brings_in_no_file_that_names_a_strangers_class(
 ) -> None:
     monkeypatch.setenv("HOME", str(Path.cwd()))
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "of_a_file.py").write_text("import torch\n\n\nclass Thing(torch.nn.Identity): ...\n")
+    (tmp_path / "elsewhere" / "of_a_file.py").write_text(
+        "import torch\n\n\nclass Thing(torch.nn.Identity): ...\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     Path("file.yaml").write_text("class_path: of_a_file.Thing\n")
     Path("lines.txt").write_text("of_a_file.Thing\n")
@@ -729,13 +926,28 @@ def test_a_checkpoint_brings_in_no_file_that_names_a_strangers_class(
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
-        ("logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "OUT"}}),
+        (
+            "logger",
+            {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "OUT"}},
+        ),
         ("logger", [{"class_path": "CSVLogger", "init_args": {"save_dir": "../elsewhere"}}]),
         ("logger", "{class_path: CSVLogger, init_args: {save_dir: OUT}}"),
-        ("logger", {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "../elsewhere"}}),
-        ("profiler", {"class_path": "SimpleProfiler", "init_args": {"dirpath": "elsewhere", "filename": "f"}}),
+        (
+            "logger",
+            {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "../elsewhere"}},
+        ),
+        (
+            "profiler",
+            {
+                "class_path": "SimpleProfiler",
+                "init_args": {"dirpath": "elsewhere", "filename": "f"},
+            },
+        ),
         ("callbacks", [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "OUT"}}]),
-        ("callbacks", [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "~nobody/elsewhere\0"}}]),
+        (
+            "callbacks",
+            [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "~nobody/elsewhere\0"}}],
+        ),
     ],
     ids=["absolute", "above", "YAML", "a name", "profiler", "callback", "no path"],
 )
@@ -743,7 +955,9 @@ def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
     keys: str, value: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "elsewhere")
-    path = forge(trained, f"trainer.{keys}", yaml.safe_load(yaml.safe_dump(value).replace("OUT", out)))
+    path = forge(
+        trained, f"trainer.{keys}", yaml.safe_load(yaml.safe_dump(value).replace("OUT", out))
+    )
     line = error_of(capsys, "--ckpt_path", path, "--max_epochs", "2")
     assert "in its configuration is outside the run's folder" in line
     assert not list(tmp_path.rglob("elsewhere"))
@@ -760,18 +974,33 @@ def test_nothing_is_downloaded_into_a_folder_that_a_checkpoint_alone_names(
     monkeypatch.setattr(MNISTDataModule, "_download", download)
     forge(trained, "data.init_args.source", source)
     path = ["--ckpt_path", forge(Path("strange.ckpt"), "data.init_args.root", "elsewhere")]
-    mains = [test_command.main, fit.main] if source == "mnist" else [test_command.main]  # auto: as in training, sample
+    mains = (
+        [test_command.main, fit.main] if source == "mnist" else [test_command.main]
+    )  # auto: as in training, sample
     for main in mains:
         line = error_of(capsys, *path, main=main)
-        assert line.startswith("error: --data.root elsewhere: elsewhere/MNIST/raw lacks train-images-idx3-ubyte, ")
-        assert "and a checkpoint alone names it: type --data.root elsewhere to download there." in line
-        assert "the download failed (no network)" in error_of(capsys, *path, "--data.root", "elsewhere", main=main)
+        assert line.startswith(
+            "error: --data.root elsewhere: elsewhere/MNIST/raw lacks train-images-idx3-ubyte, "
+        )
+        assert (
+            "and a checkpoint alone names it: type --data.root elsewhere to download there." in line
+        )
+        assert "the download failed (no network)" in error_of(
+            capsys, *path, "--data.root", "elsewhere", main=main
+        )
     assert not Path("elsewhere").exists()
     monkeypatch.setattr(MNISTDataModule, "files", dict.fromkeys(MNISTDataModule.files))
     make_idx_files(Path("elsewhere/MNIST/raw"), train=24, test=10)
     assert test_command.main(path) == 0, "it is read as ever"
-    path = ["--ckpt_path", forge(Path("strange.ckpt"), "data.init_args.root", "data"), "--data.source", "mnist"]
-    assert "the download failed (no network)" in error_of(capsys, *path, main=test_command.main), "the default"
+    path = [
+        "--ckpt_path",
+        forge(Path("strange.ckpt"), "data.init_args.root", "data"),
+        "--data.source",
+        "mnist",
+    ]
+    assert "the download failed (no network)" in error_of(capsys, *path, main=test_command.main), (
+        "the default"
+    )
 
 
 # end feature: mnist
@@ -790,13 +1019,27 @@ def test_a_files_name_is_no_class() -> None:
             refuse_foreign_classes({"data": config}, None, Path("x.ckpt"))
 
 
-def test_what_is_typed_again_and_what_a_class_does_by_itself_goes_on(trained: Path, tmp_path: Path) -> None:
+def test_what_is_typed_again_and_what_a_class_does_by_itself_goes_on(
+    trained: Path, tmp_path: Path
+) -> None:
     own = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "mine")]
     few = ["--ckpt_path", str(trained), "--max_epochs", "2", "--limit_test_batches", "0"]
     train("typed", *few, *own)
     train("typed", "--ckpt_path", "last", "--max_epochs", "3", *own)
     assert list((tmp_path / "mine").rglob("metrics.csv"))
-    wandb = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"save_dir": ".", "offline": True}}
-    throughput = {"class_path": "lightning.pytorch.callbacks.ThroughputMonitor", "init_args": {"separator": "/"}}
-    base = {"trainer": {"logger": wandb, "callbacks": [throughput], "default_root_dir": str(tmp_path / "runs")}}
+    wandb = {
+        "class_path": "lightning.pytorch.loggers.WandbLogger",
+        "init_args": {"save_dir": ".", "offline": True},
+    }
+    throughput = {
+        "class_path": "lightning.pytorch.callbacks.ThroughputMonitor",
+        "init_args": {"separator": "/"},
+    }
+    base = {
+        "trainer": {
+            "logger": wandb,
+            "callbacks": [throughput],
+            "default_root_dir": str(tmp_path / "runs"),
+        }
+    }
     refuse_writing_elsewhere(base, CommandLine([]), Run(tmp_path / "runs" / "r"))

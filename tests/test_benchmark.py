@@ -40,7 +40,16 @@ from project.engine.command import exit_code
 from project.errors import UserError
 from project.model import ConvNet
 
-SMALL = ["--data.source", "sample", "--data.train_samples", "256", "--data.val_samples", "64", "--accelerator", "cpu"]
+SMALL = [
+    "--data.source",
+    "sample",
+    "--data.train_samples",
+    "256",
+    "--data.val_samples",
+    "64",
+    "--accelerator",
+    "cpu",
+]
 TINY = ["--quick", "--n", "1", *SMALL]
 
 
@@ -60,13 +69,17 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # The tables
 
 
-def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(tmp_path: Path) -> None:
+def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
+    tmp_path: Path,
+) -> None:
     rows = {row["loop"]: row for row in rows_of("overhead", tmp_path)}
     loops = ["hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"]
     assert list(rows) == loops
     floor, full = rows["hand-written floor"], rows["all features"]
     assert floor["train_vs_floor"] == 1
-    assert full["epoch_vs_floor"] == pytest.approx(full["epoch_s"] / floor["epoch_s"])  # one epoch of each
+    assert full["epoch_vs_floor"] == pytest.approx(
+        full["epoch_s"] / floor["epoch_s"]
+    )  # one epoch of each
     assert full["lowest"] == full["highest"] == full["epoch_vs_floor"]
     assert full["epoch_s"] > full["train_s"] > 0
     assert {row["batch_size"] for row in rows.values()} == {64}
@@ -76,19 +89,32 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
 
 
 def test_a_table_without_a_measured_value_leaves_its_panel_empty(tmp_path: Path) -> None:
-    draw(tmp_path / "chart.png", {"devices": [{"device": "cpu", "samples_per_sec": None}]}, "nothing")
+    draw(
+        tmp_path / "chart.png", {"devices": [{"device": "cpu", "samples_per_sec": None}]}, "nothing"
+    )
     assert (tmp_path / "chart.png").exists()
 
 
 def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Path) -> None:
-    rows = {row["loader"]: row for row in rows_of("loaders", tmp_path, "--workers", "0", "1", "--plot", "chart.png")}
+    rows = {
+        row["loader"]: row
+        for row in rows_of("loaders", tmp_path, "--workers", "0", "1", "--plot", "chart.png")
+    }
     assert rows["ours"]["times_ours"] == 1
     ours, plain = rows["ours"], rows["plain PyTorch, 0 workers"]
     assert plain["times_ours"] == pytest.approx(plain["ms_per_batch"] / ours["ms_per_batch"])
     assert ours["batches_per_sec"] == pytest.approx(1000 / ours["ms_per_batch"])
     assert {"plain PyTorch, 1 workers", "plain PyTorch, 1 workers, persistent"} <= set(rows)
     result = json.loads((tmp_path / "out.json").read_text())
-    for fact in ("date", "command", "git_commit", "hardware", "versions", "cpu_threads", "load_average"):
+    for fact in (
+        "date",
+        "command",
+        "git_commit",
+        "hardware",
+        "versions",
+        "cpu_threads",
+        "load_average",
+    ):
         assert result[fact], fact
     assert "quiet" in result
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -111,21 +137,31 @@ def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
     assert [row["gradients_mib"] for row in rows] == pytest.approx([weights] * len(rows))
     adams_moments = [2 * weights] * len(rows)
     assert [row["optimizer_mib"] for row in rows] == pytest.approx(adams_moments, rel=0.01)
-    peaks = {(r["batch_size"], r["accumulation"]): r["peak_mib"] for r in rows if not r["activation_checkpointing"]}
+    peaks = {
+        (r["batch_size"], r["accumulation"]): r["peak_mib"]
+        for r in rows
+        if not r["activation_checkpointing"]
+    }
     assert 1.7 < peaks[64, 1] / peaks[32, 1] < 2.1
     assert peaks[64, 4] < peaks[64, 1] / 2
-    with_checkpointing = next(r for r in rows if r["activation_checkpointing"] and r["batch_size"] == 64)
+    with_checkpointing = next(
+        r for r in rows if r["activation_checkpointing"] and r["batch_size"] == 64
+    )
     assert with_checkpointing["peak_mib"] < peaks[64, 1]
 
 
 @pytest.mark.parametrize("asked", ["auto", "gpu", "cpu"])
-def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_measures_the_device_that_was_asked_for(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_on(config: Any, epochs: int) -> RunClock:
         measured.add(config.trainer["accelerator"])
         return RunClock()
 
     measured: set[str] = set()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr(tables, "usable", lambda device, precisions: ["32-true"])
     monkeypatch.setattr(timing, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
@@ -140,10 +176,15 @@ def test_memory_measures_the_device_that_was_asked_for(asked: str, monkeypatch: 
 @pytest.mark.nightly
 def test_devices_has_a_row_per_precision_that_this_device_really_has(tmp_path: Path) -> None:
     rows = rows_of("devices", tmp_path, "--networks", "chosen", "--model.network", "MLP")
-    assert [(row["device"], row["precision"]) for row in rows] == [("cpu", "32-true"), ("cpu", "bf16-mixed")]
+    assert [(row["device"], row["precision"]) for row in rows] == [
+        ("cpu", "32-true"),
+        ("cpu", "bf16-mixed"),
+    ]
     assert rows[0]["speed_up"] == 1
     assert rows[0]["accuracy_difference"] == 0
-    assert rows[1]["accuracy_difference"] == pytest.approx(rows[1]["val/accuracy"] - rows[0]["val/accuracy"])
+    assert rows[1]["accuracy_difference"] == pytest.approx(
+        rows[1]["val/accuracy"] - rows[0]["val/accuracy"]
+    )
     assert rows[0]["epoch_s"] == pytest.approx(256 / rows[0]["samples_per_sec"])
     assert "peak_allocated_gib" not in rows[0]  # the CPU's allocator does not tell
 
@@ -174,7 +215,11 @@ def test_progress_is_shown_on_a_terminal_only(
 
 def spawned() -> list[psutil.Process]:
     """The processes that this one has started for a loop each."""
-    return [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
+    return [
+        child
+        for child in psutil.Process().children()
+        if any("spawn_main" in word for word in child.cmdline())
+    ]
 
 
 def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
@@ -191,9 +236,14 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
     monkeypatch.setattr(timing, "alternate", watched)
     found = epochs_in_turn("t", [timing.FLOOR, timing.FULL], [*SMALL, "--model.network", "MLP"], 2)
     order = [timing.FLOOR, timing.FULL, timing.FULL, timing.FLOOR, timing.FLOOR, timing.FULL]
-    assert alive == [(name, 2) for name in order]  # a process each, alive from the first turn to the last
+    assert alive == [
+        (name, 2) for name in order
+    ]  # a process each, alive from the first turn to the last
     assert spawned() == []
-    assert {name: len(epochs) for name, epochs in found.items()} == {timing.FLOOR: 2, timing.FULL: 2}  # one warmed up
+    assert {name: len(epochs) for name, epochs in found.items()} == {
+        timing.FLOOR: 2,
+        timing.FULL: 2,
+    }  # one warmed up
     assert all(epoch.epoch_s >= epoch.train_s > 0 for epochs in found.values() for epoch in epochs)
     assert capfd.readouterr() == ("", "")
 
@@ -218,17 +268,24 @@ def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
 
 
 def test_a_median_comes_with_n_and_spread() -> None:
-    assert median_and_spread("ms", [4.0, 2.0, 3.0]) == {"ms": 3.0, "n": 3, "spread_pct": pytest.approx(200 / 3)}
+    assert median_and_spread("ms", [4.0, 2.0, 3.0]) == {
+        "ms": 3.0,
+        "n": 3,
+        "spread_pct": pytest.approx(200 / 3),
+    }
     assert median_and_spread("ms", [4.0]) == {"ms": 4.0, "n": 1}
 
 
-def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     flags = [*SMALL, "--trainer.callbacks", "lightning.pytorch.callbacks.EMAWeightAveraging"]
     config = configure(flags, "project.benchmark")
     before = {name: value.clone() for name, value in config.module.state_dict().items()}
     trained: list[Any] = []
     monkeypatch.setattr(
-        "project.benchmark.timing.Trainer.fit", lambda trainer, module, **_: trained.append((trainer, module))
+        "project.benchmark.timing.Trainer.fit",
+        lambda trainer, module, **_: trained.append((trainer, module)),
     )
     for _ in range(2):
         run_epochs(config, 1)
@@ -236,14 +293,19 @@ def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(monk
     assert torch.equal(next(module.parameters()), next(second.parameters()))
     assert len({id(each) for each in (module, second, config.module)}) == 3
     found = [
-        next(each for each in trainer.callbacks if isinstance(each, EMAWeightAveraging)) for trainer in (one, other)
+        next(each for each in trainer.callbacks if isinstance(each, EMAWeightAveraging))
+        for trainer in (one, other)
     ]
     assert len({id(each) for each in (*found, config.trainer["callbacks"])}) == 3
-    assert all(torch.equal(value, before[name]) for name, value in config.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in config.module.state_dict().items()
+    )
 
 
 def test_an_epoch_is_timed_whatever_limits_were_typed() -> None:
-    config = configure([*SMALL, "--data.batch_size", "128", "--max_steps", "1"], "project.benchmark")
+    config = configure(
+        [*SMALL, "--data.batch_size", "128", "--max_steps", "1"], "project.benchmark"
+    )
     run = run_epochs(config, 2, bare=True)
     assert [epoch.epoch_s >= epoch.train_s > 0 for epoch in run.epochs] == [True, True]
     assert (run.batches, run.train_samples) == (2, 256)
@@ -258,7 +320,11 @@ def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyP
     noted(RunCheckpoint, "on_train_end", "saved")
     noted(RunClock, "_end_epoch", "ended")
     run = run_epochs(configure(SMALL, "project.benchmark"), 1)
-    assert events == ["ended", "saved", "ended"]  # the first is that of no epoch, when the first one begins
+    assert events == [
+        "ended",
+        "saved",
+        "ended",
+    ]  # the first is that of no epoch, when the first one begins
     assert len(run.epochs) == 1
 
 
@@ -300,17 +366,25 @@ def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
     [
         ([], None, []),
         (["--data.root", "memory"], None, ["--data.root", "memory"]),
-        (["--quick", "memory", "--data.root", "d"], "memory", ["--data.root", "d"]),  # feature: memory
+        (
+            ["--quick", "memory", "--data.root", "d"],
+            "memory",
+            ["--data.root", "d"],
+        ),  # feature: memory
         (["--n", "3", "overhead"], "overhead", []),
         (["overhead", "--data.root=loaders"], "overhead", ["--data.root=loaders"]),
     ],
 )
-def test_the_table_is_told_from_the_values_of_fits_flags(argv: list[str], table: str | None, rest: list[str]) -> None:
+def test_the_table_is_told_from_the_values_of_fits_flags(
+    argv: list[str], table: str | None, rest: list[str]
+) -> None:
     options = read_options(argv)
     assert (options.table, options.fit_flags) == (table, rest)
 
 
-def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def measure(config: Any, options: Any) -> list[dict[str, Any]]:
         measured.append((type(config.module.network).__name__, options.batch_size, options.n))
         return []
@@ -336,14 +410,19 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(monkeypatch: 
         (["loaders", "--plot", "x.jpg"], "--plot must end in .png, got x.jpg."),
         (["loaders", "--data.batch_sice", "3"], "--data.batch_sice"),
         (["overhead", *TINY, "--model.lr", "-1"], "--model.lr must be above 0, got -1"),
-        (["loaders", *TINY, "--accelerator", "tpu"], "--accelerator must be auto or what this machine has (cpu"),
+        (
+            ["loaders", *TINY, "--accelerator", "tpu"],
+            "--accelerator must be auto or what this machine has (cpu",
+        ),
         (
             ["loaders", *TINY, "--data.batch_size", "200"],
             "must be at most half of 256 samples",
         ),
     ],
 )
-def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code(main, argv) == 2
     error = capsys.readouterr().err.strip()
     assert said in error
@@ -366,7 +445,9 @@ class Vectors(LightningDataModule):
         ("overhead", "loops written by hand need TensorImages, Vectors has none for train"),
     ],
 )
-def test_data_that_a_table_cannot_use_is_one_line(table: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_a_table_cannot_use_is_one_line(
+    table: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def configured(argv: list[str], prog: str) -> Any:
         config = configure(SMALL, prog)
         config.datamodule = Vectors()  # type: ignore[assignment]
@@ -383,6 +464,8 @@ def test_data_that_a_table_cannot_use_is_one_line(table: str, said: str, monkeyp
 def test_help_is_quick_and_names_every_table() -> None:
     code = "import sys\nfrom project.benchmark.__main__ import main\n"
     code += "try:\n    main(['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
+    )
     assert shown.returncode == 0, shown.stderr
     assert all(table in shown.stdout for table in TABLES)

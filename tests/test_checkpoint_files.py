@@ -47,7 +47,9 @@ def copied(finished: Path, workplace: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{"])
-def test_a_summary_that_is_none_leaves_the_run_unfinished(copied: Path, finished: Path, text: str) -> None:
+def test_a_summary_that_is_none_leaves_the_run_unfinished(
+    copied: Path, finished: Path, text: str
+) -> None:
     (copied / "summary.json").write_text(text)
     assert not choose(Path("checkpoints"), "r", "auto").finished
     shutil.copy(finished / "summary.json", copied)
@@ -76,7 +78,9 @@ def test_without_a_whole_checkpoint_the_run_starts_afresh_and_says_so(
     assert_same_run(finished, copied)
 
 
-def test_a_best_of_another_run_is_set_aside_not_lost(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_best_of_another_run_is_set_aside_not_lost(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = [*SMALL, "--model.network", "ConvNet", "--max_epochs", "1", "--run_name", "other"]
     assert fit.main(other) == 0
     foreign = Path("checkpoints/other/best.ckpt").read_bytes()
@@ -84,16 +88,23 @@ def test_a_best_of_another_run_is_set_aside_not_lost(copied: Path, capsys: pytes
     assert fit.main(["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "4"]) == 0
     assert "best.ckpt belongs to another run. It was set aside; the best" in capsys.readouterr().out
     assert (copied / "best.ckpt.set-aside").read_bytes() == foreign
-    assert checkpoint(copied / "best.ckpt")["run"]["run_id"] == checkpoint(copied / "last.ckpt")["run"]["run_id"]
+    assert (
+        checkpoint(copied / "best.ckpt")["run"]["run_id"]
+        == checkpoint(copied / "last.ckpt")["run"]["run_id"]
+    )
 
 
-def test_a_best_that_names_no_run_is_set_aside(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_best_that_names_no_run_is_set_aside(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save(checkpoint(copied / "best.ckpt") | {"run": ["none"]}, copied / "best.ckpt")
     assert fit.main(["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "4"]) == 0
     assert "best.ckpt belongs to another run. It was set aside; the best" in capsys.readouterr().out
 
 
-def test_a_best_that_is_missing_is_not_said_to_be_set_aside(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_best_that_is_missing_is_not_said_to_be_set_aside(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (copied / "best.ckpt").unlink()
     assert fit.main(["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "4"]) == 0
     told = capsys.readouterr().out
@@ -123,12 +134,24 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_whole(
     disk = workplace / "disk"
     disk.mkdir()
     size = sum(weight.nbytes for weight in torch.nn.Linear(784, 400).parameters()) // 1024
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={5 * size}k", "tmpfs", disk], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={5 * size}k", "tmpfs", disk], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("a small disk needs the right to mount one")
     try:
-        arguments = [*SMALL, "--default_root_dir", str(disk), "--run_name", "r", "--logger", "false"]
-        assert entry.exit_code(fit.main, [*arguments, "--max_epochs", "1", "--limit_val_batches", "0"]) in (0, 2)
+        arguments = [
+            *SMALL,
+            "--default_root_dir",
+            str(disk),
+            "--run_name",
+            "r",
+            "--logger",
+            "false",
+        ]
+        assert entry.exit_code(
+            fit.main, [*arguments, "--max_epochs", "1", "--limit_val_batches", "0"]
+        ) in (0, 2)
         kept = {path.name for path in (disk / "r").glob("*.ckpt")}
         (disk / "filler").write_bytes(b"x" * max(0, shutil.disk_usage(disk).free - 200_000))
         capsys.readouterr()
@@ -159,7 +182,9 @@ def test_a_checkpoint_waits_until_the_rows_that_it_counts_are_on_the_disk(
     assert any(waited)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "last.ckpt"
     write_atomically(b"old", target)
 
@@ -173,7 +198,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [target]
 
 
-UNFIT = [Path("x"), torch.nn.ReLU(), slice(1), range(3), max, np.float64(1), np.str_("x"), defaultdict(int)]
+UNFIT = [
+    Path("x"),
+    torch.nn.ReLU(),
+    slice(1),
+    range(3),
+    max,
+    np.float64(1),
+    np.str_("x"),
+    defaultdict(int),
+]
 
 
 @pytest.mark.parametrize("value", UNFIT)
@@ -185,17 +219,36 @@ def test_what_would_not_load_again_is_not_saved(tmp_path: Path, value: object) -
 
 
 def test_what_is_saved_loads_again(tmp_path: Path) -> None:
-    plain = {"x": [OrderedDict(a=1), Counter("ab"), (1, None, True), {1.5}, b"ab", 1j, torch.float16, torch.Size([2])]}
-    contents = {"state_dict": {"w": torch.nn.Parameter(torch.ones(2))}, "loops": {}, "hyper_parameters": plain}
+    plain = {
+        "x": [
+            OrderedDict(a=1),
+            Counter("ab"),
+            (1, None, True),
+            {1.5},
+            b"ab",
+            1j,
+            torch.float16,
+            torch.Size([2]),
+        ]
+    }
+    contents = {
+        "state_dict": {"w": torch.nn.Parameter(torch.ones(2))},
+        "loops": {},
+        "hyper_parameters": plain,
+    }
     AtomicCheckpointIO().save_checkpoint(contents, tmp_path / "x.ckpt")
     assert AtomicCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"] == plain
 
 
 def test_a_checkpoint_elsewhere_starts_a_new_run(copied: Path) -> None:
     shutil.copy(copied / "best.ckpt", "elsewhere.ckpt")
-    assert fit.main(["--ckpt_path", "elsewhere.ckpt", "--run_name", "fork", "--max_epochs", "4"]) == 0
+    assert (
+        fit.main(["--ckpt_path", "elsewhere.ckpt", "--run_name", "fork", "--max_epochs", "4"]) == 0
+    )
     assert summary(Path("checkpoints/fork"))["epochs"] == 4
-    ids = {checkpoint(Path(f"checkpoints/{name}/last.ckpt"))["run"]["run_id"] for name in ("fork", "r")}
+    ids = {
+        checkpoint(Path(f"checkpoints/{name}/last.ckpt"))["run"]["run_id"] for name in ("fork", "r")
+    }
     assert len(ids) == 2
 
 
@@ -206,7 +259,9 @@ def test_a_checkpoint_of_a_run_elsewhere_goes_on_there(copied: Path) -> None:
     assert choose(Path("checkpoints"), None, "checkpoints/r/last.ckpt").folder == copied.absolute()
 
 
-def test_a_file_that_cannot_be_read_now_is_not_taken_for_damaged(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_damaged(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 

@@ -36,8 +36,17 @@ done
     ],
 )
 def test_bash_completes_commands_and_their_options(completed: dict[str, str]) -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     told = subprocess.run(
-        ["bash", "-c", TRY, "bash", *completed], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ["bash", "-c", TRY, "bash", *completed],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert told.stdout.splitlines() == list(completed.values())

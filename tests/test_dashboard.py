@@ -26,16 +26,25 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_network")
-def test_print_shows_the_specification_without_login_or_network(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_shows_the_specification_without_login_or_network(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert entry.exit_code(dashboard.main, [*NAMES, "--print"]) == 0
     workspace = json.loads(capsys.readouterr().out)
     assert (workspace["entity"], workspace["project"]) == ("me", "mine")
-    assert [section["name"] for section in workspace["sections"]] == ["Training", "Throughput", "Memory", "Mistakes"]
+    assert [section["name"] for section in workspace["sections"]] == [
+        "Training",
+        "Throughput",
+        "Memory",
+        "Mistakes",
+    ]
     for section in workspace["sections"]:
         lines = {panel["title"]: panel["y"] for panel in section["panels"] if "y" in panel}
         panels = [panel for panel in PANELS if panel.section == section["name"]]
         assert lines == {f"{p.title} ({p.unit})" if p.unit else p.title: [*p.lines] for p in panels}
-    lines = [panel for section in workspace["sections"] for panel in section["panels"] if "y" in panel]
+    lines = [
+        panel for section in workspace["sections"] for panel in section["panels"] if "y" in panel
+    ]
     assert [panel["title"] for panel in lines[:2]] == ["Loss", "Accuracy (fraction)"]
     assert len(lines) == len(PANELS)
     assert {panel["x"] for panel in lines} == {"trainer/global_step"}
@@ -55,14 +64,22 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
     (folder,) = wandb_folders(reported_run())
     keys: set[str] = set()
     for item in of_type(wandb_records(folder), "history"):
-        keys |= {name.split("._")[0].split(".path")[0] for name in item["item"]}  # media are dictionaries
+        keys |= {
+            name.split("._")[0].split(".path")[0] for name in item["item"]
+        }  # media are dictionaries
     only_gpu = {"optimizer/loss_scale", "throughput/gpu_utilization_pct", "throughput/mfu_pct"}
     only_gpu |= {"memory/peak_reserved_gib", "memory/peak_allocated_gib", "memory/allocated_gib"}
     only_gpu |= {"memory/peak_reserved_pct"}
     assert entry.exit_code(dashboard.main, ["--print"]) == 0
-    panels = [panel for section in json.loads(capsys.readouterr().out)["sections"] for panel in section["panels"]]
+    panels = [
+        panel
+        for section in json.loads(capsys.readouterr().out)["sections"]
+        for panel in section["panels"]
+    ]
     shown = {metric for panel in panels for metric in panel.get("y", [])}
-    tables = {panel["query"]["summaryTable"]["tableKey"] for panel in panels if "chart_name" in panel}
+    tables = {
+        panel["query"]["summaryTable"]["tableKey"] for panel in panels if "chart_name" in panel
+    }
     tables |= {panel["table_name"] for panel in panels if "table_name" in panel}
     media = {key for panel in panels for key in panel.get("media_keys", [])}
     assert len(tables) == 4
@@ -82,7 +99,10 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (NAMES, "error: no W&B API key is configured. Run wandb login, or look at the workspace with --print."),
+        (
+            NAMES,
+            "error: no W&B API key is configured. Run wandb login, or look at the workspace with --print.",
+        ),
         (["--entity", "me"], "error: --project must be given, to save a workspace."),
         (["--entity", "", "--project", "p"], "error: --entity must be given, to save a workspace."),
         ([*NAMES, "--pront"], "error: unknown option --pront. Did you mean --print?"),
@@ -113,7 +133,9 @@ def test_a_workspace_is_saved_and_its_address_printed(
     assert [workspace.entity for workspace in saved] == ["me"]
 
 
-def test_a_refused_workspace_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_workspace_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import wandb_workspaces.workspaces as ws
 
     def refuse(_: Any) -> None:
@@ -123,4 +145,6 @@ def test_a_refused_workspace_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(ws.Workspace, "save", refuse)
     assert entry.exit_code(dashboard.main, NAMES) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --entity me --project mine: W&B did not save the workspace (permission denied).")
+    assert line.startswith(
+        "error: --entity me --project mine: W&B did not save the workspace (permission denied)."
+    )

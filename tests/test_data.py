@@ -43,9 +43,12 @@ def test_idx_files_are_read_back_plain_and_gzipped(tmp_path: Path, name: str) ->
 def test_the_bundled_digits_are_stratified_and_real(mnist_root: Path) -> None:
     module = MNISTDataModule(root=str(mnist_root), source="mnist")
     for part, size in (("train", 10_000), ("t10k", 2_000)):
-        images, labels = (read_idx(DIGITS / f"{part}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+        images, labels = (
+            read_idx(DIGITS / f"{part}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1")
+        )
         whole = read_idx(
-            mnist_root / "MNIST/raw" / f"{part}-labels-idx1-ubyte", module.files[f"{part}-labels-idx1-ubyte"]
+            mnist_root / "MNIST/raw" / f"{part}-labels-idx1-ubyte",
+            module.files[f"{part}-labels-idx1-ubyte"],
         )
         chosen = stratified(whole, size)
         assert torch.equal(labels, whole[chosen])
@@ -60,7 +63,9 @@ def test_full_mnist_is_split_55000_5000_10000(mnist_root: Path) -> None:
     assert (len(module.splits["train"]), len(module.splits["val"])) == (55_000, 5_000)
     module.setup("test")
     assert len(module.splits["test"]) == 10_000
-    assert len(module.train_dataloader().dataset) == 55_000  # also after a test, which lets go of the training set
+    assert (
+        len(module.train_dataloader().dataset) == 55_000
+    )  # also after a test, which lets go of the training set
     assert module.data_source == "mnist"
 
 
@@ -78,7 +83,9 @@ def test_a_damaged_test_file_is_told_before_the_training(mnist_root: Path, tmp_p
         MNISTDataModule(root=str(tmp_path)).setup("fit")
 
 
-def test_auto_falls_back_to_the_sample_and_says_so(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_to_the_sample_and_says_so(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision import datasets
 
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
@@ -105,7 +112,9 @@ def test_the_validation_split_does_not_depend_on_the_seed(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("below", ["", "Made", "Made/raw"])
-def test_the_root_may_be_named_as_the_folder_of_the_files_or_the_one_above(tmp_path: Path, below: str) -> None:
+def test_the_root_may_be_named_as_the_folder_of_the_files_or_the_one_above(
+    tmp_path: Path, below: str
+) -> None:
     class Made(MNISTDataModule):
         folder = "Made/raw"
         files = dict.fromkeys(MNISTDataModule.files)
@@ -125,9 +134,13 @@ def test_a_mistyped_root_is_an_error_that_creates_nothing(
 
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     module = MNISTDataModule(root="dtaa/mnist", source=source)
-    with pytest.raises(UserError, match=r"^--data.root dtaa/mnist: [^\n]* the download failed[^\n]*$"):
+    with pytest.raises(
+        UserError, match=r"^--data.root dtaa/mnist: [^\n]* the download failed[^\n]*$"
+    ):
         module.prepare_data()
-    with pytest.raises(UserError, match=r"dtaa/mnist.*lacks train-images"):  # another rank, or no prepare_data
+    with pytest.raises(
+        UserError, match=r"dtaa/mnist.*lacks train-images"
+    ):  # another rank, or no prepare_data
         module.setup("fit")
     assert list(workplace.iterdir()) == []
 
@@ -162,7 +175,9 @@ class FixedImages(Fixed, BatchedDataModule):
         (torch.tensor([[True, False], [True, True]]), torch.int64),
     ],
 )
-def test_targets_stay_what_they_are_and_whole_numbers_are_int64(given: Tensor, kept: torch.dtype) -> None:
+def test_targets_stay_what_they_are_and_whole_numbers_are_int64(
+    given: Tensor, kept: torch.dtype
+) -> None:
     dataset = TensorImages(torch.zeros(2, 4, 4), given)
     assert dataset.images.shape == (2, 1, 4, 4)
     assert dataset.labels.dtype == kept
@@ -173,7 +188,9 @@ def test_a_plain_loader_gathers_whole_batches_in_one_call(monkeypatch: pytest.Mo
     dataset = TensorImages(torch.arange(10).view(10, 1, 1, 1), torch.arange(10))
     calls: list[list[int]] = []
     gather = TensorRows.gather
-    monkeypatch.setattr(TensorRows, "gather", lambda self, i: (calls.append(i.tolist()), gather(self, i))[1])
+    monkeypatch.setattr(
+        TensorRows, "gather", lambda self, i: (calls.append(i.tolist()), gather(self, i))[1]
+    )
     for held in (dataset, Subset(dataset, range(10))):
         module = FixedImages(held, batch_size=5, eval_batch_size=4, num_workers=0)
         module.setup("fit")
@@ -237,7 +254,9 @@ def test_pictures_of_any_size_become_images_of_one_shape_and_float_targets_stay_
     assert (targets.tolist(), targets.dtype) == ([0, 0.5, 1], torch.float32)
 
 
-def test_data_in_memory_needs_no_workers_and_other_data_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_in_memory_needs_no_workers_and_other_data_as_many_as_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for dataset, workers in ((TensorRows(torch.arange(6)), 0), (Pairs(), 3)):
         module = Fixed(dataset)
@@ -255,7 +274,9 @@ def trainer_on(device: str) -> Any:
 def test_data_on_the_device_are_uploaded_whole_and_batches_are_made_there() -> None:
     """The device is PyTorch's ``meta``, which takes tensors from the CPU and gives none back."""
     images = torch.zeros(6, 1, 2, 2, dtype=torch.uint8)
-    module = FixedImages(TensorImages(images, torch.arange(6)), batch_size=2, on_device=True, pin_memory=True)
+    module = FixedImages(
+        TensorImages(images, torch.arange(6)), batch_size=2, on_device=True, pin_memory=True
+    )
     module.trainer = trainer_on("meta")
     module.setup("fit")
     loader = module.train_dataloader()
@@ -284,22 +305,35 @@ def test_data_on_the_device_are_uploaded_whole_and_batches_are_made_there() -> N
     ],
 )
 def test_data_live_on_a_cuda_device_where_they_take_little_of_it(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, device: str, memory: int, workers: int | None, expected: bool
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Any,
+    device: str,
+    memory: int,
+    workers: int | None,
+    expected: bool,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
+    )
     module = Fixed(TensorRows(torch.arange(6)), on_device=asked, num_workers=workers)
     assert module.belongs_on(torch.device(device), module.dataset) is expected
 
 
 def test_data_that_cannot_live_on_the_device_are_an_error_only_where_it_was_asked_for() -> None:
     assert not Fixed(Pairs()).belongs_on(torch.device("cuda"), Pairs())
-    with pytest.raises(UserError, match=r"^--data.on_device true needs data in memory .* got Pairs.$"):
+    with pytest.raises(
+        UserError, match=r"^--data.on_device true needs data in memory .* got Pairs.$"
+    ):
         Fixed(Pairs(), on_device=True).belongs_on(torch.device("cuda"), Pairs())
-    with pytest.raises(UserError, match=r"^--data.num_workers must be 0 with --data.on_device true, got 2.$"):
+    with pytest.raises(
+        UserError, match=r"^--data.num_workers must be 0 with --data.on_device true, got 2.$"
+    ):
         Fixed(Pairs(), on_device=True, num_workers=2)
 
 
-@pytest.mark.parametrize(("device", "without_waiting"), [("cuda", True), ("mps", False), ("cpu", False)])
+@pytest.mark.parametrize(
+    ("device", "without_waiting"), [("cuda", True), ("mps", False), ("cpu", False)]
+)
 def test_only_copies_to_cuda_do_not_wait(device: str, without_waiting: bool) -> None:
     """MPS reads pageable memory after the call has returned, and would train on corrupted batches."""
     calls: list[tuple[Any, Any]] = []
@@ -315,10 +349,17 @@ def test_only_copies_to_cuda_do_not_wait(device: str, without_waiting: bool) -> 
 
 
 def test_labels_without_a_name_are_told_before_they_are_an_index_error() -> None:
-    for labels, message in ((torch.tensor([0, 12]), "from 0 to 12, got 10"), (torch.tensor([-1, 2]), "from -1 to 2")):
-        with pytest.raises(UserError, match=f"FixedImages.class_names must name every class: .* {message}"):
+    for labels, message in (
+        (torch.tensor([0, 12]), "from 0 to 12, got 10"),
+        (torch.tensor([-1, 2]), "from -1 to 2"),
+    ):
+        with pytest.raises(
+            UserError, match=f"FixedImages.class_names must name every class: .* {message}"
+        ):
             FixedImages(TensorImages(torch.zeros(2, 2, 2), labels)).setup("fit")
-    FixedImages(TensorImages(torch.zeros(2, 2, 2), torch.tensor([0.5, 12.5]))).setup("fit")  # a regression's
+    FixedImages(TensorImages(torch.zeros(2, 2, 2), torch.tensor([0.5, 12.5]))).setup(
+        "fit"
+    )  # a regression's
 
 
 @pytest.mark.parametrize(
@@ -326,7 +367,10 @@ def test_labels_without_a_name_are_told_before_they_are_an_index_error() -> None
     [
         ({"mean": ["0.5"]}, r"mean must be a list of float, got \['0.5'\].$"),
         ({"class_names": "abc"}, "class_names must be a list of str, got abc.$"),
-        ({"image_shape": [1, 0, 28]}, r"image_shape must be sizes above 0 of one image, got \[1, 0, 28\].$"),
+        (
+            {"image_shape": [1, 0, 28]},
+            r"image_shape must be sizes above 0 of one image, got \[1, 0, 28\].$",
+        ),
         ({"image_shape": [3, 2**14, 2**14]}, "image_shape must be sizes above 0 of one image"),
     ],
 )
@@ -342,7 +386,9 @@ def test_what_a_checkpoint_tells_of_its_data_is_checked(told: dict[str, Any], me
 # Augmentation.
 
 
-def training_batch(module: BatchedDataModule, images: Tensor, labels: Tensor, training: bool = True) -> Any:
+def training_batch(
+    module: BatchedDataModule, images: Tensor, labels: Tensor, training: bool = True
+) -> Any:
     module.trainer = SimpleNamespace(training=training)  # type: ignore[assignment]
     return module.on_after_batch_transfer((images, labels), 0)
 
@@ -409,7 +455,12 @@ def test_a_whole_shift_alone_moves_every_image_by_its_own_whole_pixels(dtype: to
     assert moved.shape == images.shape
     padded, seen = torch.nn.functional.pad(images, [2] * 4), set()
     for image, result in zip(padded, moved, strict=True):
-        at = [(y, x) for y in range(5) for x in range(5) if torch.equal(image[:, y : y + 6, x : x + 8], result)]
+        at = [
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if torch.equal(image[:, y : y + 6, x : x + 8], result)
+        ]
         assert len(at) == 1  # all channels together
         seen |= set(at)
     assert len(seen) == 25  # every shift in ± 2
@@ -420,7 +471,9 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
     images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 14, 14] = 1
     moved, _ = training_batch(MNISTDataModule(), images, torch.zeros(400, dtype=torch.int64))
-    assert set(map(tuple, moved.nonzero()[:, 2:].tolist())) == set(itertools.product((13, 14, 15), repeat=2))
+    assert set(map(tuple, moved.nonzero()[:, 2:].tolist())) == set(
+        itertools.product((13, 14, 15), repeat=2)
+    )
 
 
 # end feature: mnist
@@ -429,7 +482,10 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
 @pytest.mark.parametrize("shift", [1.5, -1.0, 29.0, math.inf])
 def test_any_other_shift_is_interpolated(shift: float) -> None:
     images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)
-    assert training_batch(BatchedDataModule(shift_pixels=shift), images, labels)[0].dtype == torch.float32
+    assert (
+        training_batch(BatchedDataModule(shift_pixels=shift), images, labels)[0].dtype
+        == torch.float32
+    )
 
 
 def test_elastic_distortion_moves_points_by_the_pixels_that_were_asked_for() -> None:

@@ -52,16 +52,23 @@ class Part(MNISTClassifier):
 
 def test_ranks_that_count_at_different_steps_do_not_wait_for_each_other(workplace: Path) -> None:
     mine = ["--max_epochs", "1", "--log_every_n_steps", "1", "--run_name", "part"]
-    assert run_ranks("fit", "--model", "tests.test_ddp.Part", *SMALL, *mine, timeout=60).returncode == 0
+    assert (
+        run_ranks("fit", "--model", "tests.test_ddp.Part", *SMALL, *mine, timeout=60).returncode
+        == 0
+    )
     assert any("train/loss" in row for row in rows(Path("checkpoints/part")))
 
 
 class WriteBuffers(Callback):
     """Every rank writes what its network's buffers were in each validation."""
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any
+    ) -> None:
         with open(f"buffers-{trainer.global_rank}.txt", "a") as file:
-            (average,) = (c._average_model for c in trainer.callbacks if isinstance(c, EMAWeightAveraging))
+            (average,) = (
+                c._average_model for c in trainer.callbacks if isinstance(c, EMAWeightAveraging)
+            )
             # swapped during validation: the averaged ones are in the module
             for module in (pl_module, average):
                 print([buffer.tolist() for buffer in module.buffers()], file=file)
@@ -72,7 +79,9 @@ def test_two_ranks_validate_with_the_same_running_statistics(workplace: Path) ->
     options = ["--max_epochs", "1", "--data.batch_size", "32", "--accumulate_grad_batches", "2"]
     options += ["--val_check_interval", "25"]
     ema = "{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}"
-    Path("c.yaml").write_text(f"trainer:\n  callbacks: [{ema}, {{class_path: tests.test_ddp.WriteBuffers}}]\n")
+    Path("c.yaml").write_text(
+        f"trainer:\n  callbacks: [{ema}, {{class_path: tests.test_ddp.WriteBuffers}}]\n"
+    )
     two = run_ranks("fit", "--config", "c.yaml", *SMALL, *CONVNET, *options)
     assert two.returncode == 0, two.stderr
     one, other = (Path(f"buffers-{rank}.txt").read_text() for rank in (0, 1))
@@ -89,15 +98,26 @@ def trained() -> Path:
 NIGHTLY = [pytest.param(count, marks=pytest.mark.nightly) for count in (2, 33, 1999)]
 
 
-@pytest.mark.parametrize("count", [1, *NIGHTLY])  # one rank without a sample; PromiseSuite has uneven shares
-def test_evaluation_on_two_ranks_equals_one_exactly(workplace: Path, trained: Path, count: int) -> None:
+@pytest.mark.parametrize(
+    "count", [1, *NIGHTLY]
+)  # one rank without a sample; PromiseSuite has uneven shares
+def test_evaluation_on_two_ranks_equals_one_exactly(
+    workplace: Path, trained: Path, count: int
+) -> None:
     assert_two_ranks_measure_what_one_does(trained, count, "--data.test_samples", str(count))
 
 
 def test_evaluation_of_the_whole_test_set_on_two_ranks_equals_one_exactly(
     workplace: Path, trained: Path, mnist_root: Path
 ) -> None:
-    data = ["--data.source", "mnist", "--data.root", str(mnist_root), "--data.test_samples", "10000"]
+    data = [
+        "--data.source",
+        "mnist",
+        "--data.root",
+        str(mnist_root),
+        "--data.test_samples",
+        "10000",
+    ]
     assert_two_ranks_measure_what_one_does(trained, 10_000, *data)
 
 
@@ -113,7 +133,9 @@ def assert_two_ranks_measure_what_one_does(trained: Path, count: int, *data: str
     assert one["test/loss"] == pytest.approx(other["test/loss"], rel=1e-5)
 
 
-def test_evaluation_does_not_depend_on_batch_size_or_workers(workplace: Path, trained: Path) -> None:
+def test_evaluation_does_not_depend_on_batch_size_or_workers(
+    workplace: Path, trained: Path
+) -> None:
     figures = []
     for options in (
         [],
@@ -123,7 +145,9 @@ def test_evaluation_does_not_depend_on_batch_size_or_workers(workplace: Path, tr
         assert test_command.main(["--ckpt_path", str(trained), "--output", "m.json", *options]) == 0
         figures.append(json.loads(Path("m.json").read_text()))
     assert len({figure["test/accuracy"] for figure in figures}) == 1
-    assert [f["test/loss"] for f in figures] == pytest.approx([figures[0]["test/loss"]] * 3, rel=1e-5)
+    assert [f["test/loss"] for f in figures] == pytest.approx(
+        [figures[0]["test/loss"]] * 3, rel=1e-5
+    )
 
 
 class WriteSwitches(Callback):
@@ -134,7 +158,9 @@ class WriteSwitches(Callback):
         Path("switches.json").write_text(json.dumps(used))
 
 
-def test_the_test_command_uses_no_tf32_as_the_final_test_of_a_run_does_not(workplace: Path, trained: Path) -> None:
+def test_the_test_command_uses_no_tf32_as_the_final_test_of_a_run_does_not(
+    workplace: Path, trained: Path
+) -> None:
     words = ["--ckpt_path", str(trained), "--matmul_precision", "high", "--data.test_samples", "10"]
     assert test_command.main([*words, "--trainer.callbacks", "tests.test_ddp.WriteSwitches"]) == 0
     assert json.loads(Path("switches.json").read_text()) == ["ieee", "ieee"]

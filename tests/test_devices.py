@@ -31,9 +31,13 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 0.01 * properties.total_memory)
+    monkeypatch.setattr(
+        torch.cuda, "device_memory_used", lambda index: 0.01 * properties.total_memory
+    )
     monkeypatch.setattr(torch.cuda, "utilization", lambda index: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (60 * hardware.GIB, 80 * hardware.GIB))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda index: (60 * hardware.GIB, 80 * hardware.GIB)
+    )
 
 
 def gpu(index: int = 0, **other: Any) -> dict[str, Any]:
@@ -57,9 +61,18 @@ def line(accelerators: list[dict[str, Any]], cpu: dict[str, Any] = CPU) -> str:
             [gpu(0), gpu(1)],
             "--accelerator gpu --devices 2 --strategy ddp --precision 32-true",
         ),
-        ([gpu(name="Tesla T4", major=7, minor=5)], "--accelerator gpu --devices 1 --precision 32-true"),
-        ([gpu(name="NVIDIA GeForce GTX 1660", major=7, minor=5)], "--accelerator gpu --devices 1 --precision 32-true"),
-        ([gpu(name="Tesla P100", major=6, minor=0)], "--accelerator gpu --devices 1 --precision 32-true"),
+        (
+            [gpu(name="Tesla T4", major=7, minor=5)],
+            "--accelerator gpu --devices 1 --precision 32-true",
+        ),
+        (
+            [gpu(name="NVIDIA GeForce GTX 1660", major=7, minor=5)],
+            "--accelerator gpu --devices 1 --precision 32-true",
+        ),
+        (
+            [gpu(name="Tesla P100", major=6, minor=0)],
+            "--accelerator gpu --devices 1 --precision 32-true",
+        ),
         (
             [gpu(0, utilization_pct=90), gpu(1), gpu(2, memory_free_gib=3.0), gpu(3)],
             "--accelerator gpu --devices 1,3 --strategy ddp --precision 32-true",
@@ -73,7 +86,15 @@ def line(accelerators: list[dict[str, Any]], cpu: dict[str, Any] = CPU) -> str:
             "--accelerator gpu --devices 1, --precision 32-true",
         ),
         (
-            [{"index": 0, "type": "mps", "name": "Apple M3", "memory_total_gib": 16.0, "memory_free_gib": 15.0}],
+            [
+                {
+                    "index": 0,
+                    "type": "mps",
+                    "name": "Apple M3",
+                    "memory_total_gib": 16.0,
+                    "memory_free_gib": 15.0,
+                }
+            ],
             "--accelerator mps --devices 1 --precision 32-true",
         ),
         (
@@ -82,7 +103,9 @@ def line(accelerators: list[dict[str, Any]], cpu: dict[str, Any] = CPU) -> str:
         ),
     ],
 )
-def test_the_recommended_flags_follow_from_what_is_here(accelerators: list[dict[str, Any]], flags: str) -> None:
+def test_the_recommended_flags_follow_from_what_is_here(
+    accelerators: list[dict[str, Any]], flags: str
+) -> None:
     assert line(accelerators) == flags
     assert all(flag.reason for flag in recommend(CPU, accelerators))
 
@@ -107,7 +130,9 @@ def test_a_precision_that_was_not_measured_is_named_and_not_recommended(
     )
 
 
-def test_devices_without_a_gpu_reports_and_recommends_a_line_that_fit_accepts(tmp_path: Path) -> None:
+def test_devices_without_a_gpu_reports_and_recommends_a_line_that_fit_accepts(
+    tmp_path: Path,
+) -> None:
     environment = {**os.environ, "NETRC": str(tmp_path / "none"), "WANDB_MODE": ""}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
     done = run("devices", "--output", str(tmp_path / "devices.json"), env=environment)
@@ -152,11 +177,18 @@ def test_with_nvml_the_driver_and_what_others_use_are_told(monkeypatch: pytest.M
     one_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 73 * hardware.GIB)
     monkeypatch.setattr(torch.cuda, "utilization", lambda index: 42)
-    nvml = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlSystemGetDriverVersion": lambda: "580.1"}
+    nvml = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+    }
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
     (row,) = hardware.accelerators()
     assert (row["driver"], row["memory_free_gib"], row["utilization_pct"]) == ("580.1", 7.0, 42)
-    assert devices.choose_gpus([row]) == ([row], "every GPU is in use by others; this one has the most free memory")
+    assert devices.choose_gpus([row]) == (
+        [row],
+        "every GPU is in use by others; this one has the most free memory",
+    )
 
 
 def test_of_an_amd_gpu_only_name_and_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +229,9 @@ def test_mps_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         ("processor\t: 0\nFeatures\t: fp asimd bf16\n", True, False),
     ],
 )
-def test_cpu_features_are_read_from_cpuinfo(tmp_path: Path, text: str, bf16: bool, amx: bool) -> None:
+def test_cpu_features_are_read_from_cpuinfo(
+    tmp_path: Path, text: str, bf16: bool, amx: bool
+) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     facts = hardware.cpu(tmp_path / "cpuinfo")
     assert (facts["bf16"], facts["amx"]) == (bf16, amx)

@@ -23,7 +23,11 @@ from tests.commands import SMALL, checkpoint, finished_run, summary
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
     """The one line a mistake is told in; asserts that it is one line with exit code 2."""
     assert entry.exit_code(main, list(argv)) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if "error:" in line or "Traceback" in line]
+    told = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "error:" in line or "Traceback" in line
+    ]
     assert len(told) == 1, told
     assert told[0].startswith("error: ")
     return told[0]
@@ -67,15 +71,24 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml"]),
         (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
         (["--ckpt_path", "last"], ["--ckpt_path last", "no run"]),
-        (["--init_weights", "nowhere.ckpt"], ["--init_weights: there is no checkpoint nowhere.ckpt", "a file."]),
+        (
+            ["--init_weights", "nowhere.ckpt"],
+            ["--init_weights: there is no checkpoint nowhere.ckpt", "a file."],
+        ),
         (["--run_name", "../x"], ["--run_name", "../x"]),
         (["--run_name", "latest"], ["--run_name", "latest"]),
         (["--val_check_interval", "100000"], ["val_check_interval", "100000"]),
         (["--limit_train_batches", "0.0001"], ["limit_train_batches", "0.0001"]),
-        (["--val_check_interval", "0"], ["--val_check_interval", "above 0", "--limit_val_batches 0"]),
+        (
+            ["--val_check_interval", "0"],
+            ["--val_check_interval", "above 0", "--limit_val_batches 0"],
+        ),
         (["--check_val_every_n_epoch", "0"], ["--check_val_every_n_epoch", "at least 1", "got 0"]),
         (["--num_nodes", "2"], ["--num_nodes 2", "torchrun"]),
-        (["--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu"], ["ddp_spawn", "Use ddp"]),
+        (
+            ["--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu"],
+            ["ddp_spawn", "Use ddp"],
+        ),
         (["--accelerator", "tpu"], ["the Trainer refuses"]),
         (["--ckpt_path", "x" * 300], ["too long"]),
         (["--ckpt_path", ""], ["--ckpt_path: there is no checkpoint ''", "Allowed: best, last"]),
@@ -94,12 +107,19 @@ def test_a_wrong_flag_is_told_in_one_line(
 def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goes(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("theirs.yaml").write_text("seed_everything: true\nlr_scheduler: {class_path: StepLR}\noptimizer: SGD\n")
+    Path("theirs.yaml").write_text(
+        "seed_everything: true\nlr_scheduler: {class_path: StepLR}\noptimizer: SGD\n"
+    )
     line = error_of(capsys, "--config", "theirs.yaml")
-    assert line.startswith("error: --config theirs.yaml: lr_scheduler is LightningCLI's automatic one; here a module")
+    assert line.startswith(
+        "error: --config theirs.yaml: lr_scheduler is LightningCLI's automatic one; here a module"
+    )
     Path("theirs.yaml").write_text("seed_everything: true\ntrainer: {max_epochs: 3}\n")
     assert configure(["--config", "theirs.yaml"], "project.fit").resolved["seed_everything"] == 0
-    assert configure(["--seed_everything", "false"], "project.fit").resolved["seed_everything"] is False
+    assert (
+        configure(["--seed_everything", "false"], "project.fit").resolved["seed_everything"]
+        is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,17 +154,27 @@ def test_a_refused_resume_leaves_every_file_of_the_run_as_it_was(
     ],
 )
 def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written(
-    workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, keys: tuple[Any, ...], value: Any
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
+    finished: Path,
+    keys: tuple[Any, ...],
+    value: Any,
 ) -> None:
     shutil.copytree(finished, "checkpoints/done", ignore_dangling_symlinks=True)
     change(Path("checkpoints/done/last.ckpt"), keys, value)
     before = contents(Path("checkpoints/done"))
-    assert "optimizer_states" in error_of(capsys, "--run_name", "done", "--ckpt_path", "last", "--max_epochs", "4")
+    assert "optimizer_states" in error_of(
+        capsys, "--run_name", "done", "--ckpt_path", "last", "--max_epochs", "4"
+    )
     assert contents(Path("checkpoints/done")) == before
-    assert test_command.main(["--ckpt_path", "checkpoints/done/last.ckpt"]) == 0  # only a resume needs it
+    assert (
+        test_command.main(["--ckpt_path", "checkpoints/done/last.ckpt"]) == 0
+    )  # only a resume needs it
 
 
-@pytest.mark.parametrize("main", [fit.main, test_command.main, lambda argv: bool(load(Path(argv[1])))])
+@pytest.mark.parametrize(
+    "main", [fit.main, test_command.main, lambda argv: bool(load(Path(argv[1])))]
+)
 def test_weights_that_the_network_lacks_are_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, main: Any
 ) -> None:
@@ -155,12 +185,16 @@ def test_weights_that_the_network_lacks_are_told_in_one_line(
 
 
 @pytest.mark.parametrize("main", [fit.main, test_command.main])
-@pytest.mark.parametrize("size", [["num_classes", "3"], ["hidden", "[8]"], ["image_shape", "[1,14,14]"]])
+@pytest.mark.parametrize(
+    "size", [["num_classes", "3"], ["hidden", "[8]"], ["image_shape", "[1,14,14]"]]
+)
 def test_a_typed_size_that_the_weights_do_not_have_is_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, main: Any, size: list[str]
 ) -> None:
     path = finished / "last.ckpt"
-    line = error_of(capsys, "--ckpt_path", str(path), f"--model.network.{size[0]}", size[1], main=main)
+    line = error_of(
+        capsys, "--ckpt_path", str(path), f"--model.network.{size[0]}", size[1], main=main
+    )
     assert line.startswith(f"error: --ckpt_path {path}: its weights do not fit the network: ")
     assert "size mismatch for network." in line
     assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
@@ -176,7 +210,10 @@ def test_loops_that_a_test_cannot_restore_are_told_in_one_line(
 
 
 def test_a_misfit_in_a_modules_own_code_keeps_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match="loading state_dict"), refusals_as_errors(Path("best.ckpt")):
+    with (
+        pytest.raises(RuntimeError, match="loading state_dict"),
+        refusals_as_errors(Path("best.ckpt")),
+    ):
         torch.nn.Linear(1, 1).load_state_dict({})
 
 
@@ -197,30 +234,56 @@ def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(
     thesis.mkdir(parents=True)
     for name in ("chapter.txt", "metrics.csv"):
         (thesis / name).write_text("years of work")
-    error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", "--data.source", "sample", "--precision", "17")
+    error_of(
+        capsys,
+        "--run_name",
+        "thesis",
+        "--ckpt_path",
+        "auto",
+        "--data.source",
+        "sample",
+        "--precision",
+        "17",
+    )
     too_long = ["--data.source", "sample", "--val_check_interval", "100000"]
     error_of(capsys, "--run_name", "thesis", "--ckpt_path", "auto", *too_long)
-    assert [(thesis / name).read_text() for name in ("chapter.txt", "metrics.csv")] == 2 * ["years of work"]
+    assert [(thesis / name).read_text() for name in ("chapter.txt", "metrics.csv")] == 2 * [
+        "years of work"
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_missing_gpu_is_told_in_one_line(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "gpu" in error_of(capsys, "--accelerator", "gpu", "--devices", "2")
 
 
 def test_a_missing_model_is_told_with_the_ways_to_name_one() -> None:
     line = entry.explain("the following arguments are required: model", [])
-    assert line == "--model.class_path PACKAGE.CLASS, or a --config FILE with a section model, is needed."
+    assert (
+        line
+        == "--model.class_path PACKAGE.CLASS, or a --config FILE with a section model, is needed."
+    )
 
 
-@pytest.mark.parametrize("text", ["trainer: &x {callbacks: *x}", 'trainer: {default_root_dir: "a\\0b"}'])
-def test_an_odd_config_is_told_in_one_line(workplace: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["trainer: &x {callbacks: *x}", 'trainer: {default_root_dir: "a\\0b"}']
+)
+def test_an_odd_config_is_told_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     Path("odd.yaml").write_text(text)
-    assert "YAML" in (line := error_of(capsys, "--config", "odd.yaml")) or "--default_root_dir must be" in line
+    assert (
+        "YAML" in (line := error_of(capsys, "--config", "odd.yaml"))
+        or "--default_root_dir must be" in line
+    )
     assert os.listdir() == ["odd.yaml"]
 
 
-def test_a_malformed_config_is_named_with_its_line(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_config_is_named_with_its_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("bad.yaml").write_text("trainer:\n  max_epochs: [1\n")
     assert "bad.yaml is not valid YAML, line" in error_of(capsys, "--config", "bad.yaml")
     Path("list.yaml").write_text("- 1\n")
@@ -241,7 +304,10 @@ def test_a_share_of_the_test_set_that_is_less_than_a_batch_loses_no_run_and_is_t
 ) -> None:
     share = ["--limit_test_batches", "0.001"]
     assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "r", *share]) == 0
-    assert "\nnot tested: You requested to check 0.001 of the `test_dataloader`" in capsys.readouterr().out
+    assert (
+        "\nnot tested: You requested to check 0.001 of the `test_dataloader`"
+        in capsys.readouterr().out
+    )
     assert "test/accuracy" not in summary(Path("checkpoints/r"))
     path = ["--ckpt_path", str(finished / "best.ckpt")]
     assert "limit_test_batches" in error_of(capsys, *path, *share, main=test_command.main)
@@ -280,7 +346,15 @@ def test_a_root_folder_that_is_a_link_to_nowhere_is_told_in_one_line(
 def test_a_refused_run_from_another_s_checkpoint_leaves_no_folder(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
 ) -> None:
-    error_of(capsys, "--run_name", "new", "--ckpt_path", str(finished / "last.ckpt"), "--strategy", "ddp_spawn")
+    error_of(
+        capsys,
+        "--run_name",
+        "new",
+        "--ckpt_path",
+        str(finished / "last.ckpt"),
+        "--strategy",
+        "ddp_spawn",
+    )
     assert not Path("checkpoints/new").exists()
     Path("text.ckpt").write_text("hello")
     shutil.copy(finished / "last.ckpt", "whole.ckpt")
@@ -303,9 +377,15 @@ class Payload:
 
 @pytest.mark.parametrize("main", [fit.main, test_command.main])
 def test_a_pickled_payload_is_refused_unexecuted(
-    workplace: Path, capsys: pytest.CaptureFixture[str], main, finished: Path, monkeypatch: pytest.MonkeyPatch
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
+    main,
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # an environment that turns torch's safe default off
+    monkeypatch.setenv(
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"
+    )  # an environment that turns torch's safe default off
     contents = torch.load(finished / "best.ckpt", weights_only=True)
     torch.save({**contents, "extra": Payload()}, "evil.ckpt")
     assert "refused" in error_of(capsys, "--ckpt_path", "evil.ckpt", main=main)
@@ -338,7 +418,9 @@ def test_a_run_name_that_is_taken_is_refused_untouched(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "corrupted", "garbage", "half-gz"])
-def test_damaged_data_files_are_named(workplace: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_damaged_data_files_are_named(
+    workplace: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
     from project.data.mnist import DIGITS
 
     raw = Path("root/MNIST/raw")
@@ -370,7 +452,9 @@ def test_mnist_that_cannot_be_had_is_an_error_that_says_how_to_go_on(
     assert "--data.source sample" in line
 
 
-def test_a_folder_that_cannot_be_written_is_told(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_told(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("file").write_text("")
     assert "--default_root_dir" in error_of(capsys, *SMALL, "--default_root_dir", "file/runs")
     assert "--default_root_dir" in error_of(capsys, *SMALL, "--default_root_dir", "file")

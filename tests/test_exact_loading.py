@@ -74,7 +74,9 @@ def test_one_rank_has_the_batch_sizes_of_the_plain_loader(drop_last: bool) -> No
     ours = exact(plain)
     assert [len(batch) for batch in ours] == [len(batch) for batch in plain]
     assert len(ours) == len(plain)
-    assert indices(exact(DataLoader(Numbers(53), batch_size=8))) == indices(DataLoader(Numbers(53), batch_size=8))
+    assert indices(exact(DataLoader(Numbers(53), batch_size=8))) == indices(
+        DataLoader(Numbers(53), batch_size=8)
+    )
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
@@ -89,7 +91,9 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     assert indices(exact(DataLoader(Numbers(40), batch_size=8, shuffle=True), seed=1)) != first
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "in order", "weighted", "own sampler", "own batch sampler", "gathered"])
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "in order", "weighted", "own sampler", "own batch sampler", "gathered"]
+)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_start_inside_an_epoch_gives_exactly_the_rest_of_it(kind: str, workers: int) -> None:
     def loader() -> ExactLoader:
@@ -109,11 +113,15 @@ def test_a_start_inside_an_epoch_gives_exactly_the_rest_of_it(kind: str, workers
     whole.sampler.set_epoch(3)
     batches = list(whole)
     rest = loader()
-    rest.sampler.start_at(Start(epoch=3, batches=2, samples_per_batch=rest.sampler.global_batch_size))
+    rest.sampler.start_at(
+        Start(epoch=3, batches=2, samples_per_batch=rest.sampler.global_batch_size)
+    )
     rest.sampler.set_epoch(3)  # as Lightning does once more
     resumed = list(rest)
     assert len(resumed) == len(batches) - 2
-    assert all(torch.equal(a, b) for a, b in zip(batches[2:], resumed, strict=True))  # transforms included
+    assert all(
+        torch.equal(a, b) for a, b in zip(batches[2:], resumed, strict=True)
+    )  # transforms included
     assert len(rest) == len(whole)
 
 
@@ -148,20 +156,27 @@ def test_evaluation_sees_every_sample_once_on_any_number_of_ranks(
     samples: int, world_size: int, batch_size: int
 ) -> None:
     plain = DataLoader(Gathered(samples), batch_size=batch_size)
-    shards = [indices(exact(plain, False, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    shards = [
+        indices(exact(plain, False, rank=rank, world_size=world_size)) for rank in range(world_size)
+    ]
     assert len({len(shard) for shard in shards}) == 1, "a rank would wait for one that has finished"
     assert sorted(flat(flat(shards))) == list(range(samples))
     assert all(len(batch) <= batch_size for shard in shards for batch in shard)
 
 
 def test_a_tensor_is_a_dataset() -> None:
-    batches = list(ExactLoader(DataLoader(torch.arange(10).view(5, 2), batch_size=2), training=True, seed=0))
+    batches = list(
+        ExactLoader(DataLoader(torch.arange(10).view(5, 2), batch_size=2), training=True, seed=0)
+    )
     assert [batch.tolist() for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_no_evaluation_batch_of_a_plain_dataset_is_empty(batch_size: int) -> None:
-    shards = [indices(exact(DataLoader(Numbers(5), batch_size), False, rank=rank, world_size=2)) for rank in range(2)]
+    shards = [
+        indices(exact(DataLoader(Numbers(5), batch_size), False, rank=rank, world_size=2))
+        for rank in range(2)
+    ]
     assert all(batch for shard in shards for batch in shard)
     assert sorted(flat(flat(shards))) == list(range(5))
     with pytest.raises(UserError, match="1 samples"):
@@ -178,13 +193,19 @@ def test_batches_of_equal_lengths_stay_what_they_are_on_any_number_of_ranks(rank
     assert len({len(share) for share in shares}) == 1
     assert sum(float(batch.sum()) for share in shares for batch in share) == sum(lengths)
     rows: Any = SimpleNamespace(gather=lambda keys: (keys,))
-    shares = [[*ExactLoader(DataLoader(rows, batch_sampler=batches), False, 0, r, ranks)] for r in range(ranks)]  # type: ignore[arg-type]
+    shares = [
+        [*ExactLoader(DataLoader(rows, batch_sampler=batches), False, 0, r, ranks)]
+        for r in range(ranks)
+    ]  # type: ignore[arg-type]
     assert sorted(int(x) for share in shares for batch in share for x in batch[0]) == [*range(10)]
 
 
 def test_ready_batches_of_an_evaluation_are_shared_where_that_is_possible() -> None:
     plain = DataLoader(Numbers(6), batch_size=None)
-    shards = [[int(batch[0]) for batch in exact(plain, False, rank=rank, world_size=2)] for rank in range(2)]
+    shards = [
+        [int(batch[0]) for batch in exact(plain, False, rank=rank, world_size=2)]
+        for rank in range(2)
+    ]
     assert shards == [[0, 2, 4], [1, 3, 5]]
     with pytest.raises(UserError, match="6 ready batches cannot be shared"):
         exact(plain, False, rank=0, world_size=4)
@@ -192,8 +213,13 @@ def test_ready_batches_of_an_evaluation_are_shared_where_that_is_possible() -> N
 
 def test_random_transforms_of_an_evaluation_do_not_depend_on_how_the_set_is_cut() -> None:
     one = torch.cat(list(exact(DataLoader(Numbers(30), batch_size=7), False)))
-    parts = [exact(DataLoader(Numbers(30), batch_size=4, num_workers=2), False, rank=r, world_size=2) for r in range(2)]
-    both = torch.cat([batch for part in parts for batch in part])  # (samples, number and what was drawn)
+    parts = [
+        exact(DataLoader(Numbers(30), batch_size=4, num_workers=2), False, rank=r, world_size=2)
+        for r in range(2)
+    ]
+    both = torch.cat(
+        [batch for part in parts for batch in part]
+    )  # (samples, number and what was drawn)
     assert torch.equal(one, both[both[:, 0].argsort()])
 
 
@@ -209,12 +235,16 @@ print(hash("left"), *Fetch(Drawn(), list, seed=1, rank=None, batched=True)[0, 0,
 """
 
 
-def test_samples_with_names_for_keys_are_drawn_alike_in_every_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_with_names_for_keys_are_drawn_alike_in_every_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     exec(NAMED_KEYS, {})
     ours, *drawn_here = capsys.readouterr().out.split()
     theirs, *drawn_there = complete([sys.executable, "-c", NAMED_KEYS]).stdout.split()
     assert drawn_here == drawn_there != []
-    assert ours != theirs or "PYTHONHASHSEED" in os.environ, "what hash() tells differs between processes"
+    assert ours != theirs or "PYTHONHASHSEED" in os.environ, (
+        "what hash() tells differs between processes"
+    )
 
 
 def test_what_is_fetched_here_leaves_the_generators_of_training_alone() -> None:
@@ -247,7 +277,12 @@ def test_the_loader_keeps_what_was_asked_of_it() -> None:
     )
     ours = exact(plain)
     for each in (ours, ours.fetching):
-        assert (each.num_workers, each.prefetch_factor, each.persistent_workers, each.timeout) == (1, 3, True, 7)
+        assert (each.num_workers, each.prefetch_factor, each.persistent_workers, each.timeout) == (
+            1,
+            3,
+            True,
+            7,
+        )
     assert ours.dataset is plain.dataset
     assert (ours.batch_size, ours.drop_last, ours.collate_fn) == (4, False, list)
     assert isinstance(next(iter(ours)), list)
@@ -286,7 +321,9 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
 
     before = len(multiprocessing.active_children())
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[Counts()], default_root_dir=tmp_path, **quiet)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[Counts()], default_root_dir=tmp_path, **quiet
+    )
     ExactLoading().install(trainer)
     samples = table(16)
     trainer.fit(Line(), DataLoader(samples, batch_size=4, num_workers=2, persistent_workers=True))
@@ -343,13 +380,25 @@ class OwnState(Sampler[int]):
         (DataLoader(Numbers(8), batch_size=2), True, None),
         (DataLoader(Stream(), batch_size=2), False, "Stream, which has no state_dict"),
         (DataLoader(ResumableStream(), batch_size=2), True, None),
-        (DataLoader(ResumableStream(), batch_size=2, num_workers=1), False, "ResumableStream, which has no state_dict"),
-        (DataLoader(Numbers(4), batch_size=2, sampler=OwnState()), True, "OwnState has neither set_epoch nor state"),
+        (
+            DataLoader(ResumableStream(), batch_size=2, num_workers=1),
+            False,
+            "ResumableStream, which has no state_dict",
+        ),
+        (
+            DataLoader(Numbers(4), batch_size=2, sampler=OwnState()),
+            True,
+            "OwnState has neither set_epoch nor state",
+        ),
         ([torch.zeros(2)], False, "list, which has no state_dict"),
     ],
 )
-def test_what_cannot_be_made_exact_is_said_in_one_line(loader: Any, anywhere: bool, said: str | None) -> None:
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+def test_what_cannot_be_made_exact_is_said_in_one_line(
+    loader: Any, anywhere: bool, said: str | None
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
     trainer.training = True
     loading = ExactLoading(seed=0)
     loading.exact(loader, trainer)
@@ -364,9 +413,15 @@ def test_what_a_distributed_sampler_has_shared_is_not_shared_again(wrapped: bool
     seen = []
     for rank in range(2):
         sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=rank)
-        options: Any = {"batch_sampler": BatchSampler(sampler, 2, False)} if wrapped else {"sampler": sampler}
+        options: Any = (
+            {"batch_sampler": BatchSampler(sampler, 2, False)} if wrapped else {"sampler": sampler}
+        )
         trainer: Any = SimpleNamespace(
-            training=True, current_epoch=0, reload_dataloaders_every_n_epochs=0, global_rank=rank, world_size=2
+            training=True,
+            current_epoch=0,
+            reload_dataloaders_every_n_epochs=0,
+            global_rank=rank,
+            world_size=2,
         )
         seen += indices(ExactLoading(seed=0).exact(DataLoader(Numbers(8), **options), trainer))
     assert sorted(flat(seen)) == list(range(8))

@@ -43,7 +43,12 @@ class TestAutoEncoder(TaskSuite):
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
-        classes = ["--model", "tests.other_tasks.TestedAutoEncoder", "--data", "tests.other_tasks.NoisyWaves"]
+        classes = [
+            "--model",
+            "tests.other_tasks.TestedAutoEncoder",
+            "--data",
+            "tests.other_tasks.NoisyWaves",
+        ]
         return [*classes, "--monitor", "val_loss", "--mode", "min"]
 
 
@@ -72,7 +77,13 @@ class TestPngFolder(PromiseSuite, PictureSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
         made_data.make_picture_folder(folder, ["bud", "fruit", "leaf"])
-        return [*example("png_folder", folder), "--data.batch_size", "30", "--data.num_workers", "2"]
+        return [
+            *example("png_folder", folder),
+            "--data.batch_size",
+            "30",
+            "--data.num_workers",
+            "2",
+        ]
 
 
 # feature: mnist
@@ -94,12 +105,22 @@ class TestTensorFiles(PictureSuite):
 
 
 class TestFinetunedBackbone(PictureSuite):
-    reached = ("test/accuracy", 0.0)  # frozen at random weights, early layers are no use; real ones would be
+    reached = (
+        "test/accuracy",
+        0.0,
+    )  # frozen at random weights, early layers are no use; real ones would be
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
         made_data.make_picture_folder(folder, ["bud", "fruit", "leaf"], train=160, test=41)
-        size = ["--model.network.name", "shufflenet_v2_x0_5", "--data.batch_size", "16", "--data.num_workers", "0"]
+        size = [
+            "--model.network.name",
+            "shufflenet_v2_x0_5",
+            "--data.batch_size",
+            "16",
+            "--data.num_workers",
+            "0",
+        ]
         return [*example("finetune_backbone", folder), *size]
 
 
@@ -136,7 +157,12 @@ class TestTabular(TaskSuite):  # feature: supervised
 # Every other example is killed and resumed, and tested on two processes, too
 KILLED: list[type] = []
 KILLED += [TestTabular]  # feature: supervised
-KILLED += [TestTensorFiles, TestFinetunedBackbone, TestImageRegression, TestMultiLabel]  # feature: images
+KILLED += [
+    TestTensorFiles,
+    TestFinetunedBackbone,
+    TestImageRegression,
+    TestMultiLabel,
+]  # feature: images
 for suite in KILLED:
     name = f"{suite.__name__}ThatIsKilled"
     globals()[name] = pytest.mark.nightly(type(name, (suite, PromiseSuite), {"signal": "SIGKILL"}))
@@ -144,12 +170,19 @@ suite = None  # pytest would collect it once more
 
 
 def example(name: str, root: Path | None = None) -> list[str]:
-    return ["--config", str(CONFIGS / f"{name}.yaml"), *(["--data.root", str(root)] if root else [])]
+    return [
+        "--config",
+        str(CONFIGS / f"{name}.yaml"),
+        *(["--data.root", str(root)] if root else []),
+    ]
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("gan", "tabular") else pytest.mark.nightly) for name in sorted(REACHED)],
+    [
+        pytest.param(name, marks=() if name in ("gan", "tabular") else pytest.mark.nightly)
+        for name in sorted(REACHED)
+    ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on so short a run
 def test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up(
@@ -157,13 +190,24 @@ def test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up(
 ) -> None:
     """Classes as config files name them, Lightning's own command line and Trainer, and nothing of the engine."""
     monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.setattr("sys.argv", ["plain"])  # Lightning warns where both it and arguments are given
+    monkeypatch.setattr(
+        "sys.argv", ["plain"]
+    )  # Lightning warns where both it and arguments are given
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     for ours in ("monitor", "mode"):
         config.pop(ours, None)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    config["trainer"] = {"max_epochs": 5, **config.get("trainer", {}), **quiet, "accelerator": "cpu"}
-    data_class = LightningDataModule if config["data"] else config.pop("data")  # a module may bring its loaders
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    config["trainer"] = {
+        "max_epochs": 5,
+        **config.get("trainer", {}),
+        **quiet,
+        "accelerator": "cpu",
+    }
+    data_class = (
+        LightningDataModule if config["data"] else config.pop("data")
+    )  # a module may bring its loaders
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(config))
     cli = LightningCLI(
         LightningModule,
@@ -210,9 +254,15 @@ def test_what_a_user_writes_is_at_most_forty_lines(path: Path) -> None:
             "Try --model.network.image_shape [3,32,32] --model.network.num_classes 3",
         ),
         (["--config", "png_folder", "--model.network.num_classes", "10"], "must give 3 logits"),
-        (["--config", "png_folder", "--data.root", "missing"], "--data.root must hold a folder train, got missing"),
+        (
+            ["--config", "png_folder", "--data.root", "missing"],
+            "--data.root must hold a folder train, got missing",
+        ),
         # end feature: images
-        (["--config", "fashion_mnist", "--data.source", "sample"], "must be auto or mnist"),  # feature: mnist
+        (
+            ["--config", "fashion_mnist", "--data.source", "sample"],
+            "must be auto or mnist",
+        ),  # feature: mnist
     ],
 )
 def test_a_newcomers_mistake_is_told_in_one_line(
@@ -223,24 +273,42 @@ def test_a_newcomers_mistake_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    made_data.make_picture_folder(tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3)  # feature: images
-    root = ["--data.root", str(tmp_path / "data")] if "--data.root" not in flags and "--config" in flags else []
-    flags = [str(CONFIGS / f"{word}.yaml") if word in ("png_folder", "fashion_mnist") else word for word in flags]
-    assert entry.exit_code(fit.main, [*flags, *root, "--default_root_dir", str(tmp_path / "runs")]) == 2
+    made_data.make_picture_folder(
+        tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3
+    )  # feature: images
+    root = (
+        ["--data.root", str(tmp_path / "data")]
+        if "--data.root" not in flags and "--config" in flags
+        else []
+    )
+    flags = [
+        str(CONFIGS / f"{word}.yaml") if word in ("png_folder", "fashion_mnist") else word
+        for word in flags
+    ]
+    assert (
+        entry.exit_code(fit.main, [*flags, *root, "--default_root_dir", str(tmp_path / "runs")])
+        == 2
+    )
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert message in error[0]
 
 
 # feature: mnist
-@pytest.mark.skipif("FASHION_MNIST_ROOT" not in os.environ, reason="needs FASHION_MNIST_ROOT/FashionMNIST/raw")
+@pytest.mark.skipif(
+    "FASHION_MNIST_ROOT" not in os.environ, reason="needs FASHION_MNIST_ROOT/FashionMNIST/raw"
+)
 @pytest.mark.nightly
-def test_fashion_mnist_reaches_090_on_the_full_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fashion_mnist_reaches_090_on_the_full_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import json
 
     monkeypatch.syspath_prepend(str(ROOT))
     where = ["--default_root_dir", str(tmp_path), "--run_name", "full"]
-    assert fit.main([*example("fashion_mnist", Path(os.environ["FASHION_MNIST_ROOT"])), *where]) == 0
+    assert (
+        fit.main([*example("fashion_mnist", Path(os.environ["FASHION_MNIST_ROOT"])), *where]) == 0
+    )
     assert json.loads((tmp_path / "full" / "summary.json").read_text())["test/accuracy"] >= 0.90
 
 

@@ -34,7 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     shutil.copy(trained_checkpoint(), folder / "best.ckpt")
     assert entry.exit_code(export.main, ["--ckpt_path", str(folder / "best.ckpt")]) == 0
-    assert sorted(os.listdir(folder)) == ["best.ckpt", "model.onnx", "model.pt2", "model.safetensors"]
+    assert sorted(os.listdir(folder)) == [
+        "best.ckpt",
+        "model.onnx",
+        "model.pt2",
+        "model.safetensors",
+    ]
     return folder
 
 
@@ -71,10 +76,14 @@ def test_onnx_and_torch_export_agree_with_the_checkpoint_on_all_10000_test_image
 
 def agree_on(images: torch.Tensor, batch_size: int, folder: Path, loaded: Loaded) -> None:
     expected = export.answer(loaded.module, (images,))["output"]
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        folder / "model.onnx", providers=["CPUExecutionProvider"]
+    )
     program = torch.export.load(folder / "model.pt2").module()
     parts = (images.float() / 255).split(batch_size)
-    by_onnx = torch.cat([torch.from_numpy(session.run(["logits"], {"images": part.numpy()})[0]) for part in parts])
+    by_onnx = torch.cat(
+        [torch.from_numpy(session.run(["logits"], {"images": part.numpy()})[0]) for part in parts]
+    )
     with torch.inference_mode():
         by_torch = torch.cat([program(part) for part in parts])
     for logits in (by_onnx, by_torch):
@@ -82,9 +91,14 @@ def agree_on(images: torch.Tensor, batch_size: int, folder: Path, loaded: Loaded
         assert (logits - expected).abs().max() <= 1e-4
 
 
-def test_the_files_say_what_goes_in_what_comes_out_and_where_they_are_from(folder: Path, loaded: Loaded) -> None:
+def test_the_files_say_what_goes_in_what_comes_out_and_where_they_are_from(
+    folder: Path, loaded: Loaded
+) -> None:
     model = onnx.load(folder / "model.onnx")
-    for value, name, shape in ((model.graph.input[0], "images", [1, 28, 28]), (model.graph.output[0], "logits", [10])):
+    for value, name, shape in (
+        (model.graph.input[0], "images", [1, 28, 28]),
+        (model.graph.output[0], "logits", [10]),
+    ):
         dims = value.type.tensor_type.shape.dim
         assert value.name == name
         assert dims[0].dim_param == "batch"
@@ -98,14 +112,20 @@ def test_the_files_say_what_goes_in_what_comes_out_and_where_they_are_from(folde
     assert json.loads(facts["classes"]) == [str(digit) for digit in range(10)]
     assert facts["run_name"] == "trained"
     test = loaded.datamodule.splits["test"]
-    accuracy = (export.answer(loaded.module, (test.images,))["output"].argmax(dim=1) == test.labels).double().mean()
+    accuracy = (
+        (export.answer(loaded.module, (test.images,))["output"].argmax(dim=1) == test.labels)
+        .double()
+        .mean()
+    )
     assert float(facts["test/accuracy"]) == pytest.approx(accuracy.item(), abs=1e-6)
 
 
 def test_safetensors_hold_the_checkpoints_weights_bit_for_bit(folder: Path) -> None:
     saved = torch.load(folder / "best.ckpt", weights_only=True)["state_dict"]
     weights = load_file(folder / "model.safetensors")
-    assert {f"network.{name}" for name in weights} == {name for name in saved if name.startswith("network.")}
+    assert {f"network.{name}" for name in weights} == {
+        name for name in saved if name.startswith("network.")
+    }
     assert all(torch.equal(weights[name], saved[f"network.{name}"]) for name in weights)
     ConvNet().load_state_dict(weights)
 
@@ -145,13 +165,19 @@ def exported_rows(loaded: Loaded, folder: Path) -> tuple[export.Samples, list[di
         ),
     ],
 )
-def test_other_shapes_and_ways_of_training_export_as_well(tmp_path: Path, network: nn.Module, options: dict) -> None:
-    loaded = Loaded(MNISTClassifier(network, **options).eval(), ThreeColours(), {}, {}, Path("best.ckpt"))
+def test_other_shapes_and_ways_of_training_export_as_well(
+    tmp_path: Path, network: nn.Module, options: dict
+) -> None:
+    loaded = Loaded(
+        MNISTClassifier(network, **options).eval(), ThreeColours(), {}, {}, Path("best.ckpt")
+    )
     samples, rows = exported_rows(loaded, tmp_path)
     assert (samples.names, samples.outputs) == (["images"], ["logits"])
     assert samples.source == "random images; no test set of tensors: there are none"
     assert len(rows) == 7
-    assert all(row["agrees"] and row["samples"] == 1000 and row["different_labels"] == 0 for row in rows)
+    assert all(
+        row["agrees"] and row["samples"] == 1000 and row["different_labels"] == 0 for row in rows
+    )
 
 
 class Empty(ThreeColours):
@@ -193,29 +219,41 @@ class Prices(LightningModule):
         return {"price": self.layer(inside - outside), "rooms": inside.sum(dim=1).round().long()}
 
 
-def test_any_module_exports_by_its_own_names_and_is_compared_output_by_output(tmp_path: Path) -> None:
+def test_any_module_exports_by_its_own_names_and_is_compared_output_by_output(
+    tmp_path: Path,
+) -> None:
     loaded = Loaded(Prices().eval(), Houses(), {}, {}, Path("best.ckpt"))
     samples, rows = exported_rows(loaded, tmp_path)
     assert samples.source == "Houses test"
-    assert all(row["agrees"] and row["samples"] == 50 and "different_labels" not in row for row in rows)
+    assert all(
+        row["agrees"] and row["samples"] == 50 and "different_labels" not in row for row in rows
+    )
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert [value.name for value in graph.input] == ["inside", "outside"]
     assert [value.name for value in graph.output] == ["price", "rooms"]
     assert load_file(tmp_path / "model.safetensors").keys() == {"layer.weight", "layer.bias"}
-    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "model.onnx").stat().st_mode
+    assert (tmp_path / "model.safetensors").stat().st_mode == (
+        tmp_path / "model.onnx"
+    ).stat().st_mode
 
 
 def test_a_module_says_itself_whether_its_outputs_agree(tmp_path: Path) -> None:
     class Doubtful(Prices):
-        def outputs_agree(self, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
+        def outputs_agree(
+            self, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
+        ) -> bool:
             return expected.keys() != found.keys()
 
-    _, rows = exported_rows(Loaded(Doubtful().eval(), Houses(), {}, {}, Path("best.ckpt")), tmp_path)
+    _, rows = exported_rows(
+        Loaded(Doubtful().eval(), Houses(), {}, {}, Path("best.ckpt")), tmp_path
+    )
     assert not any(row["agrees"] for row in rows)
 
 
 def test_without_a_test_set_the_example_input_array_is_taken(tmp_path: Path) -> None:
-    samples, rows = exported_rows(Loaded(Prices().eval(), None, {}, {}, Path("best.ckpt")), tmp_path)
+    samples, rows = exported_rows(
+        Loaded(Prices().eval(), None, {}, {}, Path("best.ckpt")), tmp_path
+    )
     assert samples.source.startswith("example_input_array; no test set")
     assert all(row["agrees"] and row["samples"] == 2 for row in rows)
 
@@ -227,9 +265,15 @@ class RawHouses(Houses):
         self.test = TensorDataset(torch.rand(50, 7), torch.rand(50, 7))
 
 
-def test_where_forward_takes_no_batch_of_the_test_set_the_example_input_array_is_taken(tmp_path: Path) -> None:
-    samples, rows = exported_rows(Loaded(Prices().eval(), RawHouses(), {}, {}, Path("best.ckpt")), tmp_path)
-    assert samples.source.startswith("example_input_array; Prices.forward fails on RawHouses test: mat1")
+def test_where_forward_takes_no_batch_of_the_test_set_the_example_input_array_is_taken(
+    tmp_path: Path,
+) -> None:
+    samples, rows = exported_rows(
+        Loaded(Prices().eval(), RawHouses(), {}, {}, Path("best.ckpt")), tmp_path
+    )
+    assert samples.source.startswith(
+        "example_input_array; Prices.forward fails on RawHouses test: mat1"
+    )
     assert all(row["agrees"] and row["samples"] == 2 for row in rows)
 
 
@@ -243,7 +287,9 @@ class BringsHouses(Prices):
 
 
 def test_a_module_that_brings_its_test_set_is_compared_on_it(tmp_path: Path) -> None:
-    samples, rows = exported_rows(Loaded(BringsHouses().eval(), None, {}, {}, Path("best.ckpt")), tmp_path)
+    samples, rows = exported_rows(
+        Loaded(BringsHouses().eval(), None, {}, {}, Path("best.ckpt")), tmp_path
+    )
     assert samples.source == "BringsHouses test"
     assert rows
     assert all(row["agrees"] for row in rows)
@@ -274,7 +320,9 @@ class Fails(Prices):
         ),
     ],
 )
-def test_what_a_module_lacks_is_one_line_before_any_work(module: LightningModule, message: str) -> None:
+def test_what_a_module_lacks_is_one_line_before_any_work(
+    module: LightningModule, message: str
+) -> None:
     with pytest.raises(UserError, match=f"^{message}") as error:
         export.find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")))
     assert "\n" not in str(error.value)
@@ -286,7 +334,9 @@ def test_an_export_that_disagrees_is_an_error_and_leaves_no_file(
     """The exports see other pixels than the checkpoint: the kind of mistake that the comparison is for."""
     exported = export.Samples.exported.fget
     assert exported is not None
-    monkeypatch.setattr(export.Samples, "exported", property(lambda self: (exported(self)[0] + 0.01,)))
+    monkeypatch.setattr(
+        export.Samples, "exported", property(lambda self: (exported(self)[0] + 0.01,))
+    )
     flags = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", str(tmp_path / "out")]
     assert entry.exit_code(export.main, flags) == 1
     assert os.listdir(tmp_path / "out") == []
@@ -298,7 +348,13 @@ def test_a_network_that_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return super().forward(images) if images.sum() > 0 else super().forward(-images)
 
-    loaded = Loaded(MNISTClassifier(Undecided()).eval(), MNISTDataModule(source="sample"), {}, {}, Path("best.ckpt"))
+    loaded = Loaded(
+        MNISTClassifier(Undecided()).eval(),
+        MNISTDataModule(source="sample"),
+        {},
+        {},
+        Path("best.ckpt"),
+    )
     samples = export.find_samples(loaded)
     with pytest.raises(UserError, match=r"MNISTClassifier.forward cannot be exported: ") as error:
         export.trace(loaded, samples)
@@ -312,14 +368,23 @@ def test_without_the_training_data_an_export_is_checked_on_random_images(
         raise OSError("no network")
 
     monkeypatch.setattr(MNISTDataModule, "_download", no_network)
-    flags = ["--output_dir", str(tmp_path / "out"), "--data.root", str(tmp_path / "none"), "--data.source", "mnist"]
+    flags = [
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--data.root",
+        str(tmp_path / "none"),
+        "--data.source",
+        "mnist",
+    ]
     assert entry.exit_code(export.main, ["--ckpt_path", str(trained_checkpoint()), *flags]) == 0
     assert "on 1,000 samples (random images; no test set" in capsys.readouterr().out
     metadata = onnx.load(tmp_path / "out" / "model.onnx").metadata_props
     assert not any(prop.key == "test/accuracy" for prop in metadata)
 
 
-@pytest.mark.parametrize(("typed", "source"), [([], "sample test"), (["--data.root"], "mnist test")])
+@pytest.mark.parametrize(
+    ("typed", "source"), [([], "sample test"), (["--data.root"], "mnist test")]
+)
 def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_are_named(
     typed: list[str], source: str, tmp_path: Path, mnist_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +399,12 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
     monkeypatch.setattr("project.export.load", lambda *_: loaded)
     monkeypatch.setattr("project.export.find_samples", noted)
     words = [word for name in typed for word in (name, str(mnist_root))]
-    assert entry.exit_code(export.main, ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words]) == 2
+    assert (
+        entry.exit_code(
+            export.main, ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words]
+        )
+        == 2
+    )
     assert seen == [source]
 
 
@@ -345,11 +415,18 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
         (["--output", "x.onnx"], "--output must end in .json or .csv, got x.onnx"),
         (["--outputdir", "x"], "unknown option --outputdir. Did you mean --output_dir?"),
         (["--output_dir", "FILE"], "--output_dir must be a folder"),
-        (["--output_dir", "new", "--data.source", "x"], "--data.source must be one of auto, mnist, sample, got x"),
+        (
+            ["--output_dir", "new", "--data.source", "x"],
+            "--data.source must be one of auto, mnist, sample, got x",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], workplace: Path
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    workplace: Path,
 ) -> None:
     (tmp_path / "file").touch()
     words = [str(tmp_path / "file") if word == "FILE" else word for word in words]
@@ -361,9 +438,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not Path("new").exists()
 
 
-def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(workplace: Path) -> None:
+def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(
+    workplace: Path,
+) -> None:
     with pytest.raises(UserError, match=r"--output_dir must be a folder .*its name is not UTF-8"):
-        export.main(["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")])
+        export.main(
+            ["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")]
+        )
     assert not os.listdir()
 
 
@@ -374,7 +455,14 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
         raise UserError(" ".join(words))
 
     monkeypatch.setattr(export, "load", noted)
-    flags = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", str(tmp_path), "--data.source", "sample"]
+    flags = [
+        "--ckpt_path",
+        str(trained_checkpoint()),
+        "--output_dir",
+        str(tmp_path),
+        "--data.source",
+        "sample",
+    ]
     with pytest.raises(UserError, match=r"^--allow_imports=theirs,mine --data.source=sample$"):
         export.main([*flags, "--allow_imports", "theirs,mine"])
 
@@ -382,4 +470,6 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
 def test_a_pixel_in_0_to_1_is_what_a_byte_was_in_training(loaded: Loaded) -> None:
     images = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 28, 28)
     of_bytes = export.answer(loaded.module, (images,))["output"]
-    np.testing.assert_allclose(of_bytes, export.answer(loaded.module, (images.float() / 255,))["output"], atol=1e-4)
+    np.testing.assert_allclose(
+        of_bytes, export.answer(loaded.module, (images.float() / 255,))["output"], atol=1e-4
+    )

@@ -36,7 +36,16 @@ from tests.trained import trained_checkpoint
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json"]
 FILES += ["report.html"]  # feature: report
 PROMISED = [
-    *("run_name", "device", "precision", "world_size", "data_source", "train_samples", "epochs", "fit_seconds"),
+    *(
+        "run_name",
+        "device",
+        "precision",
+        "world_size",
+        "data_source",
+        "train_samples",
+        "epochs",
+        "fit_seconds",
+    ),
     *("start_seconds", "best_epoch", "val/accuracy", "test/accuracy", "test/loss"),
     *("throughput/samples_per_sec", "throughput/data_wait_pct"),  # feature: throughput
     "memory/peak_rss_gib",  # feature: memory
@@ -48,9 +57,13 @@ PROMISED = [
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run under 16-mixed, started as a user without account, network, GPU or terminal does."""
     folder = tmp_path_factory.mktemp("fit")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(folder)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {
+        "HOME": str(folder)
+    }
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    done = run("fit", *REPORTED, "--precision", "16-mixed", "--run_name", "r", cwd=folder, env=environment)
+    done = run(
+        "fit", *REPORTED, "--precision", "16-mixed", "--run_name", "r", cwd=folder, env=environment
+    )
     assert done.returncode == 0, done.stderr
     (folder / "stdout.txt").write_text(done.stdout)
     return folder / "checkpoints/r"
@@ -104,7 +117,9 @@ def test_best_and_last_load_as_data_and_the_best_is_by_validation_accuracy(finis
     assert last["global_step"] == summary(finished)["steps"] >= best["global_step"]
 
 
-def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(finished: Path) -> None:
+def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(
+    finished: Path,
+) -> None:
     loaded = load(finished / "best.ckpt")
     loaded.datamodule.setup("test")
     test_set = loaded.datamodule.splits["test"]
@@ -114,15 +129,25 @@ def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(fin
     assert accuracy == pytest.approx(summary(finished)["test/accuracy"], abs=1e-6)
 
 
-def test_a_checkpoint_that_lightning_loads_standardizes_images_itself_or_fails_loudly(finished: Path) -> None:
+def test_a_checkpoint_that_lightning_loads_standardizes_images_itself_or_fails_loudly(
+    finished: Path,
+) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with pytest.raises(RuntimeError, match="Missing key"):  # another network than it was trained with
+        with pytest.raises(
+            RuntimeError, match="Missing key"
+        ):  # another network than it was trained with
             MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", weights_only=True)
         # one of the same shapes
-        MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", network=MLP(dropout=0.5), weights_only=True)
-    assert [str(each.message)[:37] for each in told].count("the checkpoint's network is another t") == 2
-    module = MNISTClassifier.load_from_checkpoint(finished / "best.ckpt", network=MLP(), weights_only=True).eval()
+        MNISTClassifier.load_from_checkpoint(
+            finished / "best.ckpt", network=MLP(dropout=0.5), weights_only=True
+        )
+    assert [str(each.message)[:37] for each in told].count(
+        "the checkpoint's network is another t"
+    ) == 2
+    module = MNISTClassifier.load_from_checkpoint(
+        finished / "best.ckpt", network=MLP(), weights_only=True
+    ).eval()
     images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
     torch.testing.assert_close(module(images / 255), load(finished / "best.ckpt").module(images))
 
@@ -132,7 +157,18 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("best.ckpt", "last.ckpt"):
         (folder / name).touch()
-    facts = Summary("my run", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="")
+    facts = Summary(
+        "my run",
+        True,
+        "cpu",
+        "32-true",
+        1,
+        parameters=1,
+        epochs=1,
+        steps=2,
+        fit_seconds=5.0,
+        command="",
+    )
     commands = next_commands(configure([], "project.fit"))
     assert commands[0] == "test"
     assert commands[1:] == ["predict IMAGE.png"]  # feature: predict
@@ -143,14 +179,20 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
 
 
 def test_two_launches_in_the_same_second_make_two_folders(workplace: Path) -> None:
-    processes = [start(command("fit", *SMALL, "--max_epochs", "1"), workplace / f"{i}.txt") for i in range(2)]
+    processes = [
+        start(command("fit", *SMALL, "--max_epochs", "1"), workplace / f"{i}.txt") for i in range(2)
+    ]
     assert [process.wait(timeout=240) for process in processes] == [0, 0]
     folders = [path for path in Path("checkpoints").iterdir() if not path.is_symlink()]
     assert len(folders) == 2
-    assert all((folder / name).is_file() for folder in folders for name in FILES if name != "report.html")
+    assert all(
+        (folder / name).is_file() for folder in folders for name in FILES if name != "report.html"
+    )
 
 
-def test_auto_starts_goes_on_and_says_when_it_is_finished(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_starts_goes_on_and_says_when_it_is_finished(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--run_name", "a", "--ckpt_path", "auto"]
     assert fit.main([*SMALL, *arguments, "--max_epochs", "1"]) == 0
     first = checkpoint(Path("checkpoints/a/last.ckpt"))
@@ -162,7 +204,9 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(workplace: Path, capsy
     assert second["run"]["run_id"] == first["run"]["run_id"]
     steps = [int(row["step"]) for row in rows(Path("checkpoints/a"))]
     assert steps == sorted(steps)
-    assert fit.main([*arguments, "--max_steps", "120"]) == 0  # the saved max_epochs no longer counts
+    assert (
+        fit.main([*arguments, "--max_steps", "120"]) == 0
+    )  # the saved max_epochs no longer counts
     assert summary(Path("checkpoints/a"))["steps"] == 120
     (note,) = choose(workplace, None, "auto").notes
     assert note.startswith("--ckpt_path auto without --run_name: a new run starts, ")
@@ -182,8 +226,12 @@ def test_a_run_that_was_made_longer_and_killed_is_not_finished(
     assert summary(Path("checkpoints/a"))["steps"] == 150
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pytest.warns tells again what it has caught
-def test_a_resumed_run_stays_with_the_digits_that_auto_found(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # pytest.warns tells again what it has caught
+def test_a_resumed_run_stays_with_the_digits_that_auto_found(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = list(MNISTDataModule.files)
     monkeypatch.setattr(MNISTDataModule, "missing", lambda self: missing)
     monkeypatch.setattr(MNISTDataModule, "_download", lambda self: 1 / 0)
@@ -195,7 +243,9 @@ def test_a_resumed_run_stays_with_the_digits_that_auto_found(workplace: Path, mo
     assert summary(Path("checkpoints/a"))["data_source"] == "sample"
 
 
-def test_a_checkpoint_that_is_only_used_compiles_and_downloads_nothing(finished: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_only_used_compiles_and_downloads_nothing(
+    finished: Path, tmp_path: Path
+) -> None:
     contents = checkpoint(finished / "best.ckpt")
     network = {"class_path": "tests.other_tasks.Pretrained", "init_args": {"weights": "DEFAULT"}}
     contents["run"]["config"]["model"]["init_args"] |= {"compile": True, "network": network}
@@ -220,7 +270,16 @@ def test_a_typed_flag_beats_file_and_checkpoint_wherever_it_stands(
     for group in checkpoint(Path("checkpoints/t/last.ckpt"))["optimizer_states"][0]["param_groups"]:
         assert group["lr"] == pytest.approx(0.003)
         assert group["eps"] == 0.1
-    resume = ["--run_name", "t", "--ckpt_path", "last", "--max_epochs", "3", "--model.optimizer", "SGD"]
+    resume = [
+        "--run_name",
+        "t",
+        "--ckpt_path",
+        "last",
+        "--max_epochs",
+        "3",
+        "--model.optimizer",
+        "SGD",
+    ]
     assert fit.main([*resume, "--model.optimizer_args", "{}"]) == 0
     assert "SGD" in capsys.readouterr().out
     state = checkpoint(Path("checkpoints/t/last.ckpt"))["optimizer_states"][0]
@@ -231,9 +290,14 @@ def test_a_test_says_which_typed_settings_beat_the_checkpoints(
     finished: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(finished / "best.ckpt")
-    for typed, said in {"7": [f"testing {path} with data.eval_batch_size: 1000 → 7"], "1000": []}.items():
+    for typed, said in {
+        "7": [f"testing {path} with data.eval_batch_size: 1000 → 7"],
+        "1000": [],
+    }.items():
         assert test_command.main(["--ckpt_path", path, "--data.eval_batch_size", typed]) == 0
-        assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("testing")] == said
+        assert [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("testing")
+        ] == said
 
 
 def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
@@ -246,7 +310,9 @@ def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
     assert "goes on from the right sample" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [["--max_steps", "90"], ["--max_time", "00:00:10:00", "--max_steps", "90"]])
+@pytest.mark.parametrize(
+    "flags", [["--max_steps", "90"], ["--max_time", "00:00:10:00", "--max_steps", "90"]]
+)
 def test_a_length_in_steps_or_time_is_the_only_limit(
     workplace: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +336,9 @@ def test_no_limit_that_is_spelled_out_is_none(workplace: Path) -> None:
     assert max_epochs_of(["--config", "short.yaml", "--max_steps", "-1"]) == 4
 
 
-def test_what_is_typed_on_top_of_a_checkpoints_configuration_leaves_that_as_it_was(workplace: Path) -> None:
+def test_what_is_typed_on_top_of_a_checkpoints_configuration_leaves_that_as_it_was(
+    workplace: Path,
+) -> None:
     callbacks = lambda config: [type(each).__name__ for each in config.trainer["callbacks"]]  # noqa: E731
     before = configure(["--trainer.callbacks+=LearningRateMonitor"], "project.fit").resolved
     base = deepcopy(before)
@@ -280,12 +348,25 @@ def test_what_is_typed_on_top_of_a_checkpoints_configuration_leaves_that_as_it_w
     assert len(differences(base, after.resolved)) == 1
 
 
-SOME_NIGHTLY = [pytest.param("1.0", 30, marks=pytest.mark.nightly), pytest.param("4", 12, marks=pytest.mark.nightly)]
+SOME_NIGHTLY = [
+    pytest.param("1.0", 30, marks=pytest.mark.nightly),
+    pytest.param("4", 12, marks=pytest.mark.nightly),
+]
 
 
 @pytest.mark.parametrize(("batches", "steps"), [("0.5", 15), *SOME_NIGHTLY])
-def test_the_schedule_of_overfit_batches_is_as_long_as_its_run(workplace: Path, batches: str, steps: int) -> None:
-    few = [*SMALL, "--data.train_samples", "640", "--data.eval_batch_size", "100", "--run_name", "r"]
+def test_the_schedule_of_overfit_batches_is_as_long_as_its_run(
+    workplace: Path, batches: str, steps: int
+) -> None:
+    few = [
+        *SMALL,
+        "--data.train_samples",
+        "640",
+        "--data.eval_batch_size",
+        "100",
+        "--run_name",
+        "r",
+    ]
     assert fit.main([*few, "--overfit_batches", batches, "--model.schedule", "linear"]) == 0
     last = checkpoint(Path("checkpoints/r/last.ckpt"))
     assert last["global_step"] == steps
@@ -311,7 +392,14 @@ FLAGS = [
     ["--tensorboard", "true"],
     ["--logger", "false"],
     ["--trainer.callbacks", "lightning.pytorch.callbacks.TQDMProgressBar"],
-    ["--model.optimizer", "SGD", "--model.optimizer_args.momentum", "0.9", "--model.schedule", "cosine"],
+    [
+        "--model.optimizer",
+        "SGD",
+        "--model.optimizer_args.momentum",
+        "0.9",
+        "--model.schedule",
+        "cosine",
+    ],
 ]
 # The same in few runs: those of a row do not get in each other's way
 TOGETHER = [
@@ -324,19 +412,25 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize("flags", [*TOGETHER, *(pytest.param(flags, marks=pytest.mark.nightly) for flags in FLAGS)])
+@pytest.mark.parametrize(
+    "flags", [*TOGETHER, *(pytest.param(flags, marks=pytest.mark.nightly) for flags in FLAGS)]
+)
 def test_trainer_flags_work_as_they_are(workplace: Path, flags: list[str]) -> None:
     assert fit.main([*SMALL, "--max_epochs", "2", "--run_name", "f", *flags]) == 0
     assert "test/accuracy" in summary(Path("checkpoints/f"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what happens without a GPU")
-def test_a_step_without_a_gpu_does_not_look_for_one(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_a_gpu_does_not_look_for_one(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     count = torch.cuda.device_count
     monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append(1) or count())
     assert fit.main([*SMALL, "--run_name", "g"]) == 0
-    assert len(asked) < 50  # of 150 steps; torch's optimizers ask at each where the environment says so
+    assert (
+        len(asked) < 50
+    )  # of 150 steps; torch's optimizers ask at each where the environment says so
 
 
 def test_the_default_reaches_99_3_percent_on_full_mnist(workplace: Path, mnist_root: Path) -> None:
@@ -359,17 +453,25 @@ def test_the_sample_is_learnt_to_98_percent(workplace: Path) -> None:
 
 
 def test_of_equally_good_epochs_the_last_is_the_best(workplace: Path) -> None:
-    assert fit.main([*SMALL, "--run_name", "still", "--model.lr", "1e-12", "--max_epochs", "2"]) == 0
+    assert (
+        fit.main([*SMALL, "--run_name", "still", "--model.lr", "1e-12", "--max_epochs", "2"]) == 0
+    )
     still = summary(Path("checkpoints/still"))
     assert still["best_epoch"] == 1
     assert still["epochs"] == 2
 
 
-def test_help_lists_the_flat_flags_and_imports_nothing_that_it_does_not_need(workplace: Path) -> None:
+def test_help_lists_the_flat_flags_and_imports_nothing_that_it_does_not_need(
+    workplace: Path,
+) -> None:
     words = [sys.executable, "-X", "importtime", "-m", "project.fit", "--help"]
     shown = complete(words)
     assert shown.returncode == 0
-    imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if "import time:" in line}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in shown.stderr.splitlines()
+        if "import time:" in line
+    }
     assert "lightning.pytorch" in imported
     assert not imported & {"wandb", "onnx", "optuna", "jinja2", "tensorboard"}
     for flag in (
@@ -396,33 +498,61 @@ def test_h_is_one_screen_of_options_that_exist_and_help_has_those_of_model_and_d
     known = set(re.findall(r"--[\w.]+", everything))
     named = {name for line in screen[4:] for name in re.findall(r"--[\w.]+", line)}
     assert len(named) >= 25
-    assert named - known <= {"--trainer.callbacks", "--trainer.callbacks.monitor"}  # shown flat; a class's own
+    assert named - known <= {
+        "--trainer.callbacks",
+        "--trainer.callbacks.monitor",
+    }  # shown flat; a class's own
     assert {"--model.lr", "--data.root", "--data.batch_size"} <= known
     assert "torch.nn.LogSigmoid" not in everything, "known subclasses fill ten screens"
-    assert entry.exit_code(fit.main, ["--model.network.help", "MLP"]) == 0  # torchvision has one, too
+    assert (
+        entry.exit_code(fit.main, ["--model.network.help", "MLP"]) == 0
+    )  # torchvision has one, too
     assert "--network.hidden" in capsys.readouterr().out
 
 
-def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_ended(workplace: Path) -> None:
-    flags = [*SMALL, "--max_epochs", "9", "--run_name", "seen", "--model.lr", "1e-9", "--data.batch_size", "32"]
+def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_ended(
+    workplace: Path,
+) -> None:
+    flags = [
+        *SMALL,
+        "--max_epochs",
+        "9",
+        "--run_name",
+        "seen",
+        "--model.lr",
+        "1e-9",
+        "--data.batch_size",
+        "32",
+    ]
     stop = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/accuracy"]
-    words = command("fit", *flags, *stop, "--trainer.callbacks.mode", "max", "--trainer.callbacks.patience", "1")
+    words = command(
+        "fit", *flags, *stop, "--trainer.callbacks.mode", "max", "--trainer.callbacks.patience", "1"
+    )
     shown = on_a_terminal(words)
     lines = [part for line in shown.split("\r\n") for part in line.split("\r")]
     assert [line for line in lines if len(line) > 80 and line.startswith(("epoch", "    "))] == []
-    assert [line.split("  ")[0] for line in lines if line.startswith("epoch") and "%" not in line] == [
+    assert [
+        line.split("  ")[0] for line in lines if line.startswith("epoch") and "%" not in line
+    ] == [
         *("epoch 1/9", "epoch 2/9"),
     ]
     (bar, *_) = [line for line in lines if "train/loss" in line and "%" in line]
-    assert re.search(r"epoch 1: .*/900 \[\d\d:\d\d<\d\d:\d\d", bar), "the time left of the whole run"
-    assert "stopped early: Monitored metric val/accuracy did not improve in the last 1 records." in shown
+    assert re.search(r"epoch 1: .*/900 \[\d\d:\d\d<\d\d:\d\d", bar), (
+        "the time left of the whole run"
+    )
+    assert (
+        "stopped early: Monitored metric val/accuracy did not improve in the last 1 records."
+        in shown
+    )
 
 
 def on_a_terminal(words: list[str]) -> str:
     """What a command shows on a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    process = subprocess.Popen(
+        words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # what Linux raises at the end
@@ -442,20 +572,39 @@ def test_the_configs_to_debug_and_to_stop_early_do_what_they_say(
     )
     assert fit.main([*SMALL, *debug, "--run_name", "d"]) == 0
     assert summary(Path("checkpoints/d"))["steps"] == 12  # of three epochs
-    flags = ["--data.train_samples", "640", "--model.lr", "1e-9", "--max_epochs", "9", "--run_name", "e"]
+    flags = [
+        "--data.train_samples",
+        "640",
+        "--model.lr",
+        "1e-9",
+        "--max_epochs",
+        "9",
+        "--run_name",
+        "e",
+    ]
     assert fit.main([*SMALL, *early, *flags]) == 0
-    assert "stopped early: Monitored metric val/accuracy did not improve in the last 3" in capsys.readouterr().out
+    assert (
+        "stopped early: Monitored metric val/accuracy did not improve in the last 3"
+        in capsys.readouterr().out
+    )
     assert summary(Path("checkpoints/e"))["epochs"] == 4
     joined = configure([*best, *early], "project.fit").trainer["callbacks"]
-    assert [type(callback).__name__ for callback in joined] == ["EMAWeightAveraging", "EarlyStopping"]
+    assert [type(callback).__name__ for callback in joined] == [
+        "EMAWeightAveraging",
+        "EarlyStopping",
+    ]
 
 
-def test_a_time_limit_that_ends_a_run_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_that_ends_a_run_is_said(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [*SMALL, "--max_epochs", "100000", "--max_time", "00:00:00:01", "--run_name", "short"]
     assert fit.main([*flags, "--accelerator", "cpu"]) == 0
     told = capsys.readouterr().out
     assert "stopped early: --max_time is over." in told
     assert re.search(r"stopped after step [\d,]+; saved in \S+/short/last.ckpt. To go on:", told)
-    (command,) = re.findall(r"^  python -m project.fit (.*) --max_time DD:HH:MM:SS$", told, re.MULTILINE)
+    (command,) = re.findall(
+        r"^  python -m project.fit (.*) --max_time DD:HH:MM:SS$", told, re.MULTILINE
+    )
     assert fit.main([*command.split(), "--max_time", "00:00:00:02"]) == 0
     assert "going on from step" in capsys.readouterr().out

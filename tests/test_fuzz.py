@@ -27,7 +27,16 @@ from tests.fuzzed import MODULES, Input, entries, replacements
 COUNTS = {"flags": 1100, "config files": 500, "commands": 500, "files": 200, "checkpoints": 700}
 # What training takes least time with
 TINY = [
-    *("--data.source", "sample", "--data.train_samples", "64", "--data.val_samples", "32", "--data.test_samples", "32"),
+    *(
+        "--data.source",
+        "sample",
+        "--data.train_samples",
+        "64",
+        "--data.val_samples",
+        "32",
+        "--data.test_samples",
+        "32",
+    ),
     *("--data.batch_size", "32", "--max_epochs", "1", "--max_steps", "2", "--model.network", "MLP"),
     *("--model.network.hidden", "[4]", "--accelerator", "cpu", "--monitors", "none"),
     *("--report", "false"),  # feature: report
@@ -53,8 +62,30 @@ WORDS = [
         "1e3",
         "1_0",
     ),
-    *("nan", "inf", "-inf", "1e400", "1e-400", "0x10", "4294967296", "2147483648", "99999999999999999999"),
-    *("-99999999999999999999", "[]", "[1, 2]", "[0]", "[-1]", "[null]", "[x, [1]]", "{}", "{a: 1}", "{1: 2}", "[[[[[["),
+    *(
+        "nan",
+        "inf",
+        "-inf",
+        "1e400",
+        "1e-400",
+        "0x10",
+        "4294967296",
+        "2147483648",
+        "99999999999999999999",
+    ),
+    *(
+        "-99999999999999999999",
+        "[]",
+        "[1, 2]",
+        "[0]",
+        "[-1]",
+        "[null]",
+        "[x, [1]]",
+        "{}",
+        "{a: 1}",
+        "{1: 2}",
+        "[[[[[[",
+    ),
     *(
         "{class_path: os.system}",
         "{class_path: torch.nn.ReLU, init_args: {x: 1}}",
@@ -155,8 +186,17 @@ NESTED: list[Any] = [
         {"class_path": None},
         {"class_path": "torch.nn.ReLU"},
     ),
-    *({"class_path": ["x"]}, {"init_args": 5}, {"class_path": "EarlyStopping", "init_args": {"monitor": "nothing"}}),
-    *([{"class_path": "ModelCheckpoint", "init_args": {"monitor": "nothing"}}], "x" * 3000, [None] * 50, "2020-01-01"),
+    *(
+        {"class_path": ["x"]},
+        {"init_args": 5},
+        {"class_path": "EarlyStopping", "init_args": {"monitor": "nothing"}},
+    ),
+    *(
+        [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "nothing"}}],
+        "x" * 3000,
+        [None] * 50,
+        "2020-01-01",
+    ),
 ]
 # Options of the other commands, with a command line that a value is put into
 LINES = {
@@ -172,12 +212,35 @@ LINES = {
     # feature: predict
     "predict": ["digit.png", "--ckpt_path", "--output", "--contact_sheet", "--allow_imports", ""],
     # end feature: predict
-    "export": ["--data.source sample", "--ckpt_path", "--output_dir", "--output", "--data.source"],  # feature: export
+    "export": [
+        "--data.source sample",
+        "--ckpt_path",
+        "--output_dir",
+        "--output",
+        "--data.source",
+    ],  # feature: export
     # feature: tune
-    "tune": ["lr --steps 20", "--min_lr", "--max_lr", "--steps", "--plot", "--output", "--max_batch_size", ""],
+    "tune": [
+        "lr --steps 20",
+        "--min_lr",
+        "--max_lr",
+        "--steps",
+        "--plot",
+        "--output",
+        "--max_batch_size",
+        "",
+    ],
     # end feature: tune
     # feature: benchmark
-    "benchmark": ["memory --quick", "--n", "--output", "--plot", "--data.batch_size", "--target", ""],
+    "benchmark": [
+        "memory --quick",
+        "--n",
+        "--output",
+        "--plot",
+        "--data.batch_size",
+        "--target",
+        "",
+    ],
     # end feature: benchmark
     "devices": ["", "--output", "--data.root", "--measure", ""],  # feature: devices
     "dashboard": ["--print", "--entity", "--project", "--name", ""],  # feature: dashboard
@@ -227,7 +290,9 @@ def flags(chance: random.Random) -> Iterator[Input]:
 
 def config_files(chance: random.Random) -> Iterator[Input]:
     whole = settings()
-    places = [keys for keys in entries(whole) if keys[:2] != ("data", "init_args")] + [(key,) for key in whole]
+    places = [keys for keys in entries(whole) if keys[:2] != ("data", "init_args")] + [
+        (key,) for key in whole
+    ]
     while True:
         changed = json.loads(json.dumps(whole))
         for keys in chance.choices(places, k=chance.choice([1, 1, 2])):
@@ -244,7 +309,11 @@ def config_files(chance: random.Random) -> Iterator[Input]:
         text = yaml.safe_dump(changed)
         if chance.random() < 0.1:
             at = chance.randrange(len(text))
-            text = text[:at] + chance.choice(["\udcff", "\t", ":", "[", "}", "&", "\x00", "%", "- "]) + text[at + 1 :]
+            text = (
+                text[:at]
+                + chance.choice(["\udcff", "\t", ":", "[", "}", "&", "\x00", "%", "- "])
+                + text[at + 1 :]
+            )
         yield Input("fit", ["--config", "c.yaml", *TINY], {"c.yaml": text})
 
 
@@ -266,17 +335,44 @@ def commands(chance: random.Random, base: str) -> Iterator[Input]:
 def files(chance: random.Random, base: str) -> Iterator[Input]:
     """Files of a run, of a sweep and pictures with something else in them."""
     read = {
-        "checkpoints/small/summary.json": [("runs", []), ("fit", ["--run_name", "small", "--ckpt_path", "auto"])],
+        "checkpoints/small/summary.json": [
+            ("runs", []),
+            ("fit", ["--run_name", "small", "--ckpt_path", "auto"]),
+        ],
         "checkpoints/small/config.yaml": [
             ("runs", ["--seeds"]),
             ("fit", ["--run_name", "small", "--ckpt_path", "auto"]),
         ],
         "checkpoints/small/metrics.csv": [
             ("runs", ["--report", "x.html"]),  # feature: report
-            ("fit", ["--run_name", "small", "--ckpt_path", "last", "--max_epochs", "2", "--max_steps", "4"]),
+            (
+                "fit",
+                [
+                    "--run_name",
+                    "small",
+                    "--ckpt_path",
+                    "last",
+                    "--max_epochs",
+                    "2",
+                    "--max_steps",
+                    "4",
+                ],
+            ),
         ],
         "checkpoints/small/run-id.txt": [
-            ("fit", ["--run_name", "small", "--ckpt_path", "last", "--max_epochs", "2", "--max_steps", "4"])
+            (
+                "fit",
+                [
+                    "--run_name",
+                    "small",
+                    "--ckpt_path",
+                    "last",
+                    "--max_epochs",
+                    "2",
+                    "--max_steps",
+                    "4",
+                ],
+            )
         ],
         "space.yaml": [("sweep", ["--space", "space.yaml", "--trials", "1", *TINY])],
         "digit.png": [("predict", ["digit.png"])],
@@ -317,7 +413,9 @@ def edited(text: str, chance: random.Random) -> str:
         for key in keys[:-1]:
             parent = parent[key]
         parent[keys[-1]] = chance.choice(NESTED)
-        return yaml.safe_dump(whole) if not text.startswith("{") else json.dumps(whole, skipkeys=True)
+        return (
+            yaml.safe_dump(whole) if not text.startswith("{") else json.dumps(whole, skipkeys=True)
+        )
     except Exception:
         at = chance.randrange(len(text))
         return text[:at] + chance.choice(["", "x", "-", ",", "\udcff"]) + text[at + 1 :]
@@ -357,7 +455,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copytree(made_once("small", *TINY).parents[0], folder / "checkpoints", symlinks=True)
     Image.new("L", (40, 40), 200).save(folder / "digit.png")
     values = {"model.lr": {"values": [0.1, 0.2]}, "model.weight_decay": {"min": 0.0, "max": 0.1}}
-    space = {"method": "random", "metric": {"name": "val/accuracy", "goal": "maximize"}, "parameters": values}
+    space = {
+        "method": "random",
+        "metric": {"name": "val/accuracy", "goal": "maximize"},
+        "parameters": values,
+    }
     (folder / "space.yaml").write_text(yaml.safe_dump(space))
     return str(folder)
 
@@ -365,7 +467,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", COUNTS)
-def test_no_input_ends_in_a_traceback_and_a_refused_one_writes_nothing(kind: str, base: str, tmp_path: Path) -> None:
+def test_no_input_ends_in_a_traceback_and_a_refused_one_writes_nothing(
+    kind: str, base: str, tmp_path: Path
+) -> None:
     chance = random.Random(f"{os.environ.get('FUZZ_SEED', '1')} {kind}")
     made = {
         "flags": lambda: flags(chance),
@@ -382,11 +486,24 @@ def assert_all_right(inputs: list[Input], folder: Path) -> None:
     (folder / "inputs.json").write_text(json.dumps([vars(given) for given in inputs]))
     (folder / "each").mkdir()
     (folder / "home").mkdir()
-    words = [sys.executable, "-m", fuzzed.__name__, str(folder / "inputs.json"), str(folder / "each")]
+    words = [
+        sys.executable,
+        "-m",
+        fuzzed.__name__,
+        str(folder / "inputs.json"),
+        str(folder / "each"),
+    ]
     # a home without files: predict may be told to look through all of it
-    environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "HOME": str(folder / "home")}
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "disabled",
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(folder / "home"),
+    }
     with open(folder / "wrong.jsonl", "w") as found:
-        done = subprocess.run(words, env=environment, stdout=found, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            words, env=environment, stdout=found, stderr=subprocess.PIPE, text=True
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     wrong = [json.loads(line) for line in (folder / "wrong.jsonl").read_text().splitlines()]
     told = [f"{number}: {what}\n    {shorten(inputs[number])}" for number, what in wrong]

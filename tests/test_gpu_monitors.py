@@ -10,7 +10,12 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from project.callbacks.memory import ACTIVATIONS, GIB, MemoryMonitor, MemorySnapshot  # feature: memory
+from project.callbacks.memory import (
+    ACTIVATIONS,
+    GIB,
+    MemoryMonitor,
+    MemorySnapshot,
+)  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.profiler import StepProfiler  # feature: profiler
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
@@ -28,11 +33,15 @@ class Wide(Linear):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(8, 4096), *[nn.Linear(4096, 4096) for _ in range(6)], nn.Linear(4096, 2))
+        self.layer = nn.Sequential(
+            nn.Linear(8, 4096), *[nn.Linear(4096, 4096) for _ in range(6)], nn.Linear(4096, 2)
+        )
 
 
 def gpu_trainer(folder: Any, *callbacks: Any, **options: Any) -> Any:
-    return make_trainer(folder, *callbacks, accelerator="gpu", **{"log_every_n_steps": 20, **options})
+    return make_trainer(
+        folder, *callbacks, accelerator="gpu", **{"log_every_n_steps": 20, **options}
+    )
 
 
 # feature: throughput
@@ -43,7 +52,9 @@ def test_mfu_and_utilization_are_within_what_a_gpu_can_do(tmp_path):
     trainer.fit(Wide(), Points(4096 * 600, 4096).loader())
     assert all(0 < row["mfu_pct"] < 100 for _, row in rows.of("throughput"))
     assert all(
-        0 < row["gpu_utilization_pct"] <= 100 for _, row in rows.of("throughput") if "gpu_utilization_pct" in row
+        0 < row["gpu_utilization_pct"] <= 100
+        for _, row in rows.of("throughput")
+        if "gpu_utilization_pct" in row
     )
     assert any("gpu_utilization_pct" in row for _, row in rows.of("throughput"))
     assert monitor.advice(trainer)
@@ -109,7 +120,9 @@ def test_the_loss_scale_is_logged_under_16_mixed(tmp_path):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-    trainer, rows = gpu_trainer(tmp_path, OptimizerMonitor(), precision="16-mixed", log_every_n_steps=10)
+    trainer, rows = gpu_trainer(
+        tmp_path, OptimizerMonitor(), precision="16-mixed", log_every_n_steps=10
+    )
     trainer.fit(Slow(), Points(256 * 10, 256).loader())
     ((_, row),) = rows.of("optimizer")
     assert row["loss_scale"] >= 1

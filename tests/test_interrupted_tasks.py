@@ -13,7 +13,14 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset, random_split
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    random_split,
+)
 
 from project import fit
 from project.engine import command as entry
@@ -42,7 +49,9 @@ class Task(LightningModule):
     def __init__(self, lr: float = 0.02, gamma: float = 0.9) -> None:
         super().__init__()
         self.lr, self.gamma = lr, gamma
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 1))
+        self.net = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x).squeeze(1)
@@ -95,7 +104,12 @@ class LogsValidationSteps(Task):
     monitor = "val_loss_epoch/dataloader_idx_0"
 
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), on_step=True, on_epoch=True)
+        self.log(
+            "val_loss",
+            nn.functional.mse_loss(self(batch[0]), batch[1]),
+            on_step=True,
+            on_epoch=True,
+        )
 
     def val_dataloader(self) -> Any:
         return [DataLoader(table(53), 10), DataLoader(table(21), 4)]
@@ -106,7 +120,10 @@ class Wrapped(Task):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running, self.range = torchmetrics.RunningMean(5), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+        self.running, self.range = (
+            torchmetrics.RunningMean(5),
+            torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()),
+        )
         self.tracker = torchmetrics.MetricTracker(torchmetrics.MeanSquaredError())
 
     def on_train_epoch_start(self) -> None:
@@ -181,7 +198,10 @@ class Grouped(Task):
 
     def __init__(self) -> None:
         super().__init__()
-        both = {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
+        both = {
+            "mse": torchmetrics.MeanSquaredError(),
+            "rmse": torchmetrics.MeanSquaredError(squared=False),
+        }
         self.errors = torchmetrics.MetricCollection(both)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -360,7 +380,10 @@ class EndsItself(Task):
 class WithoutLoaders(Task):
     """Its data come from a data module."""
 
-    train_dataloader, val_dataloader = LightningModule.train_dataloader, LightningModule.val_dataloader
+    train_dataloader, val_dataloader = (
+        LightningModule.train_dataloader,
+        LightningModule.val_dataloader,
+    )
     test_dataloader = LightningModule.test_dataloader
 
 
@@ -392,7 +415,14 @@ def of(module: str, *flags: str) -> list[str]:
 
 
 EARLY = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "train_loss"]
-EARLY += ["--trainer.callbacks.patience", "1", "--trainer.callbacks.min_delta", "100", "--max_epochs", "6"]
+EARLY += [
+    "--trainer.callbacks.patience",
+    "1",
+    "--trainer.callbacks.min_delta",
+    "100",
+    "--max_epochs",
+    "6",
+]
 CASES: dict[str, tuple[list[str], str, int, bool]] = {
     "validation on a stream": (of("ValidatesOnAStream"), "on_validation_batch_start", 3, False),
     "steps of a validation": (of("LogsValidationSteps"), "on_validation_batch_start", 15, False),
@@ -405,7 +435,12 @@ CASES: dict[str, tuple[list[str], str, int, bool]] = {
     "wrapped metrics": (of("Wrapped", "--log_every_n_steps", "1"), "on_train_batch_end", 33, False),
     "wrapped metrics, a validation": (of("Wrapped"), "on_validation_batch_start", 8, False),
     "a metric's precision": (of("AddsToATrainingMetric"), "on_validation_batch_start", 8, False),
-    "a callback's state": (of("Task", "--trainer.callbacks", f"{HERE}.CountsEpochs"), "on_train_batch_end", 20, False),
+    "a callback's state": (
+        of("Task", "--trainer.callbacks", f"{HERE}.CountsEpochs"),
+        "on_train_batch_end",
+        20,
+        False,
+    ),
     "a number that is no tensor": (
         of("Task", "--trainer.callbacks", f"{HERE}.NotesANumber"),
         "on_train_batch_end",
@@ -416,7 +451,12 @@ CASES: dict[str, tuple[list[str], str, int, bool]] = {
     "metrics that share sums": (of("Grouped"), "on_train_batch_end", 20, False),
     "a buffer of a hook for batches": (of("Centred"), "on_train_batch_end", 20, False),
     "a buffer on a graph": (of("Follows"), "on_train_batch_end", 20, False),
-    "a part of a stream, in training": (of("GoesRound", "--limit_train_batches", "6"), "on_train_batch_end", 9, False),
+    "a part of a stream, in training": (
+        of("GoesRound", "--limit_train_batches", "6"),
+        "on_train_batch_end",
+        9,
+        False,
+    ),
     "a part of a stream, in validation": (
         of("GoesRound", "--limit_train_batches", "5"),
         "on_validation_batch_end",
@@ -430,17 +470,40 @@ CASES: dict[str, tuple[list[str], str, int, bool]] = {
         False,
     ),
     "a data module's state": (
-        ["--model", f"{HERE}.WithoutLoaders", "--data", f"{HERE}.CountsRows", "--accelerator", "cpu", *SHORT],
+        [
+            "--model",
+            f"{HERE}.WithoutLoaders",
+            "--data",
+            f"{HERE}.CountsRows",
+            "--accelerator",
+            "cpu",
+            *SHORT,
+        ],
         "on_train_batch_end",
         20,
         False,
     ),
     "double precision": (of("Task", "--precision", "64-true"), "on_train_batch_end", 20, False),
     "steps, between epochs": (of("Task", "--max_steps", "24"), "on_train_epoch_start", 2, True),
-    "steps, in the last validation": (of("Task", "--max_steps", "26"), "on_validation_batch_start", 8, False),
+    "steps, in the last validation": (
+        of("Task", "--max_steps", "26"),
+        "on_validation_batch_start",
+        8,
+        False,
+    ),
     "stopped early, in the test": (of("Task", *EARLY), "on_test_start", 1, True),
-    "ended itself, in the test": (of("EndsItself", "--max_epochs", "5"), "on_test_batch_end", 1, False),
-    "early, but not before": (of("Task", *EARLY, "--min_epochs", "4"), "on_train_batch_end", 32, False),
+    "ended itself, in the test": (
+        of("EndsItself", "--max_epochs", "5"),
+        "on_test_batch_end",
+        1,
+        False,
+    ),
+    "early, but not before": (
+        of("Task", *EARLY, "--min_epochs", "4"),
+        "on_train_batch_end",
+        32,
+        False,
+    ),
 }
 
 
@@ -457,7 +520,9 @@ def test_an_interrupted_run_is_bit_identical(case: str) -> None:
         ours, theirs = (checkpoint(run / name)["callbacks"] for run in (reference, other))
         kept = [{k: x for k, x in each.items() if k != "RunTimer"} for each in (ours, theirs)]
         assert str(kept[0]) == str(kept[1])
-        assert checkpoint(reference / name).get("CountsRows") == checkpoint(other / name).get("CountsRows")
+        assert checkpoint(reference / name).get("CountsRows") == checkpoint(other / name).get(
+            "CountsRows"
+        )
     ours, theirs = (summary(run) for run in (reference, other))
     for name in ("epochs", "steps", "best_epoch", "test_loss", "train_samples", ours["monitor"]):
         assert ours[name] == theirs[name], name
@@ -469,20 +534,30 @@ def test_a_loader_may_fill_the_same_tensors_again() -> None:
     assert summary(own)["test_loss"] == summary(refilled)["test_loss"]
 
 
-@pytest.mark.parametrize("flags", [["--limit_val_batches", "0"], ["--check_val_every_n_epoch", "9"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [["--limit_val_batches", "0"], ["--check_val_every_n_epoch", "9"]], ids=str
+)
 def test_a_run_that_needs_its_last_validation_no_more_trains_no_step_more(flags: list[str]) -> None:
     interrupted("r", "on_validation_batch_start", 8, False, *of("Task", "--max_steps", "26"))
     saved, resumed = checkpoint(Path("checkpoints/r/last.ckpt")), resume("r", *flags)
     last = checkpoint(resumed / "last.ckpt")
     assert summary(resumed)["steps"] == saved["global_step"] == last["global_step"] == 26
-    assert summary(resumed)["epochs"] == last["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] == 2
-    assert all(torch.equal(saved["state_dict"][name], value) for name, value in last["state_dict"].items())
+    assert (
+        summary(resumed)["epochs"]
+        == last["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
+        == 2
+    )
+    assert all(
+        torch.equal(saved["state_dict"][name], value) for name, value in last["state_dict"].items()
+    )
 
 
 def test_what_is_typed_beats_a_schedules_state() -> None:
     rate = lambda run: checkpoint(run / "last.ckpt")["optimizer_states"][0]["param_groups"][0]["lr"]  # noqa: E731
     assert rate(train("r", *of("Task", "--max_epochs", "2"))) == pytest.approx(0.02 * 0.9**2)
-    assert rate(resume("r", "--max_epochs", "3", "--model.gamma", "0.5")) == pytest.approx(0.02 * 0.9**2 * 0.5)
+    assert rate(resume("r", "--max_epochs", "3", "--model.gamma", "0.5")) == pytest.approx(
+        0.02 * 0.9**2 * 0.5
+    )
     assert rate(resume("r", "--max_epochs", "4")) == pytest.approx(0.02 * 0.9**2 * 0.5**2)
 
 
@@ -520,10 +595,16 @@ def test_ranks_evaluate_the_samples_that_one_process_does(kind: str) -> None:
 
     def seen(rank: int, ranks: int) -> list[int]:
         numbers: Any = range(53)
-        sampler: Any = DistributedSampler(numbers, ranks, rank, shuffle=False) if kind == "distributed" else None
+        sampler: Any = (
+            DistributedSampler(numbers, ranks, rank, shuffle=False)
+            if kind == "distributed"
+            else None
+        )
         loader = DataLoader(numbers, 10, sampler=sampler, drop_last=kind == "drop_last")
         trainer: Any = Ranks(rank, ranks)
-        return [int(number) for batch in ExactLoading(seed=0).exact(loader, trainer) for number in batch]
+        return [
+            int(number) for batch in ExactLoading(seed=0).exact(loader, trainer) for number in batch
+        ]
 
     assert sorted([*seen(0, 2), *seen(1, 2)]) == sorted(seen(0, 1))
 
@@ -543,7 +624,10 @@ def test_values_that_a_module_joins_itself_are_those_of_one_process() -> None:
     two = run_ranks("fit", *of("Joins", "--max_epochs", "1"), "--run_name", "two")
     assert two.returncode == 0, two.stderr
     for name in ("val_mean", "val_samples", "val_largest"):
-        ours, theirs = ([float(row[name]) for row in rows(run) if name in row] for run in (one, one.with_name("two")))
+        ours, theirs = (
+            [float(row[name]) for row in rows(run) if name in row]
+            for run in (one, one.with_name("two"))
+        )
         assert ours == pytest.approx(theirs, rel=1e-6), name
 
 
@@ -577,7 +661,11 @@ def test_a_further_rank_goes_on_with_the_samplers_state_too() -> None:
     resumed = run_ranks("fit", "--run_name", "r", "--ckpt_path", "auto")
     assert resumed.returncode == 0, resumed.stderr
     sums = [float(row["train_sum"]) for row in rows(Path("checkpoints/r")) if "train_sum" in row]
-    assert sums[0] == pytest.approx(sums[-1], rel=1e-5) == pytest.approx(float(table(101).tensors[1].sum()), rel=1e-5)
+    assert (
+        sums[0]
+        == pytest.approx(sums[-1], rel=1e-5)
+        == pytest.approx(float(table(101).tensors[1].sum()), rel=1e-5)
+    )
 
 
 def test_only_rank_zero_discards_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,14 +680,20 @@ def test_only_rank_zero_discards_a_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_line_of_a_run_is_typed_again_and_adds_nothing_twice() -> None:
-    line = of("Task", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val_loss")
+    line = of(
+        "Task", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val_loss"
+    )
     line += ["--trainer.callbacks.patience", "5", f"--trainer.callbacks+={HERE}.CountsEpochs"]
     reference = train("reference", *line)
     interrupted("r", "on_train_batch_end", 20, False, *line)
     assert_same_run(reference, resume("r", *line))
     added = resume("r", *line, "--trainer.callbacks+=Timer", "--max_epochs", "4")
     callbacks = checkpoint(added / "last.ckpt")["run"]["config"]["trainer"]["callbacks"]
-    assert [each["class_path"].rpartition(".")[2] for each in callbacks] == ["EarlyStopping", "CountsEpochs", "Timer"]
+    assert [each["class_path"].rpartition(".")[2] for each in callbacks] == [
+        "EarlyStopping",
+        "CountsEpochs",
+        "Timer",
+    ]
 
 
 @pytest.mark.parametrize("step", [20, 26])
@@ -612,14 +706,22 @@ def test_a_run_goes_on_from_a_file_of_lightnings_own_at_the_right_batch(
     reference = train("reference", *flags)
     (path,) = reference.rglob(f"*step={step}.ckpt")
     other = train("other", "--ckpt_path", str(path), "--trainer.callbacks", "null")
-    sums = [[float(row["sum"]) for row in rows(run) if row.get("sum")] for run in (reference, other)]
+    sums = [
+        [float(row["sum"]) for row in rows(run) if row.get("sum")] for run in (reference, other)
+    ]
     assert sums[1] == sums[0][step:]
     assert "was not saved between two steps: the resume is not exact" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("monitor", "mode"),
-    [("val/perplexity", "min"), ("val_wer", "min"), ("val/certainty", "max"), ("val_rmse", "min"), ("power", "max")],
+    [
+        ("val/perplexity", "min"),
+        ("val_wer", "min"),
+        ("val/certainty", "max"),
+        ("val_rmse", "min"),
+        ("power", "max"),
+    ],
 )
 def test_the_name_of_a_metric_says_what_is_best(monitor: str, mode: str) -> None:
     assert Best(monitor).mode == mode
@@ -637,12 +739,35 @@ class Doubles(Task):
 
 def test_a_run_in_double_precision_is_tested_in_it() -> None:
     run = train("r", *of("Doubles", "--precision", "64-true"))
-    assert main(["--ckpt_path", str(run / "best.ckpt"), "--accelerator", "cpu", "--output", "found.json"]) == 0
+    assert (
+        main(
+            [
+                "--ckpt_path",
+                str(run / "best.ckpt"),
+                "--accelerator",
+                "cpu",
+                "--output",
+                "found.json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(Path("found.json").read_text())["test_loss"] == summary(run)["test_loss"]
 
 
 def test_an_epoch_of_a_part_of_a_stream_goes_on_where_the_one_before_ended() -> None:
-    run = train("r", *of("GoesRound", "--limit_train_batches", "6", "--max_epochs", "5", "--log_every_n_steps", "1"))
+    run = train(
+        "r",
+        *of(
+            "GoesRound",
+            "--limit_train_batches",
+            "6",
+            "--max_epochs",
+            "5",
+            "--log_every_n_steps",
+            "1",
+        ),
+    )
     sums = [float(row["sum"]) for row in rows(run) if row.get("sum")]
     whole = [float(batch[1].sum()) for batch in DataLoader(table(80), 8)]
     assert sums == pytest.approx([*whole, *whole, *whole[:6]], rel=1e-5), "6, 4, 6, 4 and 6 batches"
@@ -653,7 +778,9 @@ def test_a_validation_stream_that_fills_one_tensor_again_is_not_read_ahead() -> 
     assert [float(row["val_loss"]) for row in rows(run) if row.get("val_loss")] == [1.5]
 
 
-def test_a_profiler_that_does_not_exist_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profiler_that_does_not_exist_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = error_of(capsys, *of("Task", "--profiler", "fast"))
     assert "the Trainer refuses a flag: " in line
     assert all(f"'{name}'" in line for name in ("simple", "advanced", "pytorch"))

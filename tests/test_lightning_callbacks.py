@@ -37,7 +37,9 @@ class Numbers(LightningDataModule):
         self.samples = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
 
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.utils.data.Subset(self.samples, range(96)), self.batch_size, shuffle=True)
+        return DataLoader(
+            torch.utils.data.Subset(self.samples, range(96)), self.batch_size, shuffle=True
+        )
 
     def val_dataloader(self) -> Any:
         return DataLoader(torch.utils.data.Subset(self.samples, range(96, 128)), self.batch_size)
@@ -50,7 +52,9 @@ class Regression(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.lr = lr
-        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+        self.backbone = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2)
+        )
         self.head = nn.Linear(8, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -68,9 +72,15 @@ class Regression(LightningModule):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.Adam(trained, self.lr)
         if not self.hparams["plateau"]:
-            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            }
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"},
+        }
 
 
 def size_of(batch: Any) -> int:
@@ -108,21 +118,38 @@ OTHERS = {"BaseFinetuning", "BasePredictionWriter", "Callback", "Checkpoint", "P
 # Several together, and the scheduler that follows a metric
 TOGETHER = {
     "EarlyStopping and LearningRateMonitor": ["EarlyStopping", "LearningRateMonitor"],
-    "EMAWeightAveraging and GradientAccumulationScheduler": ["EMAWeightAveraging", "GradientAccumulationScheduler"],
+    "EMAWeightAveraging and GradientAccumulationScheduler": [
+        "EMAWeightAveraging",
+        "GradientAccumulationScheduler",
+    ],
     "ReduceLROnPlateau": ["LearningRateMonitor"],
 }
-DAILY = ("BackboneFinetuning", "GradientAccumulationScheduler", "EarlyStopping and LearningRateMonitor")
+DAILY = (
+    "BackboneFinetuning",
+    "GradientAccumulationScheduler",
+    "EarlyStopping and LearningRateMonitor",
+)
 KILLS = 5  # of each of twenty: a hundred
 TRAINER = ["--accelerator", "cpu", "--log_every_n_steps", "1", "--max_epochs", "4"]
 TRAINER += ["--report", "false"]  # feature: report
 # What DeviceStatsMonitor and ThroughputMonitor measure, and how long training took
-MEASURED = ("DeviceStatsMonitor", "train/device", "train/time", "train/batches", "train/samples", "validate/")
+MEASURED = (
+    "DeviceStatsMonitor",
+    "train/device",
+    "train/time",
+    "train/batches",
+    "train/samples",
+    "validate/",
+)
 
 
 def arguments(names: list[str], plateau: bool = False) -> list[str]:
     """Arguments of a run with callbacks."""
     known = EXACT | SAID
-    listed = [{"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": known[name]} for name in names]
+    listed = [
+        {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": known[name]}
+        for name in names
+    ]
     Path("c.yaml").write_text(json.dumps({"trainer": {"callbacks": listed}}))
     classes = ["--model.class_path", f"{HERE}.Regression", "--data.class_path", f"{HERE}.Numbers"]
     return ["--config", "c.yaml", *classes, "--model.plateau", str(plateau).lower(), *TRAINER]
@@ -151,7 +178,15 @@ def test_killed_and_resumed_it_is_bit_identical(
     assert reference.returncode == 0, reference.stderr
     assert "not exact" not in reference.stdout
     steps = int(summary(Path("checkpoints/reference"))["steps"])
-    named = [*words, "--run_name", "killed", "--ckpt_path", "auto", "--checkpoint_every", str(chance.choice([1, 2, 3]))]
+    named = [
+        *words,
+        "--run_name",
+        "killed",
+        "--ckpt_path",
+        "auto",
+        "--checkpoint_every",
+        str(chance.choice([1, 2, 3])),
+    ]
     left = sorted(chance.sample(range(2, steps), kills))
     for step in left:
         killed = complete([sys.executable, "-m", "tests.interrupted", str(step), "SIGKILL", *named])
@@ -167,10 +202,19 @@ def differing(one: Path, other: Path) -> list[str]:
     found = []
     for name in ("last.ckpt", "best.ckpt"):
         a, b = checkpoint(one / name), checkpoint(other / name)
-        for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"):
+        for key in (
+            "state_dict",
+            "optimizer_states",
+            "lr_schedulers",
+            "loops",
+            "global_step",
+            "epoch",
+        ):
             found += differences(a[key], b[key], f"{name}:{key}")
         found += differences(a["run"]["state"], b["run"]["state"], f"{name}:state")
-        found += differences(trained(a["run"]["metrics"]), trained(b["run"]["metrics"]), f"{name}:metrics")
+        found += differences(
+            trained(a["run"]["metrics"]), trained(b["run"]["metrics"]), f"{name}:metrics"
+        )
         states = [
             {
                 key: state
@@ -180,7 +224,9 @@ def differing(one: Path, other: Path) -> list[str]:
             for whole in (a, b)
         ]
         found += differences(*states, f"{name}:callbacks")
-    return found + differences([trained(row) for row in rows(one)], [trained(row) for row in rows(other)], "rows")
+    return found + differences(
+        [trained(row) for row in rows(one)], [trained(row) for row in rows(other)], "rows"
+    )
 
 
 def trained(row: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +238,15 @@ def test_what_is_not_exact_is_said_in_one_line_and_goes_on(
     name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    words = [*arguments([name]), "--run_name", "r", "--ckpt_path", "auto", "--checkpoint_every", "2"]
+    words = [
+        *arguments([name]),
+        "--run_name",
+        "r",
+        "--ckpt_path",
+        "auto",
+        "--checkpoint_every",
+        "2",
+    ]
     killed = complete([sys.executable, "-m", "tests.interrupted", "20", "SIGKILL", *words])
     assert killed.returncode == -9, killed.stderr
     resumed = run("fit", *words)

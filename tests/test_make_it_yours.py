@@ -29,17 +29,42 @@ def block(language: str, containing: str) -> str:
 
 @pytest.mark.skipif(not PAGE, reason="the README has no such page")
 def test_the_readmes_page_for_newcomers_works_as_written(tmp_path: Path) -> None:
-    python, config, command = block("python", "# mine.py"), block("yaml", "# mine.yaml"), block("bash", "mine.yaml")
+    python, config, command = (
+        block("python", "# mine.py"),
+        block("yaml", "# mine.yaml"),
+        block("bash", "mine.yaml"),
+    )
     assert len(python.splitlines()) <= 40
     (tmp_path / "mine.py").write_text(python)
     (tmp_path / "mine.yaml").write_text(config)
-    words = [sys.executable, *shlex.split(command)[1:], "--run_name", "mine", "--accelerator", "cpu"]
+    words = [
+        sys.executable,
+        *shlex.split(command)[1:],
+        "--run_name",
+        "mine",
+        "--accelerator",
+        "cpu",
+    ]
     ended = complete(words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert json.loads((tmp_path / "checkpoints" / "mine" / "summary.json").read_text())["test/accuracy"] > 0.6
+    assert (
+        json.loads((tmp_path / "checkpoints" / "mine" / "summary.json").read_text())[
+            "test/accuracy"
+        ]
+        > 0.6
+    )
     # its own arguments are flags of a resumed run, too, without the config file
     width = words[words.index("--model.network.width") + 1]
-    again = ["--run_name", "mine", "--ckpt_path", "auto", "--max_epochs", "3", "--model.network.width", width]
+    again = [
+        "--run_name",
+        "mine",
+        "--ckpt_path",
+        "auto",
+        "--max_epochs",
+        "3",
+        "--model.network.width",
+        width,
+    ]
     resumed = complete([*words[:3], *again], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
 
@@ -91,7 +116,9 @@ trainer:
 
 
 def test_callbacks_loggers_and_clipping_by_a_config_file(in_folder: Path) -> None:
-    run = train([*LINE, *PLAIN], CALLBACKS.replace("gradient_clip_val: 0.001", "gradient_clip_val: 1.0e-9"))
+    run = train(
+        [*LINE, *PLAIN], CALLBACKS.replace("gradient_clip_val: 0.001", "gradient_clip_val: 1.0e-9")
+    )
     assert summary(run)["epochs"] == 2  # EarlyStopping: the second was no better by 100
     logged = {name for row in rows(run) for name in row}
     assert {"lr-Adam", "train_loss_step", "val_loss"} <= logged
@@ -105,7 +132,9 @@ def test_callbacks_loggers_and_clipping_by_a_config_file(in_folder: Path) -> Non
     assert max(float(state["exp_avg"].abs().max()) for state in averages) < 1e-9  # clipped
 
 
-def test_lightnings_checkpoints_without_a_folder_of_their_own_lie_in_the_runs(in_folder: Path) -> None:
+def test_lightnings_checkpoints_without_a_folder_of_their_own_lie_in_the_runs(
+    in_folder: Path,
+) -> None:
     run = train([*LINE, *PLAIN, "--max_epochs", "1", "--trainer.callbacks", "ModelCheckpoint"])
     assert len([path for path in run.rglob("*.ckpt") if path.name.startswith("epoch=0")]) == 1
     assert {"best.ckpt", "last.ckpt"} <= {path.name for path in run.iterdir()}
@@ -113,9 +142,20 @@ def test_lightnings_checkpoints_without_a_folder_of_their_own_lie_in_the_runs(in
 
 def test_callbacks_of_the_command_line_replace_a_config_files_or_join_them(in_folder: Path) -> None:
     notes = "trainer: {callbacks: [{class_path: tests.other_tasks.Notes, init_args: {word: file}}]}"
-    stop = ["EarlyStopping", "--trainer.callbacks.monitor", "val_loss", "--trainer.callbacks.min_delta", "100"]
+    stop = [
+        "EarlyStopping",
+        "--trainer.callbacks.monitor",
+        "val_loss",
+        "--trainer.callbacks.min_delta",
+        "100",
+    ]
     stop += ["--trainer.callbacks.patience", "1"]
-    assert summary(train([*LINE, *PLAIN, "--trainer.callbacks+=" + stop[0], *stop[1:]], notes))["epochs"] == 2
+    assert (
+        summary(train([*LINE, *PLAIN, "--trainer.callbacks+=" + stop[0], *stop[1:]], notes))[
+            "epochs"
+        ]
+        == 2
+    )
     assert Path("notes.txt").read_text().split() == ["file", "0", "file", "1"]
     train([*LINE, *PLAIN, "--trainer.callbacks", *stop], notes, name="replaced")
     assert Path("notes.txt").read_text().split() == ["file", "0", "file", "1"]
@@ -124,8 +164,14 @@ def test_callbacks_of_the_command_line_replace_a_config_files_or_join_them(in_fo
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ("trainer: {callbacks: {class_path: EarlyStopping, init_args: {monitor: nothing}}}", "metric `nothing`"),
-        ("trainer: {callbacks: {class_path: ModelCheckpoint, init_args: {monitor: nothing}}}", "monitor='nothing'"),
+        (
+            "trainer: {callbacks: {class_path: EarlyStopping, init_args: {monitor: nothing}}}",
+            "metric `nothing`",
+        ),
+        (
+            "trainer: {callbacks: {class_path: ModelCheckpoint, init_args: {monitor: nothing}}}",
+            "monitor='nothing'",
+        ),
         ("trainer: {logger: TensorBoardLogger}", "--logger needs --logger.save_dir"),
         ("trainer: {callbacks: RichProgressBar}", "rich"),
     ],
@@ -167,13 +213,17 @@ def test_optimizer_schedule_and_class_weights_by_a_config_file(in_folder: Path) 
     last = checkpoint(run / "last.ckpt")
     assert last["optimizer_states"][0]["param_groups"][0].keys() >= {"lr"}
     assert "exp_avg" not in str(last["optimizer_states"][0])
-    assert last["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.001 / 8)  # once per epoch
+    assert last["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(
+        0.001 / 8
+    )  # once per epoch
     assert last["state_dict"].get("trained_loss.weight", torch.tensor([0.0]))[-1] == 0
     without = train([*DIGITS, *PLAIN], OPTIMIZER.replace("0]", "1]"), name="alike")
     ours, theirs = (checkpoint(path / "last.ckpt")["state_dict"] for path in (run, without))
     assert any(not torch.equal(ours[key], theirs[key]) for key in ours)
     plateau = checkpoint(train([*DIGITS, *PLAIN], PLATEAU, name="plateau") / "last.ckpt")
-    assert plateau["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(1e-7)  # after two of three epochs
+    assert plateau["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(
+        1e-7
+    )  # after two of three epochs
 
 
 MIXED = """
@@ -189,10 +239,16 @@ SAMPLED = "data: {class_path: tests.other_tasks.Balanced, init_args: {most: 4, b
 def test_augmentation_and_sampling_by_a_config_file_or_one_method(in_folder: Path) -> None:
     plain = train([*DIGITS, *PLAIN, "--max_epochs", "1"], name="plain")
     mixed = train([*DIGITS, *PLAIN, "--max_epochs", "1"], MIXED, name="mixed")
-    ours, theirs = ([float(row["train/loss"]) for row in rows(run) if "train/loss" in row] for run in (mixed, plain))
+    ours, theirs = (
+        [float(row["train/loss"]) for row in rows(run) if "train/loss" in row]
+        for run in (mixed, plain)
+    )
     assert all(a != b for a, b in zip(ours, theirs, strict=True))
     assert 0 <= summary(mixed)["test/accuracy"] <= 1
-    train(["--model.network", "MLP", "--data.test_samples", "50", *PLAIN, "--max_epochs", "1"], SAMPLED)
+    train(
+        ["--model.network", "MLP", "--data.test_samples", "50", *PLAIN, "--max_epochs", "1"],
+        SAMPLED,
+    )
     labels = [int(word) for word in Path("labels.txt").read_text().split()]
     assert len(labels) == 320
     assert set(labels) == {0, 1, 2, 3, 4}
@@ -207,18 +263,24 @@ CHOSEN = [
 ]
 
 
-def test_monitors_and_report_are_switched_off_and_on(in_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_monitors_and_report_are_switched_off_and_on(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     measured = {}
     for chosen in CHOSEN:
         run = train([*LINE, *PLAIN, "--monitors", chosen], name=chosen.replace(",", "+"))
         names = {
-            name.split("/")[0] for row in (run / "metrics.csv").read_text().splitlines()[:1] for name in row.split(",")
+            name.split("/")[0]
+            for row in (run / "metrics.csv").read_text().splitlines()[:1]
+            for name in row.split(",")
         }
         measured[chosen] = names & {"throughput", "memory", "optimizer"}
         assert not (run / "report.html").exists()  # feature: report
     assert measured == {chosen: {*chosen.split(",")} - {"none"} for chosen in CHOSEN}
     assert "--monitors must be any of" in error_of(capsys, [*LINE, *QUICK, "--monitors", "memry"])
-    told = train([*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told")  # feature: report
+    told = train(
+        [*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told"
+    )  # feature: report
     assert (told / "report.html").exists()  # feature: report
 
 
@@ -231,7 +293,11 @@ def test_monitors_and_report_are_switched_off_and_on(in_folder: Path, capsys: py
     ],
 )
 def test_what_is_asked_for_is_printed(
-    flag: str, shown: str, in_folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    flag: str,
+    shown: str,
+    in_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     train([*LINE, *PLAIN, "--max_epochs", "1", flag])
     told = capsys.readouterr()
@@ -253,10 +319,17 @@ def test_a_rehearsal_leaves_no_run_and_no_checkpointing_no_checkpoint(
 
 
 # feature: wandb
-def test_wandbs_own_variables_reach_the_run(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandbs_own_variables_reach_the_run(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a logger of the user's own does not take W&B's place."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for name, value in {"PROJECT": "mine", "RUN_GROUP": "study", "TAGS": "a,b", "NOTES": "why"}.items():
+    for name, value in {
+        "PROJECT": "mine",
+        "RUN_GROUP": "study",
+        "TAGS": "a,b",
+        "NOTES": "why",
+    }.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()  # it reads its variables once per process, and an earlier test may have been the first
     flags = [*LINE, *PLAIN, "--max_epochs", "1", "--trainer.logger", "tests.other_tasks.TextLogger"]

@@ -40,7 +40,9 @@ from tests.monitored import (
     one_thread,  # noqa: F401 - the fixture of every test here
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*logging interval", "ignore:.*does not have many workers")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*logging interval", "ignore:.*does not have many workers"
+)
 
 
 class FakeAllocator:
@@ -52,11 +54,18 @@ class FakeAllocator:
         self.resets = 0
 
     def hold(self, allocated_gib: float, reserved_gib: float | None = None) -> None:
-        self.now = {"allocated": int(allocated_gib * GIB), "reserved": int((reserved_gib or 2 * allocated_gib) * GIB)}
+        self.now = {
+            "allocated": int(allocated_gib * GIB),
+            "reserved": int((reserved_gib or 2 * allocated_gib) * GIB),
+        }
         self.peak = {name: max(self.peak[name], size) for name, size in self.now.items()}
 
     def read(self, device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
-        sizes = {**self.now, **{f"peak_{name}": size for name, size in self.peak.items()}, "total": 8 * GIB}
+        sizes = {
+            **self.now,
+            **{f"peak_{name}": size for name, size in self.peak.items()},
+            "total": 8 * GIB,
+        }
         if reset_peaks:
             self.resets += 1
             self.peak = dict(self.now)
@@ -74,7 +83,9 @@ class FakeHost:
         return {name: int(size * GIB) for name, size in sizes.items()}
 
 
-def known_run(folder: Path, **options: Any) -> tuple[Any, Any, FakeAllocator, MemoryMonitor, Linear]:
+def known_run(
+    folder: Path, **options: Any
+) -> tuple[Any, Any, FakeAllocator, MemoryMonitor, Linear]:
     """A run that holds 1 GiB; a training step touches 3, a validation step 5, what came before training 6."""
     allocator = FakeAllocator()
     monitor = MemoryMonitor(allocator.read, FakeHost())
@@ -140,7 +151,9 @@ def test_validation_counts_for_the_peak_but_not_for_the_breakdown_of_a_training_
 
 
 def test_an_accumulated_step_is_logged_once(tmp_path):
-    trainer, rows, _, _, module = known_run(tmp_path, accumulate_grad_batches=3, log_every_n_steps=1)
+    trainer, rows, _, _, module = known_run(
+        tmp_path, accumulate_grad_batches=3, log_every_n_steps=1
+    )
     trainer.fit(module, Points(72, 8).loader())
     assert [step for step, _ in rows.of("memory")] == [0, 1, 2, 2]  # and again at the epoch's end
 
@@ -148,10 +161,18 @@ def test_an_accumulated_step_is_logged_once(tmp_path):
 def test_a_row_written_again_at_the_epochs_end_keeps_its_peak(tmp_path):
     trainer, rows, _, monitor, module = known_run(tmp_path)
     trainer.fit(module, Points(64, 8).loader())
-    assert [(step, row["peak_allocated_gib"]) for step, row in rows.of("memory")] == [(3, 3.0), (7, 3.0), (7, 3.0)]
+    assert [(step, row["peak_allocated_gib"]) for step, row in rows.of("memory")] == [
+        (3, 3.0),
+        (7, 3.0),
+        (7, 3.0),
+    ]
     trainer, rows, _, monitor, module = known_run(tmp_path)
     trainer.fit(module, Points(64, 8).loader(), Points(8, 8).loader())
-    assert [(step, row["peak_allocated_gib"]) for step, row in rows.of("memory")] == [(3, 3.0), (7, 3.0), (7, 5.0)]
+    assert [(step, row["peak_allocated_gib"]) for step, row in rows.of("memory")] == [
+        (3, 3.0),
+        (7, 3.0),
+        (7, 5.0),
+    ]
     assert sum(monitor.breakdown.values()) == pytest.approx(3.0)
 
 
@@ -165,7 +186,8 @@ def test_the_breakdown_adds_up_tensors_exactly(tmp_path):
         {
             "weights": weights / GIB,
             "gradients": parameters / GIB,
-            "optimizer state": (2 * parameters + 2 * 4) / GIB,  # two moments each, and a float32 step count per tensor
+            "optimizer state": (2 * parameters + 2 * 4)
+            / GIB,  # two moments each, and a float32 step count per tensor
             ACTIVATIONS: 3.0 - (weights + 3 * parameters + 8) / GIB,
         }
     )
@@ -216,7 +238,9 @@ def test_a_second_training_does_not_show_the_first_ones_memory(tmp_path):
 def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path):
     monitor, measured = MemoryMonitor(), list[float]()
     trainer, rows = make_trainer(tmp_path, monitor)
-    module = Linear()  # measures right after the monitor, and with the loader workers that other tests have left
+    module = (
+        Linear()
+    )  # measures right after the monitor, and with the loader workers that other tests have left
 
     def measure(*_):
         processes = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
@@ -232,7 +256,9 @@ def test_a_run_on_the_cpu_logs_host_memory_alone_and_knows_its_tensors(tmp_path)
     parts = monitor.breakdown
     assert parts.keys() == {"weights", "gradients", "optimizer state", ACTIVATIONS}
     assert parts["gradients"] == 72 / GIB
-    assert 8 * 2 * 4 / GIB <= parts[ACTIVATIONS] < 4096 / GIB  # the output of 8 samples, and what the loss makes of it
+    assert (
+        8 * 2 * 4 / GIB <= parts[ACTIVATIONS] < 4096 / GIB
+    )  # the output of 8 samples, and what the loss makes of it
 
 
 def test_data_that_live_on_the_device_are_a_part_of_their_own():
@@ -249,13 +275,17 @@ def test_data_that_live_on_the_device_are_a_part_of_their_own():
 
 
 def test_the_breakdown_waits_for_the_first_optimizer_step(tmp_path):
-    trainer, _, _, monitor, module = known_run(tmp_path, accumulate_grad_batches=4, limit_train_batches=5)
+    trainer, _, _, monitor, module = known_run(
+        tmp_path, accumulate_grad_batches=4, limit_train_batches=5
+    )
     trainer.fit(module, Points(80, 8).loader())
     assert monitor.breakdown["optimizer state"] == (2 * 72 + 8) / GIB
 
 
 def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
-    trainer, rows, allocator, monitor, module = known_run(tmp_path, max_epochs=3, log_every_n_steps=50)
+    trainer, rows, allocator, monitor, module = known_run(
+        tmp_path, max_epochs=3, log_every_n_steps=50
+    )
 
     class SpikeInTheSecond(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -265,14 +295,20 @@ def test_the_highest_value_of_a_run_is_kept_over_epochs(tmp_path):
     trainer.callbacks.append(SpikeInTheSecond())
     trainer.fit(module, Points(80, 8).loader())
     assert monitor.peaks["memory/peak_allocated_gib"] == 4.0
-    assert [row["peak_allocated_gib"] for step, row in rows.of("memory") if step % 10 == 9] == [3.0, 4.0, 3.0]
+    assert [row["peak_allocated_gib"] for step, row in rows.of("memory") if step % 10 == 9] == [
+        3.0,
+        4.0,
+        3.0,
+    ]
 
 
 def two_rank_run(folder: Path) -> None:
     allocator = FakeAllocator()
     host = FakeHost()
     monitor = MemoryMonitor(allocator.read, host)
-    trainer, rows = make_trainer(folder, monitor, devices=2, strategy="ddp_fork", use_distributed_sampler=False)
+    trainer, rows = make_trainer(
+        folder, monitor, devices=2, strategy="ddp_fork", use_distributed_sampler=False
+    )
 
     class Differ(Callback):
         def on_train_start(self, trainer, pl_module):
@@ -327,7 +363,11 @@ def test_the_peak_is_this_process_own_and_not_its_parents():
     script = "from project.callbacks.memory import host_memory; print(host_memory()['peak_rss'])"
     block = bytearray(512 * MIB)
     block[::4096] = b"x" * len(block[::4096])
-    peak = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout)
+    peak = int(
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, check=True, text=True
+        ).stdout
+    )
     assert 0 < peak < psutil.Process().memory_info().rss - 256 * MIB
 
 
@@ -353,7 +393,9 @@ def test_steady_growth_is_reported_with_numbers_and_nothing_else_is():
 def leaky(mib: float) -> Linear:
     kept: list[Any] = []
 
-    def leak() -> None:  # pages of their own: the heap would first hand out what earlier tests have freed
+    def leak() -> (
+        None
+    ):  # pages of their own: the heap would first hand out what earlier tests have freed
         kept.append(mmap.mmap(-1, int(mib * MIB)))
         kept[-1].write(b"x" * int(mib * MIB))
 
@@ -402,13 +444,24 @@ def test_a_long_clean_run_reports_no_leak(tmp_path, recwarn):
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 17 GB)"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
         (MemoryError(), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (RuntimeError("Unable to find an engine to execute this computation"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), True),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."),
+            True,
+        ),
         (RuntimeError("shapes do not match"), False),
         (RuntimeError(), False),
         (KeyError(3), False),
@@ -419,7 +472,9 @@ def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def first_words(size: int | None, flag: str, precision: str, accumulate: int = 1, device: str = "cuda") -> list[str]:
+def first_words(
+    size: int | None, flag: str, precision: str, accumulate: int = 1, device: str = "cuda"
+) -> list[str]:
     trainer: Any = SimpleNamespace(
         precision=precision,
         accumulate_grad_batches=accumulate,

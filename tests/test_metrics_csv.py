@@ -18,7 +18,9 @@ def test_what_is_logged_at_one_step_is_one_row_whenever_it_is_written(path: Path
     logger = MetricsCSV(path)
     logger.log_metrics({"train/loss": 2.5, "train/größe": 1}, 9)
     logger.save()
-    logger.log_metrics({"val/loss": 0.1, "train/loss": 3, "note": "of a module that tells all of its loggers"}, 19)
+    logger.log_metrics(
+        {"val/loss": 0.1, "train/loss": 3, "note": "of a module that tells all of its loggers"}, 19
+    )
     logger.save()
     logger.log_metrics({"val/loss": 0.125}, 19)
     logger.finalize("success")
@@ -45,7 +47,9 @@ def test_a_row_that_grows_or_shrinks_is_written_over_and_the_file_not_anew(path:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_a_resumed_run_goes_on_behind_the_rows_that_its_checkpoint_knew(path: Path, kept: int) -> None:
+def test_a_resumed_run_goes_on_behind_the_rows_that_its_checkpoint_knew(
+    path: Path, kept: int
+) -> None:
     first = MetricsCSV(path)
     for step in range(4):
         first.log_metrics({"a": step}, step)
@@ -75,7 +79,9 @@ def test_a_file_that_was_taken_away_is_begun_again(path: Path) -> None:
     assert read(path) == [{"step": 2, "a": 2}]
 
 
-def test_rows_that_a_checkpoint_counts_are_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_a_checkpoint_counts_are_on_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger = MetricsCSV(path)
     logger.log_metrics({"a": 1}, 1)
     logger.save()

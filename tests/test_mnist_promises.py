@@ -12,6 +12,13 @@ class TestMNIST(PromiseSuite, PictureSuite):
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
-        sizes = ["--data.train_samples", "320", "--data.val_samples", "100", "--data.test_samples", "201"]
+        sizes = [
+            "--data.train_samples",
+            "320",
+            "--data.val_samples",
+            "100",
+            "--data.test_samples",
+            "201",
+        ]
         augmentation = ["--data.rotate_degrees", "10", "--data.shift_pixels", "2"]
         return ["--data.source", "sample", *sizes, *augmentation, "--data.batch_size", "32"]

@@ -116,10 +116,20 @@ def test_schedules_climb_to_the_peak_and_survive_a_longer_run(shape: str) -> Non
 
 
 def test_learning_rates_and_names_that_cannot_be_are_refused_in_a_line() -> None:
-    for name in ("null", "..", "SparseAdam", "Optimizer", "os.path", "nothing.Here", "torch.nn.Linear"):
+    for name in (
+        "null",
+        "..",
+        "SparseAdam",
+        "Optimizer",
+        "os.path",
+        "nothing.Here",
+        "torch.nn.Linear",
+    ):
         with pytest.raises(UserError, match=r"^--model\.optimizer [^\n]*$"):
             make_optimizer(MLP(), optimizer=name)
-    with pytest.raises(UserError, match=r"optimizer_args\.momentun is no argument of SGD. Did you mean momentum"):
+    with pytest.raises(
+        UserError, match=r"optimizer_args\.momentun is no argument of SGD. Did you mean momentum"
+    ):
         make_optimizer(MLP(), optimizer="SGD", optimizer_args={"momentun": 0.9})
     with pytest.raises(UserError, match=r"optimizer_args\.weight_decay is no argument of LBFGS\.$"):
         make_optimizer(MLP(), optimizer="LBFGS", optimizer_args={"weight_decay": 0.1})
@@ -127,7 +137,10 @@ def test_learning_rates_and_names_that_cannot_be_are_refused_in_a_line() -> None
         ({"lr": math.nan}, "--model.lr must be above 0, got nan"),
         ({"weight_decay": math.nan}, "--model.weight_decay must be at least 0, got nan"),
         ({"loss": "MSELos"}, "--model.loss must be .* Did you mean MSELoss"),
-        ({"loss": "CrossEntropyLoss", "loss_args": {"weights": [1.0]}}, "loss_args.weights .* Did you mean weight"),
+        (
+            {"loss": "CrossEntropyLoss", "loss_args": {"weights": [1.0]}},
+            "loss_args.weights .* Did you mean weight",
+        ),
         ({"loss_args": {"reduction": "sum"}}, "reduction"),
         ({"schedule_args": {"gamma": 0.9}}, "linear has none"),
     ]
@@ -170,14 +183,20 @@ class Still(SupervisedModule):
 
 
 def plain_trainer(tmp_path: Path, **flags: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(**quiet | {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path, **flags})
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    return Trainer(
+        **quiet | {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": tmp_path, **flags}
+    )
 
 
 def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_path: Path) -> None:
     """Neither the smoothing nor the class weights that training minimises are in what is logged."""
     labels, weights = torch.arange(64) % 3, [1, 2, 9]
-    module = Still(3, loss="CrossEntropyLoss", loss_args={"label_smoothing": 0.3, "weight": weights})
+    module = Still(
+        3, loss="CrossEntropyLoss", loss_args={"label_smoothing": 0.3, "weight": weights}
+    )
     data, trainer = Rows(labels), plain_trainer(tmp_path)
     trainer.fit(module, data)
     features = data.rows.tensors[0]
@@ -185,14 +204,22 @@ def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_
     assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(expected, rel=1e-6)
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
     module.train()
-    smoothed = F.cross_entropy(module(features), labels, torch.tensor(weights).float(), label_smoothing=0.3)
-    assert float(module.training_step((features, labels), 0)) == pytest.approx(float(smoothed), rel=1e-6)
+    smoothed = F.cross_entropy(
+        module(features), labels, torch.tensor(weights).float(), label_smoothing=0.3
+    )
+    assert float(module.training_step((features, labels), 0)) == pytest.approx(
+        float(smoothed), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(tmp_path: Path, accumulate: int) -> None:
+def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(
+    tmp_path: Path, accumulate: int
+) -> None:
     module, data = Still(), Rows(torch.arange(16 * 14.0))
-    trainer = plain_trainer(tmp_path, log_every_n_steps=6 // accumulate, accumulate_grad_batches=accumulate)
+    trainer = plain_trainer(
+        tmp_path, log_every_n_steps=6 // accumulate, accumulate_grad_batches=accumulate
+    )
     trainer.fit(module, data)
     seen = module.trained
     assert len(seen) == 14
@@ -203,7 +230,10 @@ def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(tm
 
 def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
     batches = [(torch.randn(16, 4), torch.randn(16)) for _ in range(5)]
-    whole, first = Still(metrics={"mae": MeanAbsoluteError()}), Still(metrics={"mae": MeanAbsoluteError()})
+    whole, first = (
+        Still(metrics={"mae": MeanAbsoluteError()}),
+        Still(metrics={"mae": MeanAbsoluteError()}),
+    )
     second = Still()
     for module in (first, second):
         module.network.load_state_dict(whole.network.state_dict())
@@ -230,10 +260,14 @@ def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart(
         module.training_step((images, labels), index)
         assert len(module.window) < MOST_BATCHES
     assert float(module.train_metrics["accuracy"].compute()) == right / (4 * 2 * MOST_BATCHES)  # type: ignore[operator]
-    module.training_step((torch.rand(3, 1, 28, 28), torch.randint(10, (3,))), 0)  # a smaller last batch
+    module.training_step(
+        (torch.rand(3, 1, 28, 28), torch.randint(10, (3,))), 0
+    )  # a smaller last batch
     module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
     module.count_window()
-    assert [int(module.sums[name][1]) for name in ("recent", "epoch")] == [4 * 2 * MOST_BATCHES + 7] * 2
+    assert [int(module.sums[name][1]) for name in ("recent", "epoch")] == [
+        4 * 2 * MOST_BATCHES + 7
+    ] * 2
 
 
 def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path: Path) -> None:
@@ -242,7 +276,9 @@ def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path
     trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     outputs = module.network(data.rows.tensors[0]).squeeze(1)
-    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(F.mse_loss(outputs, targets)), rel=1e-6)
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(
+        float(F.mse_loss(outputs, targets)), rel=1e-6
+    )
     assert float(trainer.callback_metrics["val/mae"]) == pytest.approx(
         float((outputs - targets).abs().mean()), rel=1e-6
     )
@@ -250,7 +286,9 @@ def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path
         Still(3).training_step((data.rows.tensors[0], targets), 0)
 
 
-def test_several_labels_are_whole_numbers_for_metrics_and_probabilities_in_predictions(tmp_path: Path) -> None:
+def test_several_labels_are_whole_numbers_for_metrics_and_probabilities_in_predictions(
+    tmp_path: Path,
+) -> None:
     labels = torch.randint(2, (64, 3))
     module = Still(3, loss="BCEWithLogitsLoss", metrics={"f1": MultilabelF1Score(3)})
     data, trainer = Rows(labels), plain_trainer(tmp_path)
@@ -258,7 +296,9 @@ def test_several_labels_are_whole_numbers_for_metrics_and_probabilities_in_predi
     logits = module.network(data.rows.tensors[0])
     expected = F.binary_cross_entropy_with_logits(logits, labels.float())
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(expected), rel=1e-6)
-    assert float(trainer.callback_metrics["val/f1"]) == float(MultilabelF1Score(3)(logits.sigmoid(), labels))
+    assert float(trainer.callback_metrics["val/f1"]) == float(
+        MultilabelF1Score(3)(logits.sigmoid(), labels)
+    )
     assert torch.equal(module.predict_step(data.rows[:5], 0), logits[:5].sigmoid())
 
 
@@ -267,10 +307,16 @@ def test_a_loss_of_ones_own_is_trained_and_logged(tmp_path: Path) -> None:
         def loss(self, outputs: Tensor, batch: Any) -> Tensor:
             return (outputs - self.targets(batch)).abs() ** 3  # one value per sample
 
-    module, data, trainer = Mine(loss="HuberLoss"), Rows(torch.arange(40.0)), plain_trainer(tmp_path)
+    module, data, trainer = (
+        Mine(loss="HuberLoss"),
+        Rows(torch.arange(40.0)),
+        plain_trainer(tmp_path),
+    )
     trainer.fit(module, data)
     cubes = (module.network(data.rows.tensors[0]).squeeze(1) - data.rows.tensors[1]).abs() ** 3
-    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(cubes.mean()), rel=1e-6)
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(
+        float(cubes.mean()), rel=1e-6
+    )
     assert module.logged["train/loss"] == pytest.approx([sum(module.trained) / 2], rel=1e-6)
 
 
@@ -309,12 +355,20 @@ def test_a_loss_that_hands_its_arguments_on_takes_them() -> None:
         Still(loss=f"{__name__}.Passing", loss_args={"alpha": 2.0})
 
 
-def test_a_loss_with_weights_of_its_own_is_measured_with_those_that_were_trained(tmp_path: Path) -> None:
-    module, data, trainer = Still(loss=f"{__name__}.Stretched", lr=0.01), Rows(torch.ones(64)), plain_trainer(tmp_path)
+def test_a_loss_with_weights_of_its_own_is_measured_with_those_that_were_trained(
+    tmp_path: Path,
+) -> None:
+    module, data, trainer = (
+        Still(loss=f"{__name__}.Stretched", lr=0.01),
+        Rows(torch.ones(64)),
+        plain_trainer(tmp_path),
+    )
     trainer.fit(module, data)
     assert float(module.trained_loss.stretch) != 1  # type: ignore[arg-type]
     with torch.no_grad():
-        expected = module.trained_loss(module.network(data.rows.tensors[0]).squeeze(1), data.rows.tensors[1])
+        expected = module.trained_loss(
+            module.network(data.rows.tensors[0]).squeeze(1), data.rows.tensors[1]
+        )
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -335,12 +389,19 @@ def test_a_validation_step_of_ones_own_logs_its_own_loss(tmp_path: Path) -> None
 
     module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    logged = {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name.startswith("val")
+    }
     assert logged == {"val/loss": 0.25}
 
 
 def test_metrics_in_a_wrapper_alone_are_logged(tmp_path: Path) -> None:
-    module, trainer = Still(metrics={"mae": MinMaxMetric(MeanAbsoluteError())}), plain_trainer(tmp_path)
+    module, trainer = (
+        Still(metrics={"mae": MinMaxMetric(MeanAbsoluteError())}),
+        plain_trainer(tmp_path),
+    )
     trainer.fit(module, Rows(torch.arange(40.0)))
     assert {"val/loss", "val/raw", "val/min", "val/max"} <= trainer.callback_metrics.keys()
 
@@ -352,12 +413,18 @@ def test_metrics_that_a_step_of_ones_own_fills_are_logged(tmp_path: Path) -> Non
 
     module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    logged = {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name.startswith("val")
+    }
     assert logged == {"val/mae": 3.0}
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
-    module = Still(3, loss="CrossEntropyLoss", metrics={"f1": MulticlassF1Score(3, average="macro")})
+    module = Still(
+        3, loss="CrossEntropyLoss", metrics={"f1": MulticlassF1Score(3, average="macro")}
+    )
     found = []
     for size in (1000, 64, 7):
         data = Rows(torch.arange(1000) % 3, eval_batch_size=size)
@@ -367,15 +434,22 @@ def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     assert all(one["test/f1"] == found[0]["test/f1"] for one in found)
 
 
-def test_reduce_on_plateau_follows_the_monitored_metric_and_other_schedulers_their_interval(tmp_path: Path) -> None:
+def test_reduce_on_plateau_follows_the_monitored_metric_and_other_schedulers_their_interval(
+    tmp_path: Path,
+) -> None:
     def rates(**kwargs: Any) -> float:
         trainer = plain_trainer(tmp_path, max_epochs=3)
         trainer.fit(Still(**{"lr": 1e-6, **kwargs}), Rows(torch.arange(64.0)))
         return trainer.optimizers[0].param_groups[0]["lr"] / 1e-6
 
     plateau = {"schedule": "ReduceLROnPlateau", "schedule_args": {"patience": 0, "factor": 0.5}}
-    assert rates(**plateau) == pytest.approx(0.25)  # no weight moves, so two epochs in three are no better
-    exponential = {"schedule": "torch.optim.lr_scheduler.ExponentialLR", "schedule_args": {"gamma": 0.5}}
+    assert rates(**plateau) == pytest.approx(
+        0.25
+    )  # no weight moves, so two epochs in three are no better
+    exponential = {
+        "schedule": "torch.optim.lr_scheduler.ExponentialLR",
+        "schedule_args": {"gamma": 0.5},
+    }
     assert rates(**exponential) == pytest.approx(0.5**3)
     assert rates(**exponential, schedule_interval="step") == pytest.approx(0.5**12)
     with pytest.raises(UserError, match="Did you mean linear"):
@@ -394,7 +468,10 @@ class Pictures(BatchedDataModule):
 
     def make_split(self, split: Any) -> TensorImages:
         draw = torch.Generator().manual_seed(0)
-        return TensorImages(torch.randint(256, (60, 2, 8, 8), generator=draw, dtype=torch.uint8), torch.arange(60) % 3)
+        return TensorImages(
+            torch.randint(256, (60, 2, 8, 8), generator=draw, dtype=torch.uint8),
+            torch.arange(60) % 3,
+        )
 
 
 def small_mlp() -> MLP:
@@ -440,7 +517,10 @@ def test_weights_of_any_type_get_images_of_that_type(tmp_path: Path, precision: 
     trainer = plain_trainer(tmp_path, precision=precision)
     trainer.fit(module, Pictures())
     assert 0 < float(trainer.callback_metrics["val/loss"]) < 10
-    assert module.standardize(torch.zeros(1, 2, 8, 8, dtype=torch.uint8)).dtype == next(module.parameters()).dtype
+    assert (
+        module.standardize(torch.zeros(1, 2, 8, 8, dtype=torch.uint8)).dtype
+        == next(module.parameters()).dtype
+    )
 
 
 def test_mixed_labels_are_learnt_from_and_counted_by_their_larger_part() -> None:
@@ -455,14 +535,20 @@ def test_mixed_labels_are_learnt_from_and_counted_by_their_larger_part() -> None
 
 
 def test_a_network_that_does_not_fit_the_data_is_told_before_training(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"must give 3 logits .* Try --model.network.image_shape \[2,8,8\]"):
+    with pytest.raises(
+        UserError, match=r"must give 3 logits .* Try --model.network.image_shape \[2,8,8\]"
+    ):
         plain_trainer(tmp_path).fit(ImageClassifier(MLP(image_shape=(2, 8, 8))), Pictures())
 
 
 def test_the_sizes_to_type_are_those_that_the_network_has() -> None:
     data = SimpleNamespace(image_shape=(2, 8, 8), class_names=["a", "b", "c"])
     told = []
-    for network in (MLP(image_shape=(2, 8, 8)), nn.Sequential(nn.Flatten(), nn.Linear(128, 4)), nn.Linear(9, 3)):
+    for network in (
+        MLP(image_shape=(2, 8, 8)),
+        nn.Sequential(nn.Flatten(), nn.Linear(128, 4)),
+        nn.Linear(9, 3),
+    ):
         with pytest.raises(UserError) as refused:
             check_fit(network, data)
         told.append(str(refused.value))
@@ -470,7 +556,9 @@ def test_the_sizes_to_type_are_those_that_the_network_has() -> None:
     sizes = "Try --model.network.image_shape [2,8,8] --model.network.num_classes 3"
     assert told[0] == f"--model.network MLP {must} shape (1, 10) for one. {sizes}"
     assert told[1] == f"--model.network Sequential {must} shape (1, 4) for one."
-    assert told[2].startswith(f"--model.network Linear {must} mat1 and mat2 shapes cannot be multiplied (16x8 and 9x3)")
+    assert told[2].startswith(
+        f"--model.network Linear {must} mat1 and mat2 shapes cannot be multiplied (16x8 and 9x3)"
+    )
     check_fit(MLP(image_shape=(2, 8, 8), num_classes=3), data)
 
 
@@ -486,8 +574,13 @@ class SlowLearner(MNISTClassifier):
 def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a_classs_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["plain"])  # Lightning warns where both it and arguments are given
-    metric = {"class_path": "torchmetrics.classification.MulticlassF1Score", "init_args": {"num_classes": 10}}
+    monkeypatch.setattr(
+        "sys.argv", ["plain"]
+    )  # Lightning warns where both it and arguments are given
+    metric = {
+        "class_path": "torchmetrics.classification.MulticlassF1Score",
+        "init_args": {"num_classes": 10},
+    }
     words = ["--model", f"{__name__}.SlowLearner", "--model.optimizer", "SGD"]
     words += [
         "--model.metrics",
@@ -497,7 +590,14 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
         "--data.source",
         "sample",
     ]
-    quiet = ["--trainer.logger", "false", "--trainer.accelerator", "cpu", "--trainer.limit_train_batches", "3"]
+    quiet = [
+        "--trainer.logger",
+        "false",
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.limit_train_batches",
+        "3",
+    ]
     cli = LightningCLI(
         LightningModule,
         LightningDataModule,
@@ -505,7 +605,14 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
         subclass_mode_data=True,
         run=False,
         save_config_callback=None,
-        args=[*words, *quiet, "--trainer.max_epochs", "1", "--trainer.default_root_dir", str(tmp_path)],
+        args=[
+            *words,
+            *quiet,
+            "--trainer.max_epochs",
+            "1",
+            "--trainer.default_root_dir",
+            str(tmp_path),
+        ],
     )
     assert cli.model.lr == 0.0005
     assert (cli.model.monitor, cli.model.mode) == ("val/accuracy", "max")

@@ -22,7 +22,9 @@ def test_a_default_run_records_every_metric_that_a_cpu_has():
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     monitored, groups = reported.MONITORED, ("throughput/", "memory/", "optimizer/")
-    assert {name for row in rows for name, value in row.items() if value and name.startswith(groups)} == monitored
+    assert {
+        name for row in rows for name, value in row.items() if value and name.startswith(groups)
+    } == monitored
     assert {name for item in items for name in item} >= monitored  # feature: wandb
     assert summary(folder)["world_size"] == 1
     assert summary(folder)["throughput/samples_per_sec"] > 0  # feature: throughput
@@ -36,10 +38,14 @@ def test_two_processes_of_fit_log_under_the_same_names():
         rows = [row for row in csv.DictReader(file) if row["throughput/samples_per_sec"]]
     assert len(rows) >= 4
     for row in rows:
-        device, together = (float(row[f"throughput/{name}samples_per_sec"]) for name in ("device_", ""))
+        device, together = (
+            float(row[f"throughput/{name}samples_per_sec"]) for name in ("device_", "")
+        )
         assert together == pytest.approx(2 * device)
     # five steps of two batches of 32
-    batches, samples = (float(rows[1][f"throughput/{name}_per_sec"]) for name in ("batches", "samples"))
+    batches, samples = (
+        float(rows[1][f"throughput/{name}_per_sec"]) for name in ("batches", "samples")
+    )
     assert samples == pytest.approx(32 * batches)
     assert float(rows[1]["throughput/step_ms"]) == pytest.approx(2000 / batches)
 
@@ -62,7 +68,16 @@ class RunsOut(MNISTClassifier):
 
 def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path):
     (tmp_path / "runs_out.py").write_text(OOM_MODEL)
-    flags = ["--data.source", "sample", "--data.batch_size", "64", "--accelerator", "cpu", "--max_epochs", "1"]
+    flags = [
+        "--data.source",
+        "sample",
+        "--data.batch_size",
+        "64",
+        "--accelerator",
+        "cpu",
+        "--max_epochs",
+        "1",
+    ]
     flags += ["--model", "runs_out.RunsOut", "--checkpoint_every", "2", "--run_name", "oom"]
     search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": search}

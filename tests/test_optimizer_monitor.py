@@ -26,7 +26,9 @@ class GradientNorms(Callback):
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.norms.append(float(sum((p.grad.double() ** 2).sum() for p in pl_module.parameters()) ** 0.5))
+        self.norms.append(
+            float(sum((p.grad.double() ** 2).sum() for p in pl_module.parameters()) ** 0.5)
+        )
 
 
 class Decaying(Linear):
@@ -41,11 +43,16 @@ class Decaying(Linear):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_rate_and_gradient_norm_are_those_of_the_logged_step(tmp_path, accumulate):
     by_hand = GradientNorms()
-    options = {"gradient_clip_val": 1e-3, "log_every_n_steps": 2, "accumulate_grad_batches": accumulate}
+    options = {
+        "gradient_clip_val": 1e-3,
+        "log_every_n_steps": 2,
+        "accumulate_grad_batches": accumulate,
+    }
     trainer, rows = make_trainer(tmp_path, by_hand, OptimizerMonitor(), **options)
     trainer.fit(Decaying(), Points(8 * 6 * accumulate, 8).loader())
     assert rows.of("optimizer") == [
-        (step, {"lr": 0.125 * 0.5**step, "grad_norm": pytest.approx(by_hand.norms[step])}) for step in (1, 3, 5)
+        (step, {"lr": 0.125 * 0.5**step, "grad_norm": pytest.approx(by_hand.norms[step])})
+        for step in (1, 3, 5)
     ]
     assert len(by_hand.norms) == 6
 
@@ -58,15 +65,26 @@ class Unrated(Linear):
 def test_an_optimizer_without_a_rate_has_a_norm(tmp_path):
     trainer, rows = make_trainer(tmp_path, OptimizerMonitor(), log_every_n_steps=2)
     trainer.fit(Unrated(), Points(8 * 4, 8).loader())
-    assert [(step, {*values}) for step, values in rows.of("optimizer")] == [(1, {"grad_norm"}), (3, {"grad_norm"})]
+    assert [(step, {*values}) for step, values in rows.of("optimizer")] == [
+        (1, {"grad_norm"}),
+        (3, {"grad_norm"}),
+    ]
 
 
 def test_under_16_mixed_the_norm_is_unscaled_and_the_scale_is_logged(tmp_path):
     plain, scaled = [
-        make_trainer(tmp_path, OptimizerMonitor(), log_every_n_steps=1, limit_train_batches=1, **options)
+        make_trainer(
+            tmp_path, OptimizerMonitor(), log_every_n_steps=1, limit_train_batches=1, **options
+        )
         for options in (
             {},
-            {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]},
+            {
+                "plugins": [
+                    MixedPrecision(
+                        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0)
+                    )
+                ]
+            },
         )
     ]
     for trainer, _ in (plain, scaled):

@@ -43,7 +43,9 @@ def digits(loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
     return test.images[chosen, 0].numpy(), test.labels[chosen].numpy()
 
 
-@pytest.mark.parametrize(("count", "worse"), [(30, 1 / 30), pytest.param(300, 0.01, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("count", "worse"), [(30, 1 / 30), pytest.param(300, 0.01, marks=pytest.mark.nightly)]
+)
 def test_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_mnist(
     loaded: Loaded, digits: tuple[np.ndarray, np.ndarray], tmp_path: Path, count: int, worse: float
 ) -> None:
@@ -55,7 +57,10 @@ def test_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_mnis
     rng = np.random.default_rng(0)
     found = {}
     for way in WAYS:
-        paths = [way(image, tmp_path / f"{way.__name__}_{index:03}", rng) for index, image in enumerate(images)]
+        paths = [
+            way(image, tmp_path / f"{way.__name__}_{index:03}", rng)
+            for index, image in enumerate(images)
+        ]
         rows, _, bad = predict.predict_files(loaded, paths)
         assert not bad
         assert [row["file"] for row in rows] == [str(path) for path in paths]
@@ -69,20 +74,32 @@ def accurate(rows: list[dict], labels: np.ndarray) -> list[bool]:
     return [int(row["digit"]) == label for row, label in zip(rows, labels, strict=True)]
 
 
-def test_an_mnist_image_comes_out_of_preparation_unchanged(digits: tuple[np.ndarray, np.ndarray]) -> None:
+def test_an_mnist_image_comes_out_of_preparation_unchanged(
+    digits: tuple[np.ndarray, np.ndarray],
+) -> None:
     for image in digits[0]:
         pixels = np.repeat(image[..., None].astype(np.float32) / 255, 3, axis=2)
         np.testing.assert_array_equal(find_digit(pixels)[0], image[None])
 
 
-def test_prepared_digits_have_mnists_box_and_centre_of_mass(digits: tuple[np.ndarray, np.ndarray]) -> None:
+def test_prepared_digits_have_mnists_box_and_centre_of_mass(
+    digits: tuple[np.ndarray, np.ndarray],
+) -> None:
     for image in digits[0][:50]:
         wide = np.zeros((200, 300), dtype=np.float32)
-        wide[20:160, 150:290] = np.asarray(Image.fromarray(image).resize((140, 140)), dtype=np.float32) / 255
+        wide[20:160, 150:290] = (
+            np.asarray(Image.fromarray(image).resize((140, 140)), dtype=np.float32) / 255
+        )
         prepared = find_digit(1 - np.repeat(wide[..., None], 3, axis=2))[0][0].astype(np.float64)
         rows, columns = np.flatnonzero(prepared.any(axis=1)), np.flatnonzero(prepared.any(axis=0))
-        assert max(np.ptp(rows), np.ptp(columns)) + 1 in (19, 20)  # 19: a faint outermost row rounds to 0
-        centre = [prepared.sum(axis=1) @ np.arange(28), prepared.sum(axis=0) @ np.arange(28)] / prepared.sum()
+        assert max(np.ptp(rows), np.ptp(columns)) + 1 in (
+            19,
+            20,
+        )  # 19: a faint outermost row rounds to 0
+        centre = [
+            prepared.sum(axis=1) @ np.arange(28),
+            prepared.sum(axis=0) @ np.arange(28),
+        ] / prepared.sum()
         np.testing.assert_allclose(centre, 14, atol=0.51)
 
 
@@ -90,7 +107,9 @@ def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> Non
     """DejaVu ships with matplotlib. Bar for a net of seconds; the README's figure is of many fonts and a full run."""
     import matplotlib
 
-    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 150)
+    font = ImageFont.truetype(
+        str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 150
+    )
     for digit in range(10):
         picture = Image.new("RGB", (300, 220), "navy")
         ImageDraw.Draw(picture).text((20, 20), str(digit), font=font, fill="yellow")
@@ -108,10 +127,16 @@ def test_photographs_under_uneven_light_on_ruled_paper_and_with_noise_are_read(
     labels = take_photographs(test.images[:, 0].numpy(), test.labels.numpy(), tmp_path, every)
     rows, _, bad = predict.predict_files(loaded, list(labels))
     assert not bad
-    right = np.array([int(row["digit"]) == labels[Path(row["file"])] for row in rows]).reshape(len(KINDS), -1)
-    print(f"right of {right.shape[1]} photographs each: {dict(zip(KINDS, right.sum(axis=1).tolist(), strict=True))}")
+    right = np.array([int(row["digit"]) == labels[Path(row["file"])] for row in rows]).reshape(
+        len(KINDS), -1
+    )
+    print(
+        f"right of {right.shape[1]} photographs each: {dict(zip(KINDS, right.sum(axis=1).tolist(), strict=True))}"
+    )
     assert right.mean() >= 0.9
-    wrong_and_sure = [row for row, fits in zip(rows, right.flat, strict=True) if not fits and not row["note"]]
+    wrong_and_sure = [
+        row for row, fits in zip(rows, right.flat, strict=True) if not fits and not row["note"]
+    ]
     assert len(wrong_and_sure) <= 1
     assert sum(row["note"] == "more than one digit" for row in rows) <= 2
 
@@ -121,13 +146,23 @@ def test_several_digits_are_said_and_counted_and_noise_is_no_digit(
 ) -> None:
     rng = np.random.default_rng(0)
     for number, kind in enumerate(KINDS):
-        photograph(list(digits[0][number : number + 3]), kind, rng).save(tmp_path / f"photo{number}.png")
+        photograph(list(digits[0][number : number + 3]), kind, rng).save(
+            tmp_path / f"photo{number}.png"
+        )
     scan = Image.fromarray(255 - np.concatenate(list(digits[0][:2]), axis=1))
     scan.resize((280, 140)).save(tmp_path / "scan.png")
-    Image.fromarray(rng.integers(0, 256, (150, 200, 3), dtype=np.uint8)).save(tmp_path / "television.png")
+    Image.fromarray(rng.integers(0, 256, (150, 200, 3), dtype=np.uint8)).save(
+        tmp_path / "television.png"
+    )
     Image.fromarray(digits[0][0]).save(tmp_path / "one.png")
     output = tmp_path / "labels.json"
-    words = [str(tmp_path / "*.png"), "--ckpt_path", str(trained_checkpoint()), "--output", str(output)]
+    words = [
+        str(tmp_path / "*.png"),
+        "--ckpt_path",
+        str(trained_checkpoint()),
+        "--output",
+        str(output),
+    ]
     assert entry.exit_code(predict.main, words) == 2
     told = capsys.readouterr()
     assert "television.png: nothing in it stands out like a digit" in told.err
@@ -147,11 +182,15 @@ def test_an_unsure_label_says_so(loaded: Loaded, tmp_path: Path) -> None:
     assert row["note"] == "unsure (below 70%)"
 
 
-def test_dust_and_a_digit_in_a_corner_do_not_matter(loaded: Loaded, digits: tuple[np.ndarray, np.ndarray]) -> None:
+def test_dust_and_a_digit_in_a_corner_do_not_matter(
+    loaded: Loaded, digits: tuple[np.ndarray, np.ndarray]
+) -> None:
     clean, dusty = [], []
     for image in digits[0][:100]:
         page = np.ones((200, 200, 3), dtype=np.float32)
-        page[110:194, 110:194] -= np.asarray(Image.fromarray(image).resize((84, 84)), dtype=np.float32)[..., None] / 255
+        page[110:194, 110:194] -= (
+            np.asarray(Image.fromarray(image).resize((84, 84)), dtype=np.float32)[..., None] / 255
+        )
         clean.append(find_digit(page)[0])
         page[10:13, 10:13] = 0
         dusty.append(find_digit(page)[0])
@@ -161,9 +200,15 @@ def test_dust_and_a_digit_in_a_corner_do_not_matter(loaded: Loaded, digits: tupl
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 40), (40, 1), (2, 2), (3, 500)])
-def test_pictures_of_odd_sizes_are_prepared_or_refused_never_a_crash(height: int, width: int) -> None:
+def test_pictures_of_odd_sizes_are_prepared_or_refused_never_a_crash(
+    height: int, width: int
+) -> None:
     rng = np.random.default_rng(0)
-    for picture in (np.zeros((height, width, 3)), np.ones((height, width, 3)), rng.random((height, width, 3))):
+    for picture in (
+        np.zeros((height, width, 3)),
+        np.ones((height, width, 3)),
+        rng.random((height, width, 3)),
+    ):
         try:
             prepared = find_digit(picture.astype(np.float32))[0]
         except BadImage:
@@ -199,10 +244,18 @@ def test_bad_files_are_named_and_skipped_and_the_exit_code_says_so(
     Image.new("1", (20_000, 20_000)).save(folder / "bomb.png")
     (folder / "notes.txt").write_text("not taken from a folder")
     output = tmp_path / "labels.csv"
-    words = [str(folder), str(folder / "*.png"), str(folder / "missing.png"), "--ckpt_path", str(trained_checkpoint())]
+    words = [
+        str(folder),
+        str(folder / "*.png"),
+        str(folder / "missing.png"),
+        "--ckpt_path",
+        str(trained_checkpoint()),
+    ]
     assert entry.exit_code(predict.main, [*words, "--output", str(output)]) == 2
     told = capsys.readouterr()
-    assert [line.split(": ", 1)[0].removeprefix(f"skipped {folder}/") for line in told.err.splitlines()] == [
+    assert [
+        line.split(": ", 1)[0].removeprefix(f"skipped {folder}/") for line in told.err.splitlines()
+    ] == [
         "blank.bmp",
         "bomb.png",
         "text.jpg",
@@ -214,7 +267,14 @@ def test_bad_files_are_named_and_skipped_and_the_exit_code_says_so(
     with open(output, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [Path(row["file"]).name for row in rows] == ["also good.webp", "good.png"]
-    assert list(rows[0]) == ["file", "digit", "probability", "runner_up", "runner_up_probability", "note"]
+    assert list(rows[0]) == [
+        "file",
+        "digit",
+        "probability",
+        "runner_up",
+        "runner_up_probability",
+        "note",
+    ]
     for name in ("also good.webp", "good.png"):
         assert name in told.out
 
@@ -237,7 +297,10 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
     assert entry.exit_code(predict.main, [*words, *flags]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())
     assert len(rows) == 7
-    assert all(0.5 >= row["runner_up_probability"] >= 0 and row["digit"] != row["runner_up"] for row in rows)
+    assert all(
+        0.5 >= row["runner_up_probability"] >= 0 and row["digit"] != row["runner_up"]
+        for row in rows
+    )
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert np.asarray(sheet).min() == 0  # the digits' background, black on the white sheet
         assert sheet.width > 3 * 84
@@ -253,7 +316,10 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
         (["EMPTY"], "is a folder without files in it"),
         (["x.png", "--output", "x.txt"], "--output must end in .json or .csv, got x.txt"),
         (["x.png", "--contact_sheet", "x.csv"], "--contact_sheet must end in .png, got x.csv"),
-        (["x.png", "--output", "/proc/x.json"], "--output must be a file you may write, got /proc/x.json"),
+        (
+            ["x.png", "--output", "/proc/x.json"],
+            "--output must be a file you may write, got /proc/x.json",
+        ),
         (["~nouser/*.png"], "IMAGE ~nouser/*.png matches no file"),
         (["x.png", "--ckpt", "a"], "unknown option --ckpt. Did you mean --ckpt_path?"),
         ([], "IMAGE"),
@@ -313,7 +379,9 @@ def test_sixteen_bits_and_transparency_are_not_clipped(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 32768, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
     np.testing.assert_allclose(read_image(tmp_path / "deep.png")[0, :, 0], [0, 0.5, 1], atol=1e-4)
     for shade in (0, 255):
-        Image.fromarray(np.array([[[shade] * 3 + [0], [shade] * 3 + [255]]], dtype=np.uint8)).save(tmp_path / "c.png")
+        Image.fromarray(np.array([[[shade] * 3 + [0], [shade] * 3 + [255]]], dtype=np.uint8)).save(
+            tmp_path / "c.png"
+        )
         np.testing.assert_allclose(np.ptp(read_image(tmp_path / "c.png"), axis=1), 1)
 
 
@@ -341,20 +409,30 @@ class Numbers(LightningDataModule):
         (lambda x: x.sum(dim=1), {"prediction": 6.0}),
         (lambda x: x.sum(dim=1, keepdim=True), {"prediction": 6.0}),
         (lambda x: 2 * x, {"prediction_0": 2.0, "prediction_1": 4.0, "prediction_2": 6.0}),
-        (lambda x: {"price": x[:, 0], "where": x[:, 1:]}, {"price": 1.0, "where_0": 2.0, "where_1": 3.0}),
+        (
+            lambda x: {"price": x[:, 0], "where": x[:, 1:]},
+            {"price": 1.0, "where_0": 2.0, "where_1": 3.0},
+        ),
         (lambda x: [f"{len(row)} numbers" for row in x], {"prediction": "3 numbers"}),
         (lambda x: x[:, None, :], {"prediction": [[1.0, 2.0, 3.0]]}),
     ],
 )
-def test_what_predict_step_returns_becomes_the_columns(answer: Any, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_what_predict_step_returns_becomes_the_columns(
+    answer: Any, expected: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("1 2 3")
     (tmp_path / "b.txt").write_text("no numbers")
     (tmp_path / "c.txt").write_text("1 2 3 4")  # of another length: a batch of its own
     files = find_files([str(tmp_path)])
-    rows, _, bad = predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files[:2])
+    rows, _, bad = predict.predict_files(
+        Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files[:2]
+    )
     assert rows == [{"file": str(files[0]), **expected}]
     assert bad == [(files[1], "ValueError: could not convert string to float: 'no'")]
-    assert len(predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files)[0]) == 2
+    assert (
+        len(predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files)[0])
+        == 2
+    )
 
 
 def test_only_probabilities_of_the_named_classes_become_a_label(tmp_path: Path) -> None:
@@ -366,7 +444,9 @@ def test_only_probabilities_of_the_named_classes_become_a_label(tmp_path: Path) 
     (row,), _, _ = predict.predict_files(loaded, files[:1])
     assert (row["label"], row["runner_up"]) == ("dog", "cat")
     assert (row["probability"], row["runner_up_probability"]) == pytest.approx((0.7, 0.2))
-    rows, _, _ = predict.predict_files(loaded, files)  # several labels may hold at once: no label is the answer
+    rows, _, _ = predict.predict_files(
+        loaded, files
+    )  # several labels may hold at once: no label is the answer
     assert list(rows[0]) == ["file", "prediction_0", "prediction_1", "prediction_2"]
 
 
@@ -385,7 +465,9 @@ def test_only_probabilities_of_the_named_classes_become_a_label(tmp_path: Path) 
 def test_a_module_that_does_not_fit_is_one_line(answer: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1 2 3")
     with pytest.raises(UserError) as error:
-        predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), [tmp_path / "a.txt"])
+        predict.predict_files(
+            Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), [tmp_path / "a.txt"]
+        )
     assert message in str(error.value)
 
 
@@ -397,14 +479,31 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
         return predict.choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))[1]
 
     ten = [str(digit) for digit in range(10)]
-    clothes = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]
+    clothes = [
+        "T-shirt",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Boot",
+    ]
     assert "as in MNIST" in chosen(image_shape=(1, 28, 28), class_names=ten)
     assert "scaled to 1 x 28 x 28" in chosen(image_shape=(1, 28, 28), class_names=clothes)
     assert "scaled to 3 x 28 x 28" in chosen(image_shape=(3, 28, 28), class_names=ten)
-    assert "prepare_image" in chosen(image_shape=(1, 28, 28), class_names=ten, prepare_image=lambda pixels: pixels)
-    assert "prepare_file" in chosen(prepare_image=lambda pixels: pixels, prepare_file=lambda path: path)
+    assert "prepare_image" in chosen(
+        image_shape=(1, 28, 28), class_names=ten, prepare_image=lambda pixels: pixels
+    )
+    assert "prepare_file" in chosen(
+        prepare_image=lambda pixels: pixels, prepare_file=lambda path: path
+    )
     for attributes in ({}, {"image_shape": (2, 28, 28)}):
-        with pytest.raises(UserError, match=r"Give LightningDataModule a method prepare_file\(path\)"):
+        with pytest.raises(
+            UserError, match=r"Give LightningDataModule a method prepare_file\(path\)"
+        ):
             chosen(**attributes)
 
 
@@ -417,7 +516,9 @@ def test_help_and_typing_errors_come_before_torch() -> None:
         assert exit_code(predict.main, ["no*such.png"]) == 2
         assert not {"torch", "lightning", "torchvision", "matplotlib"} & set(sys.modules)
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "--contact_sheet" in done.stdout
 
@@ -426,9 +527,25 @@ def test_help_and_typing_errors_come_before_torch() -> None:
 def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path) -> None:
     from project import fit
 
-    flags = ["--data.source", "sample", "--max_epochs", "2", "--accelerator", "gpu", "--devices", "1"]
+    flags = [
+        "--data.source",
+        "sample",
+        "--max_epochs",
+        "2",
+        "--accelerator",
+        "gpu",
+        "--devices",
+        "1",
+    ]
     for precision in ("32-true", "16-mixed", "bf16-mixed"):
-        where = ["--default_root_dir", str(tmp_path), "--run_name", precision, "--precision", precision]
+        where = [
+            "--default_root_dir",
+            str(tmp_path),
+            "--run_name",
+            precision,
+            "--precision",
+            precision,
+        ]
         assert fit.main([*flags, *where]) == 0
         loaded = load(tmp_path / precision / "best.ckpt")
         loaded.datamodule.setup("test")

@@ -35,12 +35,16 @@ def fit(folder: Path, *callbacks: Callback, module: Linear | None = None, **opti
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    (trace,) = (folder / "profile").glob("rank0.*.pt.trace.json")  # the ending is how TensorBoard knows it
+    (trace,) = (folder / "profile").glob(
+        "rank0.*.pt.trace.json"
+    )  # the ending is how TensorBoard knows it
     return json.loads(trace.read_text())["traceEvents"]
 
 
 def spans(found: list[dict[str, Any]], name: str) -> list[Span]:
-    named = [event for event in found if event.get("cat") == "user_annotation" and event["name"] == name]
+    named = [
+        event for event in found if event.get("cat") == "user_annotation" and event["name"] == name
+    ]
     return sorted((event["ts"], event["ts"] + event["dur"]) for event in named)
 
 
@@ -48,7 +52,13 @@ def test_every_recorded_step_has_its_regions_in_order(tmp_path):
     fit(tmp_path, profiler=StepProfiler(wait=2, warmup=1, active=3))
     found = events(tmp_path)
     counts = {name: len(spans(found, name)) for name in REGIONS}
-    assert counts == {"data": 6, "forward": 3, "loss": 3, "backward": 3, "optimizer": 3}  # data: fetching, and moving
+    assert counts == {
+        "data": 6,
+        "forward": 3,
+        "loss": 3,
+        "backward": 3,
+        "optimizer": 3,
+    }  # data: fetching, and moving
     for step in range(3):
         fetching, moving = spans(found, "data")[2 * step : 2 * step + 2]
         parts = [fetching, moving, *(spans(found, name)[step] for name in REGIONS[1:])]
@@ -57,7 +67,11 @@ def test_every_recorded_step_has_its_regions_in_order(tmp_path):
 
 def test_only_the_steps_of_the_schedule_are_recorded(tmp_path):
     fit(tmp_path, profiler=StepProfiler(wait=2, warmup=1, active=3), max_epochs=2)
-    steps = {event["name"] for event in events(tmp_path) if str(event.get("name")).startswith("ProfilerStep#")}
+    steps = {
+        event["name"]
+        for event in events(tmp_path)
+        if str(event.get("name")).startswith("ProfilerStep#")
+    }
     assert steps == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
 
 
@@ -95,13 +109,18 @@ def test_the_table_names_regions_and_operations_and_each_file_is_said_how_to_ope
     assert "aten::addmm" in table
     assert "[8, 8], [8, 2]" in table
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("perfetto", "tensorboard --logdir", "top_operations.txt", str(tmp_path)))
+    assert all(
+        word in printed
+        for word in ("perfetto", "tensorboard --logdir", "top_operations.txt", str(tmp_path))
+    )
 
 
 def test_profiling_changes_no_weight_and_leaves_no_hook(tmp_path):
     plain = fit(tmp_path / "a")
     profiled = fit(tmp_path / "b", profiler=StepProfiler(wait=2, warmup=1, active=3))
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), profiled.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), profiled.parameters(), strict=True)
+    )
     assert not profiled.layer._forward_hooks
     assert not profiled.layer._forward_pre_hooks
     assert not profiled.trainer.optimizers[0]._optimizer_step_post_hooks
@@ -145,7 +164,14 @@ def test_a_compiled_network_is_profiled_and_stays_compiled(tmp_path):
 
 
 def test_a_region_holds_the_kernels_launched_in_it_by_any_thread_once():
-    def event(name: str, start: float, end: float, kernels: Any = (), region: bool = False, device: Any = "CPU") -> Any:
+    def event(
+        name: str,
+        start: float,
+        end: float,
+        kernels: Any = (),
+        region: bool = False,
+        device: Any = "CPU",
+    ) -> Any:
         return SimpleNamespace(
             name=name,
             device_type=getattr(DeviceType, device),
@@ -160,7 +186,9 @@ def test_a_region_holds_the_kernels_launched_in_it_by_any_thread_once():
         event("forward", 4, 24, region=True, device="CUDA"),  # the device's copy of the region
         event("gemm", 4, 12, device="CUDA"),
         event("backward", 20, 50, region=True),
-        event("autograd::engine::evaluate_function", 21, 30, kernels=[100.0]),  # in autograd's own thread
+        event(
+            "autograd::engine::evaluate_function", 21, 30, kernels=[100.0]
+        ),  # in autograd's own thread
         event("forward", 60, 65, region=True),
         event("aten::addmm", 61, 62, kernels=[2.0]),
         event("aten::zeros", 55, 56, kernels=[1000.0]),  # between the regions
@@ -175,12 +203,16 @@ def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path):
 
 
 def test_a_run_too_short_to_record_anything_says_so(tmp_path):
-    with pytest.warns(UserWarning, match="nothing was profiled: wait, warmup and active take 110 training steps"):
+    with pytest.warns(
+        UserWarning, match="nothing was profiled: wait, warmup and active take 110 training steps"
+    ):
         fit(tmp_path, profiler=StepProfiler(wait=50, warmup=50, active=10))
     assert not (tmp_path / "profile").exists()
 
 
-@pytest.mark.parametrize(("name", "value"), [("wait", -1), ("warmup", -1), ("active", 0), ("rows", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("wait", -1), ("warmup", -1), ("active", 0), ("rows", 0)]
+)
 def test_a_schedule_that_makes_no_sense_is_refused(name, value):
     with pytest.raises(UserError, match=rf"^--profiler.{name} must be at least \d, got {value}\.$"):
         StepProfiler(**{name: value})
@@ -189,7 +221,16 @@ def test_a_schedule_that_makes_no_sense_is_refused(name, value):
 def test_the_profile_config_works_as_its_first_lines_say(tmp_path):
     root = Path(__file__).parents[1]
     config = root / "configs" / "profile.yaml"
-    flags = ["--config", str(config), "--data.source", "sample", "--accelerator", "cpu", "--limit_train_batches", "20"]
+    flags = [
+        "--config",
+        str(config),
+        "--data.source",
+        "sample",
+        "--accelerator",
+        "cpu",
+        "--limit_train_batches",
+        "20",
+    ]
     flags += ["--run_name", "profiled", "--data.batch_size", "32"]
     env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": str(root)}
     ended = run("fit", *flags, cwd=tmp_path, env=env)

@@ -21,26 +21,32 @@ PACKAGE = project.__name__
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-LINES = [re.split(r"\s+# ", line)[0].strip() for text in BLOCKS for line in text.replace("\\\n", " ").splitlines()]
+LINES = [
+    re.split(r"\s+# ", line)[0].strip()
+    for text in BLOCKS
+    for line in text.replace("\\\n", " ").splitlines()
+]
 PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
 LINES += [span for span in re.findall(r"`([^`\n]+)`", PROSE) if span.startswith("python -m")]
 COMMANDS = sorted({line for line in LINES if f"-m {PACKAGE}" in line and "pip install" not in line})
-HAS_MNIST = importlib.util.find_spec(f"{PACKAGE}.data.mnist") is not None  # a clone may have left the example out
+HAS_MNIST = (
+    importlib.util.find_spec(f"{PACKAGE}.data.mnist") is not None
+)  # a clone may have left the example out
 EXAMPLE = ["--config", "configs/examples/autoencoder.yaml"]
 EXAMPLE = ["--config", "configs/examples/tabular.yaml"]  # feature: supervised
 EXAMPLE = ["--config", "mine.yaml"]  # feature: images
 # Commands that hand on the options of fit; their own stand in their help.
 TAKE_FIT_OPTIONS = {"tune", "benchmark", "sweep"}
 # Words of an advertisement, and a word that no reader can know.
-UNWANTED = (
-    r"courses?|blazing\w*|seamless\w*|effortless\w*|cutting[- ]edge|state[- ]of[- ]the[- ]art|world[- ]class|powerful"
-)
+UNWANTED = r"courses?|blazing\w*|seamless\w*|effortless\w*|cutting[- ]edge|state[- ]of[- ]the[- ]art|world[- ]class|powerful"
 
 
 def snippet(language: str, containing: str) -> str:
     """The one code block in ``language`` that contains a text."""
     (found,) = [
-        text for text in re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.M) if containing in text
+        text
+        for text in re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.M)
+        if containing in text
     ]
     return found
 
@@ -80,7 +86,10 @@ def test_every_command_is_there_and_knows_its_options(
     name, arguments = words_of(line)
     if name in ("fit", "test"):
         words = [word for word in arguments if word != "--print_config"]
-        names_a_model = any(word.startswith(("mine.yaml", "configs/examples", "--model.class_path")) for word in words)
+        names_a_model = any(
+            word.startswith(("mine.yaml", "configs/examples", "--model.class_path"))
+            for word in words
+        )
         if not HAS_MNIST and not names_a_model:
             words = [*EXAMPLE, *words]
         with pytest.raises(SystemExit) if "-h" in words else nullcontext():
@@ -90,8 +99,12 @@ def test_every_command_is_there_and_knows_its_options(
     assert found is not None, f"there is no command {name}"
     if name == "__main__":
         return
-    module = f"{PACKAGE}.{name}.__main__" if found.submodule_search_locations else f"{PACKAGE}.{name}"
-    table = [word for word in arguments[:1] if name in ("tune", "benchmark") and not word.startswith("-")]
+    module = (
+        f"{PACKAGE}.{name}.__main__" if found.submodule_search_locations else f"{PACKAGE}.{name}"
+    )
+    table = [
+        word for word in arguments[:1] if name in ("tune", "benchmark") and not word.startswith("-")
+    ]
     with pytest.raises(SystemExit) as end:
         importlib.import_module(module).main([*table, "--help"])
     assert not end.value.code
@@ -107,9 +120,16 @@ def test_every_command_is_there_and_knows_its_options(
 def test_links_and_named_files_are_there() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     targets += re.findall(r"configs/[\w/]+\.\w+|tests/\w+\.py", README)
-    missing = [target for target in targets if not target.startswith("http") and not (ROOT / target).exists()]
+    missing = [
+        target
+        for target in targets
+        if not target.startswith("http") and not (ROOT / target).exists()
+    ]
     assert not missing
-    named = re.findall(r"`(\w+\.yaml)`", README.partition("`--config configs/examples/...`")[2].partition("\n\n")[0])
+    named = re.findall(
+        r"`(\w+\.yaml)`",
+        README.partition("`--config configs/examples/...`")[2].partition("\n\n")[0],
+    )
     assert named
     assert not [name for name in named if not (ROOT / "configs" / "examples" / name).exists()]
 
@@ -160,7 +180,12 @@ def test_the_library_snippet_gives_the_same_logits_for_both_kinds_of_images(fold
 
 
 def test_words_that_no_reader_should_meet() -> None:
-    paths = [ROOT / "README.md", ROOT / "Dockerfile", *(ROOT / "configs").rglob("*.*"), *(ROOT / PACKAGE).rglob("*.py")]
+    paths = [
+        ROOT / "README.md",
+        ROOT / "Dockerfile",
+        *(ROOT / "configs").rglob("*.*"),
+        *(ROOT / PACKAGE).rglob("*.py"),
+    ]
     found = [
         f"{path.relative_to(ROOT)}: {word}"
         for path in paths

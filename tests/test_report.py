@@ -30,7 +30,9 @@ from project.report import MOST_POINTS, curves, render
 from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 LARGEST = 2_000_000  # bytes of a report
 
 
@@ -40,7 +42,11 @@ def report() -> str:
 
 def text_of(page_source: str) -> str:
     return html.unescape(
-        re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<style.*?</style>", "", page_source, flags=re.S)))
+        re.sub(
+            r"\s+",
+            " ",
+            re.sub(r"<[^>]+>", " ", re.sub(r"<style.*?</style>", "", page_source, flags=re.S)),
+        )
     )
 
 
@@ -48,9 +54,12 @@ def test_report_is_one_small_file_that_names_no_address() -> None:
     source = report()
     assert len(source.encode()) < LARGEST
     addresses = re.findall(r'(?:src|href|srcset|action)="([^"]*)"|url\(([^)]*)\)', source)
-    assert {address[:5] for pair in addresses for address in pair if address and not address.startswith("#")} == {
-        "data:"
-    }
+    assert {
+        address[:5]
+        for pair in addresses
+        for address in pair
+        if address and not address.startswith("#")
+    } == {"data:"}
     assert "<script" not in source
 
 
@@ -87,8 +96,20 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
 
 def record_of(metrics: dict[str, float] | None = None, **facts: Any) -> RunRecord:
     """A record of a run of four epochs of ten steps."""
-    known: dict[str, Any] = {"run_name": "r", "finished": True, "device": "cpu", "precision": "32-true"}
-    known |= {"world_size": 1, "parameters": 10, "epochs": 4, "steps": 40, "fit_seconds": 1.0, "command": "fit"}
+    known: dict[str, Any] = {
+        "run_name": "r",
+        "finished": True,
+        "device": "cpu",
+        "precision": "32-true",
+    }
+    known |= {
+        "world_size": 1,
+        "parameters": 10,
+        "epochs": 4,
+        "steps": 40,
+        "fit_seconds": 1.0,
+        "command": "fit",
+    }
     return RunRecord(Summary(**(known | facts), metrics=metrics or {}), config="")
 
 
@@ -101,7 +122,9 @@ def record_of(metrics: dict[str, float] | None = None, **facts: Any) -> RunRecor
         (None, None, "git commit not known: the code is in no git checkout"),
     ],
 )
-def test_report_says_whether_the_code_was_the_commits(commit: str | None, dirty: bool | None, said: str) -> None:
+def test_report_says_whether_the_code_was_the_commits(
+    commit: str | None, dirty: bool | None, said: str
+) -> None:
     text = text_of(page.render(record_of(git_commit=commit, git_dirty=dirty)))
     assert said in text
     assert ("git state" in text) == (commit is not None)
@@ -118,7 +141,10 @@ def test_what_the_commit_lacks_is_kept_beside_the_configuration(
         subprocess.run([*git, *words], check=True)
     monkeypatch.setattr(summary_module, "__file__", str(code))
     summary_module.write_config(tmp_path, {"a": 1})
-    assert (summary_module.git_state()[1], (tmp_path / "uncommitted.diff").exists()) == (False, False)
+    assert (summary_module.git_state()[1], (tmp_path / "uncommitted.diff").exists()) == (
+        False,
+        False,
+    )
     code.write_text("after\n")
     summary_module.write_config(tmp_path, {"a": 1})
     assert summary_module.git_state()[1]
@@ -127,19 +153,27 @@ def test_what_the_commit_lacks_is_kept_beside_the_configuration(
     unknown = code.with_name("new.py")
     unknown.touch()  # git does not know it
     summary_module.write_config(tmp_path, {"a": 1})
-    assert (tmp_path / "uncommitted.diff").read_text() == f"?? {unknown.relative_to(tmp_path / 'clone')}\n\n"
-    (tmp_path / "clone" / ".git" / "index").write_text("damaged")  # status fails, rev-parse does not
+    assert (
+        tmp_path / "uncommitted.diff"
+    ).read_text() == f"?? {unknown.relative_to(tmp_path / 'clone')}\n\n"
+    (tmp_path / "clone" / ".git" / "index").write_text(
+        "damaged"
+    )  # status fails, rev-parse does not
     assert summary_module.git_state()[1] is None
 
 
 def test_report_shows_where_the_time_went_and_what_leaks() -> None:
     record = record_of(advice="loader-bound: try more workers")
     record.leaks = ["host memory looks like it leaks"]
-    assert "loader-bound: try more workers host memory looks like it leaks" in text_of(page.render(record))
+    assert "loader-bound: try more workers host memory looks like it leaks" in text_of(
+        page.render(record)
+    )
 
 
 def test_report_names_machine_and_date() -> None:
-    text = text_of(page.render(record_of(date="2026-11-22 06:25 UTC", hardware="AMD EPYC 9B14, 2 cores")))
+    text = text_of(
+        page.render(record_of(date="2026-11-22 06:25 UTC", hardware="AMD EPYC 9B14, 2 cores"))
+    )
     assert "date 2026-11-22 06:25 UTC hardware AMD EPYC 9B14, 2 cores" in text
 
 
@@ -172,7 +206,9 @@ def test_report_of_a_regression_follows_its_own_metric_and_shows_nothing_of_clas
     assert "0.25 test mean absolute error" in text
     assert "0.2112 validation mean absolute error best, epoch 3 of 4" in text
     assert "%" not in text
-    assert re.findall("<h3>([^<]+)</h3><svg", source) == ["Loss", "mean_absolute_error"], "train and val share a chart"
+    assert re.findall("<h3>([^<]+)</h3><svg", source) == ["Loss", "mean_absolute_error"], (
+        "train and val share a chart"
+    )
     assert "cross-entropy" not in text
     assert "Predictions on the test set" not in text
     assert marked == [{1: 9, 2: 19, 3: 29, 4: 39}] * 2
@@ -186,7 +222,9 @@ def test_charts_that_are_too_many_are_said_to_be_left_out() -> None:
     assert "metrics.csv has 2 more." in text_of(source)
 
 
-def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked(marked: list[dict[int, int]]) -> None:
+def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked(
+    marked: list[dict[int, int]],
+) -> None:
     record = record_of(epochs=1)
     record.series = {"epoch": [(4, 0), (9, 0), (14, 1)], "own": [(4, 1.0)]}
     page.render(record)
@@ -194,12 +232,18 @@ def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked(marked: list[dic
 
 
 # feature: test_predictions
-def trained_predictions(callback: TestPredictions, batch_size: int = 77) -> tuple[torch.Tensor, MNISTDataModule]:
+def trained_predictions(
+    callback: TestPredictions, batch_size: int = 77
+) -> tuple[torch.Tensor, MNISTDataModule]:
     """Test the small run's best checkpoint with the callback; returns its probabilities (200, 10)."""
     loaded = load(reported_run() / "best.ckpt")
     datamodule = MNISTDataModule(source="sample", test_samples=200, eval_batch_size=batch_size)
     trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[callback], enable_progress_bar=False, enable_model_summary=False
+        accelerator="cpu",
+        logger=False,
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.test(loaded.module, datamodule=datamodule, verbose=False)
     with torch.no_grad():
@@ -220,7 +264,10 @@ def test_confusion_and_mistakes_are_exact_and_show_the_images_themselves() -> No
     surest = wrong[sureness[wrong].argsort(descending=True)][:5]
     assert len(callback.mistakes) == 5
     for mistake, index in zip(callback.mistakes, surest.tolist(), strict=True):
-        assert (mistake.label, mistake.prediction) == (int(test_set.labels[index]), int(predictions[index]))
+        assert (mistake.label, mistake.prediction) == (
+            int(test_set.labels[index]),
+            int(predictions[index]),
+        )
         assert mistake.probability == pytest.approx(float(sureness[index]), abs=1e-6)
         assert (mistake.image[..., 0] == test_set.images[index, 0].numpy()).all()
 
@@ -234,7 +281,9 @@ def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPat
     assert alone.confusion is not None
     assert twice.confusion is not None
     assert (twice.confusion == 2 * alone.confusion).all()
-    assert [m.probability for m in twice.mistakes] == [m.probability for m in alone.mistakes[:3] for _ in range(2)]
+    assert [m.probability for m in twice.mistakes] == [
+        m.probability for m in alone.mistakes[:3] for _ in range(2)
+    ]
 
 
 # end feature: test_predictions
@@ -243,11 +292,15 @@ def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPat
 def test_two_processes_report_every_test_sample_once() -> None:
     folder = two_rank_run()
     wrong = round(199 * (1 - summary(folder)["test/accuracy"]))  # feature: test_predictions
-    assert f"{wrong} wrong of 199" in text_of((folder / "report.html").read_text())  # feature: test_predictions
+    assert f"{wrong} wrong of 199" in text_of(
+        (folder / "report.html").read_text()
+    )  # feature: test_predictions
     assert len(wandb_folders(folder)) == 1, "one W&B run per job"  # feature: wandb
 
 
-def test_a_report_that_fails_is_one_warning_and_no_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fails_is_one_warning_and_no_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise OSError("no space")
 
@@ -319,7 +372,9 @@ def test_report_of_any_data_is_small_quick_and_safe(tmp_path: Path) -> None:
     assert "<h3>f1 &lt;x&gt;</h3><svg" in source, "a metric of the user's own gets a chart"
     elements = {
         match.lower()
-        for match in re.findall(r"<([a-zA-Z!/][\w:-]*)", re.sub(r"<style.*?</style>", "", source, flags=re.S))
+        for match in re.findall(
+            r"<([a-zA-Z!/][\w:-]*)", re.sub(r"<style.*?</style>", "", source, flags=re.S)
+        )
     }
     assert not elements & {"script", "iframe", "a", "object", "foreignobject"}
 
@@ -332,20 +387,40 @@ def test_report_of_a_run_stopped_before_it_logged_anything(tmp_path: Path) -> No
     assert "No value was logged before the run ended." in text
 
 
-def test_a_curve_within_epochs_has_no_peak_at_their_ends_where_the_mean_of_the_epoch_stands(tmp_path: Path) -> None:
-    rows = ["step,epoch,train/loss,train/accuracy,val/loss", "9,0,0.5,,", "14,0,0.8,0.7,0.4", "19,1,0.3,,"]
+def test_a_curve_within_epochs_has_no_peak_at_their_ends_where_the_mean_of_the_epoch_stands(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        "step,epoch,train/loss,train/accuracy,val/loss",
+        "9,0,0.5,,",
+        "14,0,0.8,0.7,0.4",
+        "19,1,0.3,,",
+    ]
     (tmp_path / "metrics.csv").write_text("\n".join([*rows, "29,1,0.4,0.9,0.3", "34,2,0.2,,"]))
     series = read_series(tmp_path / "metrics.csv", epochs=2)
     assert series["train/loss"] == [(9, 0.5), (19, 0.3), (34, 0.2)]
     assert series["train/accuracy"] == [(14, 0.7), (29, 0.9)]
     assert series["val/loss"] == [(14, 0.4), (29, 0.3)]
-    (tmp_path / "metrics.csv").write_text("step,epoch,train/loss\n4,0,0.8\n9,1,0.5\n10,2,0.4\n14,2,0.3")
-    assert read_series(tmp_path / "metrics.csv", epochs=3)["train/loss"] == [(4, 0.8), (9, 0.5), (14, 0.3)]
+    (tmp_path / "metrics.csv").write_text(
+        "step,epoch,train/loss\n4,0,0.8\n9,1,0.5\n10,2,0.4\n14,2,0.3"
+    )
+    assert read_series(tmp_path / "metrics.csv", epochs=3)["train/loss"] == [
+        (4, 0.8),
+        (9, 0.5),
+        (14, 0.3),
+    ]
 
 
 def test_a_long_line_is_thinned_and_keeps_its_mean_and_ends() -> None:
     axes = Figure().subplots()
-    curves(axes, {"loss": [(step, float(step)) for step in range(30_000)]}, "nats", "fitting", 30_000, {})
+    curves(
+        axes,
+        {"loss": [(step, float(step)) for step in range(30_000)]},
+        "nats",
+        "fitting",
+        30_000,
+        {},
+    )
     steps, values = map(np.asarray, axes.lines[0].get_data())
     assert len(steps) == len(values) == MOST_POINTS
     assert values.mean() == pytest.approx(14_999.5)
@@ -360,7 +435,13 @@ def browser(folder: Path) -> Iterator[str]:
     """A headless Chromium; gives the address of its debugging socket."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    words = [CHROMIUM or "", *flags, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
+    words = [
+        CHROMIUM or "",
+        *flags,
+        "--remote-debugging-port=0",
+        f"--user-data-dir={folder}",
+        "about:blank",
+    ]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         place = folder / "DevToolsActivePort"
@@ -381,7 +462,9 @@ async def tab(address: str) -> AsyncIterator[Any]:
 
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{address}/json/list") as answer:
-            (target,) = [entry for entry in json.loads(await answer.text()) if entry["type"] == "page"]
+            (target,) = [
+                entry for entry in json.loads(await answer.text()) if entry["type"] == "page"
+            ]
         async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
             events: list[dict[str, Any]] = []
             numbers = iter(range(1, 10_000))
@@ -407,7 +490,10 @@ async def look(address: str, path: Path, width: int, scheme: str) -> dict[str, A
             await send(f"{domain}.enable")
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         await send("Emulation.setDeviceMetricsOverride", **size)
-        await send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         await send("Page.navigate", url=path.as_uri())
         facts: dict[str, Any] = {}
         ask = """({ready: document.readyState, width: document.documentElement.scrollWidth,
@@ -422,14 +508,20 @@ async def look(address: str, path: Path, width: int, scheme: str) -> dict[str, A
                 break
             await asyncio.sleep(0.1)
         events = send.events
-        urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        urls = [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
         facts["requests"] = [url for url in urls if not url.startswith("data:")]
         noise = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         facts["console"] = [event["params"] for event in events if event["method"] in noise]
         return facts
 
 
-OTHERS = [pytest.param(*screen, marks=pytest.mark.nightly) for screen in ((1280, "dark"), (390, "light"))]
+OTHERS = [
+    pytest.param(*screen, marks=pytest.mark.nightly) for screen in ((1280, "dark"), (390, "light"))
+]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

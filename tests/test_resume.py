@@ -43,7 +43,12 @@ trainer:
   callbacks: {class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}
 """
 SHORT = [(1, 0, 2, 2)]  # devices, workers, accumulated batches, kills
-WHOLE = [(devices, workers, accumulate, 4) for devices in (1, 2) for workers in (0, 2) for accumulate in (1, 2)]
+WHOLE = [
+    (devices, workers, accumulate, 4)
+    for devices in (1, 2)
+    for workers in (0, 2)
+    for accumulate in (1, 2)
+]
 
 
 def wait_for_saves(count: int, process: Process) -> None:
@@ -94,7 +99,8 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     assert resumed.returncode == 0, resumed.stderr
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
     assert (
-        summary(Path("checkpoints/killed"))["test/accuracy"] == summary(Path("checkpoints/reference"))["test/accuracy"]
+        summary(Path("checkpoints/killed"))["test/accuracy"]
+        == summary(Path("checkpoints/reference"))["test/accuracy"]
     )
 
 
@@ -103,9 +109,23 @@ def test_a_run_killed_soon_after_a_validation_inside_an_epoch_goes_on_bit_identi
     workplace: Path, accumulate: int, step: int
 ) -> None:
     arguments = [*SMALL, *RANDOM, "--max_epochs", "1", "--accumulate_grad_batches", str(accumulate)]
-    arguments += ["--val_check_interval", "15", "--checkpoint_every", "1000"]  # batches; so only a new best is saved
+    arguments += [
+        "--val_check_interval",
+        "15",
+        "--checkpoint_every",
+        "1000",
+    ]  # batches; so only a new best is saved
     assert fit.main(["--run_name", "reference", *arguments]) == 0
-    words = [sys.executable, "-m", "tests.interrupted", str(step), "SIGKILL", "--run_name", "killed", *arguments]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.interrupted",
+        str(step),
+        "SIGKILL",
+        "--run_name",
+        "killed",
+        *arguments,
+    ]
     assert complete(words).returncode == -9
     assert 0 < checkpoint(Path("checkpoints/killed/last.ckpt"))["global_step"] < step
     assert fit.main(["--run_name", "killed", "--ckpt_path", "auto"]) == 0
@@ -127,7 +147,16 @@ def test_a_checkpoint_of_a_version_that_kept_less_goes_on(workplace: Path) -> No
 
 
 def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace: Path) -> None:
-    arguments = [*SMALL, *RANDOM, "--data.batch_size", "32", "--data.num_workers", "1", "--max_epochs", "2"]
+    arguments = [
+        *SMALL,
+        *RANDOM,
+        "--data.batch_size",
+        "32",
+        "--data.num_workers",
+        "1",
+        "--max_epochs",
+        "2",
+    ]
     arguments += ["--data.train_samples", "1600"]  # 25 steps an epoch
     reference = run_ranks("fit", "--run_name", "reference", *arguments)
     assert reference.returncode == 0, reference.stderr
@@ -140,13 +169,34 @@ def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace:
 
 
 @pytest.mark.parametrize(
-    "step", [pytest.param(25, id="in validation"), pytest.param(60, id="in training", marks=pytest.mark.nightly)]
+    "step",
+    [
+        pytest.param(25, id="in validation"),
+        pytest.param(60, id="in training", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, step: int) -> None:
     Path("averaged.yaml").write_text(AVERAGED)
-    arguments = ["--config", "averaged.yaml", *SMALL, *CONVNET, *RANDOM, "--val_check_interval", "0.5"]
+    arguments = [
+        "--config",
+        "averaged.yaml",
+        *SMALL,
+        *CONVNET,
+        *RANDOM,
+        "--val_check_interval",
+        "0.5",
+    ]
     assert fit.main(["--run_name", "reference", *arguments]) == 0
-    words = [sys.executable, "-m", "tests.interrupted", str(step), "SIGTERM", "--run_name", "stopped", *arguments]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.interrupted",
+        str(step),
+        "SIGTERM",
+        "--run_name",
+        "stopped",
+        *arguments,
+    ]
     stopped = complete(words)
     assert stopped.returncode == 143, stopped.stderr
     assert checkpoint(Path("checkpoints/stopped/last.ckpt"))["global_step"] in (step, step + 1)
@@ -154,11 +204,22 @@ def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, s
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))
 
 
-def test_data_on_the_device_give_the_weights_of_data_on_the_host_also_after_a_stop(workplace: Path) -> None:
+def test_data_on_the_device_give_the_weights_of_data_on_the_host_also_after_a_stop(
+    workplace: Path,
+) -> None:
     """On two processes: tests/test_scale_out.py."""
     arguments = [*SMALL, *CONVNET, *RANDOM]
     assert fit.main(["--run_name", "reference", *arguments, "--data.on_device", "false"]) == 0
-    words = [sys.executable, "-m", "tests.interrupted", "60", "SIGTERM", "--run_name", "stopped", *arguments]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.interrupted",
+        "60",
+        "SIGTERM",
+        "--run_name",
+        "stopped",
+        *arguments,
+    ]
     stopped = complete([*words, "--data.on_device", "true"])
     assert stopped.returncode == 143, stopped.stderr
     assert fit.main(["--run_name", "stopped", "--ckpt_path", "last"]) == 0

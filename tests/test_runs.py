@@ -26,7 +26,9 @@ from tests.trained import trained_checkpoint
 PACKAGE = project.__name__
 
 
-def make_run(root: Path, name: str, lr: float = 0.02, seed: int = 1, accuracy: float = 0.9, **other: Any) -> Path:
+def make_run(
+    root: Path, name: str, lr: float = 0.02, seed: int = 1, accuracy: float = 0.9, **other: Any
+) -> Path:
     """A run's folder as ``fit`` leaves it, without checkpoints."""
     folder = root / name
     folder.mkdir(parents=True)
@@ -34,12 +36,32 @@ def make_run(root: Path, name: str, lr: float = 0.02, seed: int = 1, accuracy: f
         "class_path": "project.model.MNISTClassifier",
         "init_args": {"lr": lr, "optimizer": other.get("optimizer", "SGD")},
     }
-    config = {"seed_everything": seed, "trainer": {"max_epochs": 2}, "model": model, "run_name": name}
+    config = {
+        "seed_everything": seed,
+        "trainer": {"max_epochs": 2},
+        "model": model,
+        "run_name": name,
+    }
     (folder / "config.yaml").write_text(f"# python -m project.fit\n{yaml.safe_dump(config)}")
-    facts = {"run_name": name, "finished": other.get("finished", True), "monitor": "val/accuracy", "epochs": 2}
-    results = {"fit_seconds": 1.5, "val/accuracy": accuracy, "test/accuracy": accuracy - 0.01, "test/loss": 0.3}
+    facts = {
+        "run_name": name,
+        "finished": other.get("finished", True),
+        "monitor": "val/accuracy",
+        "epochs": 2,
+    }
+    results = {
+        "fit_seconds": 1.5,
+        "val/accuracy": accuracy,
+        "test/accuracy": accuracy - 0.01,
+        "test/loss": 0.3,
+    }
     (folder / "summary.json").write_text(json.dumps(facts | results))
-    rows = ["step,epoch,train/loss,val/accuracy,memory/rss_gib", "10,0,0.5,,1", f"20,1,0.4,{accuracy},1", "30,1,"]
+    rows = [
+        "step,epoch,train/loss,val/accuracy,memory/rss_gib",
+        "10,0,0.5,,1",
+        f"20,1,0.4,{accuracy},1",
+        "30,1,",
+    ]
     (folder / "metrics.csv").write_text("\n".join(rows))
     return folder
 
@@ -65,14 +87,24 @@ def test_the_list_tells_what_differs_and_what_came_out(root: Path) -> None:
     rows = listed(root)
     assert [row["name"] for row in rows] == ["fast", "slow-1", "slow-2"]
     facts = {"state": "finished", "epochs": 2, "fit_seconds": 1.5}
-    expected = {"name": "fast", "seed_everything": 1, "model.lr": 0.1, "val/accuracy": 0.95, **facts}
+    expected = {
+        "name": "fast",
+        "seed_everything": 1,
+        "model.lr": 0.1,
+        "val/accuracy": 0.95,
+        **facts,
+    }
     assert {name: rows[0][name] for name in expected} == expected
     assert "model.optimizer" not in rows[0]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", rows[0]["date"])
 
 
 def test_lists_are_sorted_and_written_as_csv(root: Path) -> None:
-    assert [row["name"] for row in listed(root, "--sort", "val/accuracy")] == ["slow-1", "slow-2", "fast"]
+    assert [row["name"] for row in listed(root, "--sort", "val/accuracy")] == [
+        "slow-1",
+        "slow-2",
+        "fast",
+    ]
 
 
 def test_seeds_of_one_configuration_are_averaged(root: Path) -> None:
@@ -100,7 +132,17 @@ def test_a_configuration_is_trained_with_several_seeds_and_goes_on_after_a_stop(
     monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=start))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     small = SMALL[: SMALL.index("MLP") + 1]  # --report is the page of these runs
-    words = ["--seeds", "2", "--run_name", "s", *small, "--max_epochs", "1", "--output", "seeds.json"]
+    words = [
+        "--seeds",
+        "2",
+        "--run_name",
+        "s",
+        *small,
+        "--max_epochs",
+        "1",
+        "--output",
+        "seeds.json",
+    ]
     assert exit_code(runs.main, words) == 143
     assert [path.name for path in Path("checkpoints").glob("s-*")] == ["s-1"]
     Path("checkpoints/other").mkdir()  # a run of something else
@@ -120,7 +162,12 @@ def test_a_run_is_running_while_its_lock_is_held_and_interrupted_without_an_end(
     with open(root / "fast" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         states = {row["name"]: row["state"] for row in listed(root)}
-        assert states == {"fast": "running", "slow-1": "finished", "slow-2": "finished", "stopped": "interrupted"}
+        assert states == {
+            "fast": "running",
+            "slow-1": "finished",
+            "slow-2": "finished",
+            "stopped": "interrupted",
+        }
 
 
 def test_damaged_files_of_a_run_hide_no_other_run(root: Path) -> None:
@@ -186,7 +233,12 @@ def test_the_page_compares_all_runs_and_needs_no_network(root: Path) -> None:
     assert "script" not in page.tags
     assert not page.attributes & {"src", "onload", "onerror"}
     assert not re.search(r"url\(\s*[\"']?(?!#)|@import", text)
-    headings = ["Runs", "Mean and standard deviation over seeds", "Settings that differ", "Test results"]
+    headings = [
+        "Runs",
+        "Mean and standard deviation over seeds",
+        "Settings that differ",
+        "Test results",
+    ]
     assert all(heading in page.texts for heading in headings)
     assert {"train/loss", "val/accuracy"} <= set(page.texts)
     assert "memory/rss_gib" not in page.texts
@@ -200,7 +252,9 @@ def test_no_markup_of_a_run_reaches_the_page(root: Path) -> None:
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}$\\frac$"
     folder = make_run(root, "_<b>evil", optimizer=evil)
     summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"monitor": evil, evil: 0.5, f"test/{evil}": 0.5}))
+    (folder / "summary.json").write_text(
+        json.dumps(summary | {"monitor": evil, evil: 0.5, f"test/{evil}": 0.5})
+    )
     (folder / "metrics.csv").write_text(f'step,"{evil}"\n1,2\n')
     listed(root, "--report", str(root / "page.html"))
     page = Page((root / "page.html").read_text())
@@ -263,9 +317,13 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
         if path.name != "__main__.py" or path.parent != here
     }
     commands = {path for path in files if "\n    run(main)" in path.read_text()}
-    assert set(told) == {path.parent.name if path.name == "__main__.py" else path.stem for path in commands}
+    assert set(told) == {
+        path.parent.name if path.name == "__main__.py" else path.stem for path in commands
+    }
     assert told["runs"] == (runs.__doc__ or "").partition("\n")[0]
     assert done.stdout.startswith(f"python -m {PACKAGE}.fit ")
     assert not re.search(rf"torch|lightning|{PACKAGE}\.", done.stderr)
-    piped = subprocess.run(["bash", "-c", f"set -o pipefail; {shlex.join(words[:1])} -m {PACKAGE} | true"], stderr=-1)
+    piped = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {shlex.join(words[:1])} -m {PACKAGE} | true"], stderr=-1
+    )
     assert (piped.returncode, piped.stderr) == (0, b"")

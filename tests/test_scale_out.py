@@ -37,21 +37,46 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(place: Path, name: str) -> list[str]:
     size = ["--limit_train_batches", "18", "--max_epochs", "2"]
-    where = ["--accelerator", "cpu", "--checkpoint_every", "5", "--default_root_dir", str(place / name)]
+    where = [
+        "--accelerator",
+        "cpu",
+        "--checkpoint_every",
+        "5",
+        "--default_root_dir",
+        str(place / name),
+    ]
     return [*EXAMPLE, *size, *where]
 
 
 def environment(**more: str) -> dict[str, str]:
-    foreign = ("SLURM", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PROJECT_", "PL_")
+    foreign = (
+        "SLURM",
+        "TORCHELASTIC",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "PROJECT_",
+        "PL_",
+    )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     # a restarted worker group must not meet the old group's store; the same threads everywhere sum in the same order
-    fixed = {"WANDB_MODE": "disabled", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "2"}
+    fixed = {
+        "WANDB_MODE": "disabled",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "2",
+    }
     return {**kept, **fixed, "PYTHONPATH": str(ROOT), **more}
 
 
 def run(command: list[str], **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment(**more), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=ROOT,
+        env=environment(**more),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -63,7 +88,9 @@ def free_port() -> int:
 
 def only_run(place: Path, name: str) -> Path:
     """The one run that a job left, however many processes it had."""
-    (folder,) = [path for path in (place / name).iterdir() if path.is_dir() and not path.is_symlink()]
+    (folder,) = [
+        path for path in (place / name).iterdir() if path.is_dir() and not path.is_symlink()
+    ]
     assert (folder / "summary.json").exists()
     return folder
 
@@ -84,7 +111,9 @@ def undisturbed(place: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place: Path, undisturbed: Path) -> None:
+def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(
+    place: Path, undisturbed: Path
+) -> None:
     job_id = str(10_000 + free_port())
     meeting = [
         "--nnodes",
@@ -98,7 +127,15 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place:
     ]
     nodes = [
         run(
-            [*ANY_TORCHRUN, *meeting, "--node_rank", str(rank), "-m", "project.fit", *flags(place, "nodes")],
+            [
+                *ANY_TORCHRUN,
+                *meeting,
+                "--node_rank",
+                str(rank),
+                "-m",
+                "project.fit",
+                *flags(place, "nodes"),
+            ],
             **slurm_variables(job_id, rank, nodes=2),
         )
         for rank in range(2)
@@ -110,7 +147,9 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(place:
 
 
 @pytest.mark.nightly
-def test_torchrun_restarts_a_killed_worker_and_ends_with_the_same_weights(place: Path, undisturbed: Path) -> None:
+def test_torchrun_restarts_a_killed_worker_and_ends_with_the_same_weights(
+    place: Path, undisturbed: Path
+) -> None:
     elastic = [*TORCHRUN, "--max_restarts", "1", "--monitor_interval", "0.2"]
     # on the device: where the data live changes nothing (the undisturbed run has them on the host)
     killed = ["-m", "tests.interrupted", "23", "SIGKILL", *flags(place, "killed"), *ON_DEVICE]
@@ -147,10 +186,11 @@ def slurm(tmp_path: Path) -> Path:
         f'env {" ".join(f"{k}={v}" for k, v in slurm_variables("$SLURM_JOB_ID", rank).items())} "$@" & p{rank}=$!'
         for rank in range(2)
     )
-    script = (
-        f"#!/bin/bash\nshift\n{per_task}\necho $p0 $p1 > {tmp_path}/tasks\nwait $p0; a=$?; wait $p1; exit $((a|$?))\n"
-    )
-    for name, text in {"srun": script, "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n'}.items():
+    script = f"#!/bin/bash\nshift\n{per_task}\necho $p0 $p1 > {tmp_path}/tasks\nwait $p0; a=$?; wait $p1; exit $((a|$?))\n"
+    for name, text in {
+        "srun": script,
+        "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n',
+    }.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(stat.S_IRWXU)
     return tmp_path
@@ -161,10 +201,14 @@ def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
     place: Path, slurm: Path, undisturbed: Path
 ) -> None:
     job_id = str(10_000 + free_port())
-    allocation = slurm_variables(job_id, 0) | {"PATH": f"{slurm}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    allocation = slurm_variables(job_id, 0) | {
+        "PATH": f"{slurm}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    }
     del allocation["SLURM_STEP_ID"]  # the batch script itself is no step
     script = ["bash", "configs/slurm.sh", *flags(place, "slurm"), "--num_nodes", "1"]
-    first = run([*script, "--trainer.callbacks", "tests.interrupted.Slow"], SLOW_SECONDS="0.2", **allocation)
+    first = run(
+        [*script, "--trainer.callbacks", "tests.interrupted.Slow"], SLOW_SECONDS="0.2", **allocation
+    )
     folder = place / "slurm" / f"slurm-{job_id}"
     while not (folder / "last.ckpt").exists() and first.poll() is None:
         time.sleep(0.1)
@@ -192,7 +236,14 @@ def test_torchrun_inside_a_slurm_job_counts_its_own_ranks(monkeypatch: pytest.Mo
     trainer = build_trainer(
         trainer_flags(
             configure(
-                ["--config", "configs/examples/autoencoder.yaml", "--accelerator", "cpu", "--strategy", "ddp"],
+                [
+                    "--config",
+                    "configs/examples/autoencoder.yaml",
+                    "--accelerator",
+                    "cpu",
+                    "--strategy",
+                    "ddp",
+                ],
                 "project.fit",
             )
         )

@@ -29,7 +29,11 @@ def unlike(a: Any, b: Any, where: str) -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return [line for key in a for line in unlike(a[key], b[key], f"{where}.{key}")]
     if isinstance(a, (list, tuple)) and len(a) == len(b):
-        return [line for i, (x, y) in enumerate(zip(a, b, strict=True)) for line in unlike(x, y, f"{where}[{i}]")]
+        return [
+            line
+            for i, (x, y) in enumerate(zip(a, b, strict=True))
+            for line in unlike(x, y, f"{where}[{i}]")
+        ]
     if isinstance(a, torch.Tensor) and a.shape == b.shape:
         return [] if torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-5) else [where]
     return [] if a == b else [where]
@@ -38,11 +42,20 @@ def unlike(a: Any, b: Any, where: str) -> list[str]:
 def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> None:
     """Two processes, each with half of every batch, against one; not with Adam, whose steps magnify rounding errors."""
     steady = ["--model.schedule", "constant", "--model.warmup_fraction", "0", "--model.lr", "0.05"]
-    steady += ["--data.shift_pixels", "0", "--model.optimizer", "SGD", "--model.optimizer_args.momentum", "0.9"]
+    steady += [
+        "--data.shift_pixels",
+        "0",
+        "--model.optimizer",
+        "SGD",
+        "--model.optimizer_args.momentum",
+        "0.9",
+    ]
     short = [*SMALL, *steady, "--limit_train_batches", "10", "--max_epochs"]
     assert fit.main([*short, "2", "--run_name", "whole"]) == 0
     for epochs in ("1", "2"):
-        ended = run_ranks("tests.sharded", *short, epochs, *HALF, "--run_name", "sharded", "--ckpt_path", "auto")
+        ended = run_ranks(
+            "tests.sharded", *short, epochs, *HALF, "--run_name", "sharded", "--ckpt_path", "auto"
+        )
         assert ended.returncode == 0, ended.stderr
     sharded, whole = Path("checkpoints/sharded"), Path("checkpoints/whole")
     ours, theirs = checkpoint(sharded / "last.ckpt"), checkpoint(whole / "last.ckpt")
@@ -53,8 +66,21 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
     assert summary(sharded)["parameters"] == summary(whole)["parameters"]
     # one process tests it with the same result, and goes on from it
     assert test_command.main(["--ckpt_path", str(sharded / "best.ckpt"), "--output", "m.json"]) == 0
-    assert json.loads(Path("m.json").read_text())["test/accuracy"] == summary(sharded)["test/accuracy"]
-    more = ["--run_name", "sharded", "--ckpt_path", "last", "--max_epochs", "3", "--strategy", "auto", "--devices", "1"]
+    assert (
+        json.loads(Path("m.json").read_text())["test/accuracy"] == summary(sharded)["test/accuracy"]
+    )
+    more = [
+        "--run_name",
+        "sharded",
+        "--ckpt_path",
+        "last",
+        "--max_epochs",
+        "3",
+        "--strategy",
+        "auto",
+        "--devices",
+        "1",
+    ]
     assert fit.main([*more, "--data.batch_size", "64"]) == 0
     assert summary(sharded)["world_size"] == 1
 
@@ -78,7 +104,11 @@ def test_gradients_are_added_in_float32_and_mixed_precision_keeps_float32_buffer
     strategy.precision_plugin = FSDPPrecision(precision)
     config = strategy.mixed_precision_config
     assert config is not None
-    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (weights, torch.float32, buffers)
+    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (
+        weights,
+        torch.float32,
+        buffers,
+    )
 
 
 def test_large_parts_are_gathered_by_themselves() -> None:
@@ -118,15 +148,36 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
     trainer_flags(configure(["--strategy", "ddp", *flags], "project.fit"))
     trainer_flags(
         configure(
-            ["--strategy", "fsdp", "--gradient_clip_val", "1", "--gradient_clip_algorithm", "value"], "project.fit"
+            [
+                "--strategy",
+                "fsdp",
+                "--gradient_clip_val",
+                "1",
+                "--gradient_clip_algorithm",
+                "value",
+            ],
+            "project.fit",
         )
     )
 
 
 def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
-    words = [*SMALL, "--limit_train_batches", "10", "--max_epochs", "1", *HALF, "--precision", "bf16-mixed"]
+    words = [
+        *SMALL,
+        "--limit_train_batches",
+        "10",
+        "--max_epochs",
+        "1",
+        *HALF,
+        "--precision",
+        "bf16-mixed",
+    ]
     ended = run_ranks("tests.sharded", *words, "--run_name", "mixed")
     assert ended.returncode == 0, ended.stderr
     found = summary(Path("checkpoints/mixed"))
-    assert test_command.main(["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]) == 0
-    assert json.loads(Path("m.json").read_text())["test/loss"] == pytest.approx(found["test/loss"], rel=1e-6)
+    assert (
+        test_command.main(["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]) == 0
+    )
+    assert json.loads(Path("m.json").read_text())["test/loss"] == pytest.approx(
+        found["test/loss"], rel=1e-6
+    )

@@ -39,7 +39,11 @@ def in_session(session: int) -> list[int]:
 def handles_signals(pid: int) -> bool:
     """Whether a process has a handler for SIGTERM; before, it is Python's own start that a signal meets."""
     try:
-        caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line)
+        caught = next(
+            line
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if "SigCgt" in line
+        )
     except (OSError, StopIteration):
         return False
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
@@ -47,7 +51,9 @@ def handles_signals(pid: int) -> bool:
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
     with open(log, "wb") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     while not handles_signals(process.pid):
         assert process.poll() is None, log.read_text()
         time.sleep(0.001)
@@ -68,7 +74,9 @@ def seconds_to_first_step(words: list[str], log: Path) -> float:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_signal_at_any_moment_of_the_start_up(devices: int, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_at_any_moment_of_the_start_up(
+    devices: int, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     count = int(os.environ.get("START_UP_SIGNALS", "10" if devices == 1 else "6"))
     words = command("fit", *SMALL, "--max_epochs", "1000", *(CPU2 if devices == 2 else []))
@@ -82,7 +90,14 @@ def test_a_signal_at_any_moment_of_the_start_up(devices: int, workplace: Path, m
         process = start(words, log)
         moment = chance.uniform(0, longest)
         time.sleep(moment)
-        ranks = [process.pid, *(pid for pid in in_session(process.pid) if pid != process.pid and handles_signals(pid))]
+        ranks = [
+            process.pid,
+            *(
+                pid
+                for pid in in_session(process.pid)
+                if pid != process.pid and handles_signals(pid)
+            ),
+        ]
         whom = chance.choice(["group", "first", "any"])
         if whom == "group":
             os.killpg(process.pid, number)
@@ -100,7 +115,9 @@ def test_a_signal_at_any_moment_of_the_start_up(devices: int, workplace: Path, m
                 wrong.append(f"{what}: exit code {code} after {took:.1f} s: {told[-1500:]}")
             if left := in_session(process.pid):
                 wrong.append(f"{what}: {len(left)} processes are left")
-            if (runs := [str(path) for path in Path("checkpoints").glob("*/*")]) and "training samples" not in told:
+            if (
+                runs := [str(path) for path in Path("checkpoints").glob("*/*")]
+            ) and "training samples" not in told:
                 wrong.append(f"{what}: left {runs}: {told[-500:]}")
             if list(Path().rglob("*.part")):
                 wrong.append(f"{what}: left half a file")

@@ -118,7 +118,9 @@ def test_a_stopped_run_goes_on_to_the_same_end(workplace: Path) -> None:
 def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
     log = workplace / "log.txt"
     process = start(command("fit", *LONG_RUN), log, fresh=True)
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # torch is being imported
+    while (
+        "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    ):  # torch is being imported
         time.sleep(0.001)
     assert stop(process, signal.SIGTERM, process.pid) < 10
     assert process.returncode == 143
@@ -137,7 +139,9 @@ def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace:
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 143)])
-def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(workplace: Path, name: str, code: int) -> None:
+def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(
+    workplace: Path, name: str, code: int
+) -> None:
     flags = [*SMALL, "--max_epochs", "1", "--data.eval_batch_size", "20", "--run_name", "r"]
     ended = complete([sys.executable, "-c", IN_THE_TEST, name, *flags])
     assert ended.returncode == code, ended.stderr
@@ -163,7 +167,9 @@ def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_ranks_agree_a_step_later_and_at_the_end_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_a_step_later_and_at_the_end_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others = iter([signal.SIGTERM, 0])  # what the other rank has received, at each call
 
     def reduce(value: Any, **_: Any) -> Any:
@@ -180,15 +186,26 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(tmp_path: Path, monkeyp
         found[:] = [mine, signal.SIGINT]
         assert group == "two ranks"
 
-    answers = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "all_gather_object": gather}
+    answers = {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda: 2,
+        "all_gather_object": gather,
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(f"torch.distributed.{name}", answer)
     monkeypatch.setattr("project.engine.signals.watch", lambda clean_up: None)
     options = SimpleNamespace(checkpoint_every="60s")
-    config: Any = SimpleNamespace(trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={})
-    ending, stops = RunCheckpoint(config, Run(tmp_path), Best("val/loss", score=1.0), None), list[int]()
+    config: Any = SimpleNamespace(
+        trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={}
+    )
+    ending, stops = (
+        RunCheckpoint(config, Run(tmp_path), Best("val/loss", score=1.0), None),
+        list[int](),
+    )
     monkeypatch.setattr(ending, "_boundary", lambda trainer, place: stops.append(ending._request))
     ending.agreement = agreement
-    trainer: Any = SimpleNamespace(callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1)
+    trainer: Any = SimpleNamespace(
+        callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1
+    )
     ending.on_train_end(trainer, torch.nn.Module())  # type: ignore[arg-type]
     assert stops == [signal.SIGINT]

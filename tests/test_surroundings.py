@@ -17,11 +17,39 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, checkpoint, command, complete, family, kill_group, run, start, wait_for
+from tests.commands import (
+    SMALL,
+    checkpoint,
+    command,
+    complete,
+    family,
+    kill_group,
+    run,
+    start,
+    wait_for,
+)
 
 TINY = [
-    *("--data.source", "sample", "--data.train_samples", "64", "--data.val_samples", "32", "--data.test_samples", "32"),
-    *("--data.batch_size", "32", "--max_epochs", "1", "--model.network", "MLP", "--model.network.hidden", "[4]"),
+    *(
+        "--data.source",
+        "sample",
+        "--data.train_samples",
+        "64",
+        "--data.val_samples",
+        "32",
+        "--data.test_samples",
+        "32",
+    ),
+    *(
+        "--data.batch_size",
+        "32",
+        "--max_epochs",
+        "1",
+        "--model.network",
+        "MLP",
+        "--model.network.hidden",
+        "[4]",
+    ),
     *("--accelerator", "cpu"),
     *("--report", "false"),  # feature: report
 ]
@@ -49,7 +77,14 @@ def assert_one_line(done: subprocess.CompletedProcess[bytes], *parts: str) -> No
     assert not Path("checkpoints").exists()
 
 
-LONGER = ["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "2"]  # it says 1 → 2, with an arrow
+LONGER = [
+    "--run_name",
+    "r",
+    "--ckpt_path",
+    "last",
+    "--max_epochs",
+    "2",
+]  # it says 1 → 2, with an arrow
 
 
 @nightly
@@ -72,7 +107,10 @@ def test_a_stream_that_cannot_show_a_character() -> None:
 
 @pytest.mark.parametrize(
     "shell",
-    ["{} >&- 2>&- <&-", *(pytest.param(line, marks=nightly) for line in ("{} >&-", "{} 2>&-", "{} | head -n 1"))],
+    [
+        "{} >&- 2>&- <&-",
+        *(pytest.param(line, marks=nightly) for line in ("{} >&-", "{} 2>&-", "{} | head -n 1")),
+    ],
 )
 def test_closed_streams(shell: str) -> None:
     done = fit(*TINY, "--run_name", "r", shell=shell)
@@ -100,9 +138,7 @@ def test_a_refusal_with_closed_streams_is_exit_code_2() -> None:
 def test_what_cannot_be_written_ends_with_our_own_exit_codes(line: str, code: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     name, *words = line.split(" ", 1)
-    shell = (
-        f"set -o pipefail; {sys.executable} -m project.{name} {shlex.join(TINY) if name == 'fit' else ''} {words[0]}"
-    )
+    shell = f"set -o pipefail; {sys.executable} -m project.{name} {shlex.join(TINY) if name == 'fit' else ''} {words[0]}"
     done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert b"Exception" not in done.stderr
@@ -139,7 +175,9 @@ JUNK = {
 }
 
 
-@pytest.mark.parametrize("name", ["RANK", *(pytest.param(name, marks=nightly) for name in JUNK if name != "RANK")])
+@pytest.mark.parametrize(
+    "name", ["RANK", *(pytest.param(name, marks=nightly) for name in JUNK if name != "RANK")]
+)
 def test_junk_in_a_variable_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("WANDB"):
         monkeypatch.setenv("WANDB_MODE", "offline")
@@ -150,7 +188,9 @@ def test_junk_in_a_variable_is_one_line(name: str, monkeypatch: pytest.MonkeyPat
 def test_junk_in_our_own_variables() -> None:
     told = fit(*TINY, PROJECT_RANK_ZERO_DECISION="x", LOCAL_RANK="1")
     assert_one_line(told, "PROJECT_RANK_ZERO_DECISION", "'x'")
-    done = fit(*TINY, PROJECT_RANK_ZERO_DECISION="x", PROJECT_OMP_NUM_THREADS="x", OMP_NUM_THREADS="x")
+    done = fit(
+        *TINY, PROJECT_RANK_ZERO_DECISION="x", PROJECT_OMP_NUM_THREADS="x", OMP_NUM_THREADS="x"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -176,16 +216,40 @@ def test_a_closed_terminal_saves_the_step(tmp_path: Path) -> None:
     began = time.monotonic()
     assert process.wait(30) == 143, log.read_text()[-1000:]
     assert time.monotonic() - began < 10
-    assert checkpoint(Path("checkpoints/r/last.ckpt"))["run"]["state"]["place"] in ("batch", "validation", "epoch")
-    assert "--run_name r --ckpt_path auto" in log.read_text()  # a log file: nobody sees the terminal
+    assert checkpoint(Path("checkpoints/r/last.ckpt"))["run"]["state"]["place"] in (
+        "batch",
+        "validation",
+        "epoch",
+    )
+    assert (
+        "--run_name r --ckpt_path auto" in log.read_text()
+    )  # a log file: nobody sees the terminal
 
 
 @nightly
 @pytest.mark.timeout(300)
 def test_ranks_of_torchrun_end_with_their_agent(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    words += ["-m", "project.fit", *SMALL, "--max_epochs", "1000", "--run_name", "r", "--accelerator", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
+    words += [
+        "-m",
+        "project.fit",
+        *SMALL,
+        "--max_epochs",
+        "1000",
+        "--run_name",
+        "r",
+        "--accelerator",
+        "cpu",
+    ]
     process = start(words, log, fresh=True)
     try:
         assert wait_for("train/loss", log, process)
@@ -241,7 +305,11 @@ def test_a_server_of_wandb_that_fails_costs_ten_seconds_at_most(
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.delenv("WANDB_MODE")
-    environ = {**os.environ, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0" * 40}
+    environ = {
+        **os.environ,
+        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_API_KEY": "0" * 40,
+    }
     log = tmp_path / "log.txt"
     process = start(command("fit", *SMALL, "--run_name", "r"), log, env=environ)
     try:
@@ -260,10 +328,32 @@ def test_a_server_of_wandb_that_fails_costs_ten_seconds_at_most(
 
 def test_an_error_beside_a_loaders_workers_ends_the_process(workplace: Path) -> None:
     raises = "from lightning.pytorch import Callback\n\n\nclass Breaks(Callback):\n"
-    raises += "    def on_validation_batch_start(self, *args):\n        raise ValueError('broken')\n"
+    raises += (
+        "    def on_validation_batch_start(self, *args):\n        raise ValueError('broken')\n"
+    )
     Path("breaks.py").write_text(raises)
-    flags = ["--data.source", "sample", "--data.num_workers", "2", "--trainer.callbacks", "breaks.Breaks"]
-    words = [sys.executable, "-m", "project.fit", *flags, "--limit_train_batches", "3", "--max_epochs", "2"]
-    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:.", "WANDB_MODE": "disabled"}
+    flags = [
+        "--data.source",
+        "sample",
+        "--data.num_workers",
+        "2",
+        "--trainer.callbacks",
+        "breaks.Breaks",
+    ]
+    words = [
+        sys.executable,
+        "-m",
+        "project.fit",
+        *flags,
+        "--limit_train_batches",
+        "3",
+        "--max_epochs",
+        "2",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(__file__).parents[1]}:.",
+        "WANDB_MODE": "disabled",
+    }
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, "ValueError: broken" in ended.stderr) == (1, True), ended.stderr

@@ -52,13 +52,24 @@ def flags(tmp_path: Path) -> list[str]:
     data = ["--config", config, "--data.root", str(tmp_path / "my data"), "--data.batch_size", "20"]
     short = ["--max_epochs", "3", "--accelerator", "cpu", "--model.schedule", "constant"]
     short += ["--report", "false"]  # feature: report
-    return ["--space", str(tmp_path / "space.yaml"), "--root", str(tmp_path), "--name", "lr", *data, *short]
+    return [
+        "--space",
+        str(tmp_path / "space.yaml"),
+        "--root",
+        str(tmp_path),
+        "--name",
+        "lr",
+        *data,
+        *short,
+    ]
 
 
 def run(words: list[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
     command = [sys.executable, "-m", "project.sweep", *words]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT
+    )
 
 
 @pytest.fixture
@@ -66,9 +77,13 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep in this process starts its trials as forks."""
 
     def forked(words: list[str], stdout: Any, env: dict[str, str], **_: Any) -> Process:
-        return popen(words, stdout.fileno(), stdout.fileno(), env={**env, "WANDB_MODE": "disabled"}, cwd=ROOT)
+        return popen(
+            words, stdout.fileno(), stdout.fileno(), env={**env, "WANDB_MODE": "disabled"}, cwd=ROOT
+        )
 
-    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
+    monkeypatch.setattr(
+        sweep, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked})
+    )
 
 
 @pytest.mark.usefixtures("forked_trials")
@@ -90,7 +105,10 @@ def test_a_sweep_survives_a_kill_stops_early_and_beats_its_worst_start(
     output = str(tmp_path / "trials.json")
     trials_and_jobs = ["--trials", str(count), "--jobs", "2"]
     killed = run([*flags, *trials_and_jobs])
-    while not (tmp_path / "lr" / f"trial-{min(3, count - 1):03}" / "metrics.csv").exists() and killed.poll() is None:
+    while (
+        not (tmp_path / "lr" / f"trial-{min(3, count - 1):03}" / "metrics.csv").exists()
+        and killed.poll() is None
+    ):
         time.sleep(0.1)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
@@ -98,7 +116,9 @@ def test_a_sweep_survives_a_kill_stops_early_and_beats_its_worst_start(
     assert [t for t in begun if t.state.name == "WAITING"], "to go on"
 
     # the same name is enough to go on, even while the orphaned trials are still saving
-    told, _ = (job := run([*flags[:6], *trials_and_jobs, "--output", output])).communicate(timeout=240)
+    told, _ = (job := run([*flags[:6], *trials_and_jobs, "--output", output])).communicate(
+        timeout=240
+    )
     assert job.returncode == 0, told
     assert f"going on with lr: {len(begun)} of {count} trials were begun." in told
     trials = open_study(tmp_path).trials
@@ -119,8 +139,12 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
     rows = json.loads((tmp_path / "trials.json").read_text())
     assert len(rows) == count
     seconds = {f"trial-{row['trial']:03}": row["seconds"] for row in rows}
-    assert {summary["run_name"]: summary["fit_seconds"] for summary in summaries}.items() <= seconds.items()
-    assert [row["val/accuracy"] for row in rows] == sorted((row["val/accuracy"] for row in rows), reverse=True)
+    assert {
+        summary["run_name"]: summary["fit_seconds"] for summary in summaries
+    }.items() <= seconds.items()
+    assert [row["val/accuracy"] for row in rows] == sorted(
+        (row["val/accuracy"] for row in rows), reverse=True
+    )
     first = next(row for row in rows if row["trial"] == 0)
     worst_start = min(row["val/accuracy"] for row in rows if row["trial"] < 3)
     assert rows[0]["val/accuracy"] > worst_start, first
@@ -189,12 +213,16 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningTrial:
         study.tell(good, 0.1)
     running = RunningTrial(study.ask(space.parameters), space, tmp_path, ["--max_epochs", "2"], {})
     running.folder.mkdir()
-    (running.folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"max_epochs": 2, "max_steps": -1}}))
+    (running.folder / "config.yaml").write_text(
+        yaml.safe_dump({"trainer": {"max_epochs": 2, "max_steps": -1}})
+    )
     return running
 
 
 def write_metrics(trial: RunningTrial, *rows: str) -> None:
-    (trial.folder / "metrics.csv").write_text("\n".join(["step,epoch,train/loss,val/error", *rows]) + "\n")
+    (trial.folder / "metrics.csv").write_text(
+        "\n".join(["step,epoch,train/loss,val/error", *rows]) + "\n"
+    )
 
 
 def test_every_trial_follows_the_metric_of_the_sweep_file(trial: RunningTrial) -> None:
@@ -262,10 +290,14 @@ def test_a_trial_killed_in_training_has_failed(trial: RunningTrial) -> None:
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
-def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(trial: RunningTrial) -> None:
+def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(
+    trial: RunningTrial,
+) -> None:
     (trial.folder / "metrics.csv").write_text("step,epoch,train/loss,val/loss\n9,0,2.0,1.0\n")
     trial.process.exit_code = 0
-    with pytest.raises(UserError, match=r"metric val/error is not logged. trial-003 logged train/loss, val/loss\."):
+    with pytest.raises(
+        UserError, match=r"metric val/error is not logged. trial-003 logged train/loss, val/loss\."
+    ):
         trial.watch()
 
 
@@ -283,19 +315,25 @@ def test_a_resumed_sweep_waits_for_the_process_that_still_writes(
     holder = open(tmp_path / ".lock", "w")  # noqa: SIM115
     fcntl.flock(holder, fcntl.LOCK_EX)
     waited: list[float] = []
-    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: (waited.append(seconds), holder.close()))
+    monkeypatch.setattr(
+        sweep.time, "sleep", lambda seconds: (waited.append(seconds), holder.close())
+    )
     sweep.wait_until_free(tmp_path)
     assert waited == [sweep.POLL_SECONDS]
     with open(tmp_path / ".lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         waited.clear()
         monkeypatch.setattr(sweep.time, "sleep", waited.append)
-        with pytest.raises(UserError, match="still written by a process of the sweep that was killed"):
+        with pytest.raises(
+            UserError, match="still written by a process of the sweep that was killed"
+        ):
             sweep.wait_until_free(tmp_path)
         assert sum(waited) == pytest.approx(60)
 
 
-def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_of_a_sweep_share_the_cores_and_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(threads, "available_cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -312,13 +350,17 @@ def test_trials_of_a_sweep_share_the_cores_and_the_gpus(tmp_path: Path, monkeypa
 
 
 def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
-    space = Space({"lr": FloatDistribution(0.1, 1.0, log=True), "size": CategoricalDistribution([1, 2])})
+    space = Space(
+        {"lr": FloatDistribution(0.1, 1.0, log=True), "size": CategoricalDistribution([1, 2])}
+    )
     study = sweep.open_study(tmp_path, space, trials=8, seed=0)
     for number in range(6):
         asked = study.ask(space.parameters)
         for epoch in range(3 if number % 2 else 1):
             asked.report(0.5 + 0.1 * number - 0.3 / (epoch + 1), epoch)
-        study.tell(asked, **({"values": 0.5} if number % 2 else {"state": optuna.trial.TrialState.PRUNED}))
+        study.tell(
+            asked, **({"values": 0.5} if number % 2 else {"state": optuna.trial.TrialState.PRUNED})
+        )
     sweep.draw(tmp_path / "sweep.png", study, space, "six trials")
     with Image.open(tmp_path / "sweep.png") as picture:
         assert picture.width > 900
@@ -326,11 +368,15 @@ def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
     assert {(0xC1, 0x27, 0x2D), (0x33, 0x65, 0x8A), (0xB0, 0xB7, 0xBF)} <= colours
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0012, 0.011), (0.001, 0.1), (0.002, 0.009), (1e-8, 1.0)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0012, 0.011), (0.001, 0.1), (0.002, 0.009), (1e-8, 1.0)]
+)
 def test_no_label_of_the_picture_covers_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, high: float
 ) -> None:
-    space = Space({"lr": FloatDistribution(low, high, log=True), "decay": FloatDistribution(low, high)})
+    space = Space(
+        {"lr": FloatDistribution(low, high, log=True), "decay": FloatDistribution(low, high)}
+    )
     study = sweep.open_study(tmp_path, space, trials=3, seed=0)
     for place in (0.3, 0.9):
         value = low + place * (high - low)
@@ -347,7 +393,9 @@ def test_no_label_of_the_picture_covers_another(
     assert (left, right) == (low, high)
     texts = [tick.label1 for tick in (*axis.xaxis.get_major_ticks(), *axis.xaxis.get_minor_ticks())]
     texts = [
-        text for text in texts if text.get_visible() and text.get_text() and left <= text.get_position()[0] <= right
+        text
+        for text in texts
+        if text.get_visible() and text.get_text() and left <= text.get_position()[0] <= right
     ]
     boxes = sorted((text.get_window_extent().x0, text.get_window_extent().x1) for text in texts)
     assert boxes
@@ -362,7 +410,9 @@ def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
 
     with monkeypatch.context() as patch:  # installed by pip: there is no repository
         patch.setattr(sweep, "__file__", str(workplace / "site-packages" / "sweep.py"))
-        with pytest.raises(UserError, match=r"--space: configs/sweep.yaml cannot be read: .* Name a file"):
+        with pytest.raises(
+            UserError, match=r"--space: configs/sweep.yaml cannot be read: .* Name a file"
+        ):
             sweep.main([])
     monkeypatch.setattr(sweep, "read_space", read)
     with pytest.raises(UserError, match=f"^reads {ROOT}/configs/sweep.yaml$"):
@@ -400,7 +450,9 @@ def test_a_sweep_without_optuna_says_how_to_install_it() -> None:
     code = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_module('project.sweep', run_name='__main__')"
     ended = complete([sys.executable, "-c", code], cwd=ROOT, fresh=True)
     assert ended.returncode == 2
-    assert ended.stderr == "error: a local sweep needs Optuna. Install it: pip install -e '.[sweep]'\n"
+    assert (
+        ended.stderr == "error: a local sweep needs Optuna. Install it: pip install -e '.[sweep]'\n"
+    )
 
 
 @pytest.mark.usefixtures("forked_trials")
@@ -409,13 +461,19 @@ def test_what_fit_refuses_ends_the_sweep_with_fits_own_line_and_leaves_no_folder
 ) -> None:
     assert entry.exit_code(sweep.main, [*flags, "--trials", "1", "--model.lrr", "1"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert "unknown option --model.lrr" in [line for line in lines if line.startswith("error: ")][-1]
+    assert (
+        "unknown option --model.lrr" in [line for line in lines if line.startswith("error: ")][-1]
+    )
     assert not (tmp_path / "lr").exists()
 
 
-def test_the_picture_has_room_for_choices_that_no_trial_drew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_has_room_for_choices_that_no_trial_drew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
     space = Space({"size": CategoricalDistribution(["a", "b", "c"])})
     study = sweep.open_study(tmp_path, space, trials=2, seed=0)
     study.enqueue_trial({"size": "a"})
@@ -463,9 +521,15 @@ def test_a_folder_that_is_no_sweep_s_is_left_as_it_is(
     (tmp_path / "file").write_text("a file")
     (tmp_path / "nowhere").symlink_to("gone")
     for name in ("run", "file", "nowhere"):
-        assert entry.exit_code(lambda _, name=name: bool(sweep.claim(Path(name), Path("space.yaml"), [])), []) == 2
+        assert (
+            entry.exit_code(
+                lambda _, name=name: bool(sweep.claim(Path(name), Path("space.yaml"), [])), []
+            )
+            == 2
+        )
         assert re.match(
-            rf"error: .*{name}.* Choose another name\.|error: {name}: File exists\.", capsys.readouterr().err
+            rf"error: .*{name}.* Choose another name\.|error: {name}: File exists\.",
+            capsys.readouterr().err,
         )
     assert os.listdir("run") == ["last.ckpt"]
 
@@ -488,7 +552,9 @@ def test_damaged_files_of_a_sweep_are_told_in_one_line(
 
     def begin(_: list[str]) -> int:
         sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])[1].close()
-        return bool(sweep.open_study(tmp_path / "lr", read_space(tmp_path / "space.yaml"), trials=1, seed=0))
+        return bool(
+            sweep.open_study(tmp_path / "lr", read_space(tmp_path / "space.yaml"), trials=1, seed=0)
+        )
 
     assert begin([])
     (tmp_path / "lr" / name).write_text(text)
@@ -514,10 +580,16 @@ def test_a_sweep_killed_as_it_begins_leaves_no_half_written_record(
     [
         ({"values": [1, 2]}, CategoricalDistribution([1, 2])),
         ({"value": "a"}, CategoricalDistribution(["a"])),
-        ({"values": [datetime.date(2020, 1, 1), "a"]}, CategoricalDistribution(["2020-01-01", "a"])),
+        (
+            {"values": [datetime.date(2020, 1, 1), "a"]},
+            CategoricalDistribution(["2020-01-01", "a"]),
+        ),
         ({"min": 1, "max": 5}, IntDistribution(1, 5)),
         ({"min": 0.5, "max": 5}, FloatDistribution(0.5, 5)),
-        ({"distribution": "log_uniform_values", "min": 0.1, "max": 5}, FloatDistribution(0.1, 5, log=True)),
+        (
+            {"distribution": "log_uniform_values", "min": 0.1, "max": 5},
+            FloatDistribution(0.1, 5, log=True),
+        ),
     ],
 )
 def test_wandbs_distributions_are_understood(entry: dict, parameter: Any, tmp_path: Path) -> None:
@@ -534,15 +606,27 @@ def test_wandbs_distributions_are_understood(entry: dict, parameter: Any, tmp_pa
         ("parameters: {x: {min: .nan, max: 1}}", "min below max"),
         ("parameters: {x: {min: -1.0e+308, max: 1.0e+308}}", "min below max"),
         ("parameters: {x: &x {values: [*x]}}", "is not valid YAML"),
-        ("parameters: {x: {distribution: int_uniform, min: 1.5, max: 4}}", "whole numbers min below max"),
+        (
+            "parameters: {x: {distribution: int_uniform, min: 1.5, max: 4}}",
+            "whole numbers min below max",
+        ),
         ("parameters: {x: {values: []}}", "x.values must be a non-empty list"),
         ("parameters: {x: {values: 5}}", "x.values must be a non-empty list"),
         ("parameters: {}", "must have a section `parameters:`"),
         ("method: grid", "must have a section `parameters:`"),
         ("[1, 2]", "must have a section `parameters:`"),
-        ("{parameters: {x: 1}, early_terminate: {min_iter: -5}}", "min_iter must be an integer of at least 1"),
-        ("{parameters: {x: 1}, early_terminate: {min_iter: soon}}", "min_iter must be an integer of at least 1"),
-        ("{parameters: {x: 1}, early_terminate: soon}", "min_iter must be an integer of at least 1"),
+        (
+            "{parameters: {x: 1}, early_terminate: {min_iter: -5}}",
+            "min_iter must be an integer of at least 1",
+        ),
+        (
+            "{parameters: {x: 1}, early_terminate: {min_iter: soon}}",
+            "min_iter must be an integer of at least 1",
+        ),
+        (
+            "{parameters: {x: 1}, early_terminate: soon}",
+            "min_iter must be an integer of at least 1",
+        ),
         ("{parameters: {x: 1}, metric: {goal: large}}", "metric must be"),
         ("{parameters: {x: 1}, metric: accuracy}", "metric must be"),
     ],
@@ -555,7 +639,9 @@ def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path:
 
 # feature: mnist
 # feature: wandb
-def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     from project.engine.cli import configure
@@ -563,7 +649,9 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(mon
     content = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     space = read_space(ROOT / "configs" / "sweep.yaml")
     values = {
-        name: {"value": found.choices[0] if isinstance(found, CategoricalDistribution) else found.low}
+        name: {
+            "value": found.choices[0] if isinstance(found, CategoricalDistribution) else found.low
+        }
         for name, found in space.parameters.items()
     }
     words = create_sweep_command(list(content["command"]))

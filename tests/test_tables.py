@@ -17,11 +17,19 @@ ROWS = [
 ]
 
 
-def test_json_holds_the_rows_in_full_precision_and_null_for_what_is_not_a_number(tmp_path: Path) -> None:
+def test_json_holds_the_rows_in_full_precision_and_null_for_what_is_not_a_number(
+    tmp_path: Path,
+) -> None:
     write_rows(tmp_path / "out.json", ROWS)
     read = json.loads((tmp_path / "out.json").read_text())
     assert read[0] == ROWS[0]
-    assert read[1] == {"file": "ü,\n.png", "digit": "1", "probability": None, "size": 3, "note": "x"}
+    assert read[1] == {
+        "file": "ü,\n.png",
+        "digit": "1",
+        "probability": None,
+        "size": 3,
+        "note": "x",
+    }
 
 
 def test_csv_reads_back_with_every_column_of_every_row(tmp_path: Path) -> None:
@@ -29,18 +37,28 @@ def test_csv_reads_back_with_every_column_of_every_row(tmp_path: Path) -> None:
     with open(tmp_path / "out.CSV", newline="") as file:
         first, second = csv.DictReader(file)
     assert float(first["probability"]) == 0.1 + 0.2
-    assert (first["note"], second["note"], second["probability"], second["file"]) == ("", "x", "", "ü,\n.png")
+    assert (first["note"], second["note"], second["probability"], second["file"]) == (
+        "",
+        "x",
+        "",
+        "ü,\n.png",
+    )
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.json"])
-def test_a_name_that_is_not_unicode_is_written_with_its_byte_as_a_code(tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_not_unicode_is_written_with_its_byte_as_a_code(
+    tmp_path: Path, name: str
+) -> None:
     write_rows(tmp_path / name, [{"file": os.fsdecode(b"a\xff.png")}])
     assert r"a\udcff.png" in (tmp_path / name).read_text(encoding="utf-8")
 
 
 def test_table_aligns_numbers_right_and_marks_what_was_not_measured() -> None:
     table = format_table(
-        [{"size": 16, "rate": 12345.6, "name": "a"}, {"size": 1024, "rate": None, "name": "long name"}]
+        [
+            {"size": 16, "rate": 12345.6, "name": "a"},
+            {"size": 1024, "rate": None, "name": "long name"},
+        ]
     )
     assert table.split("\n") == [
         " size    rate  name",
@@ -51,7 +69,9 @@ def test_table_aligns_numbers_right_and_marks_what_was_not_measured() -> None:
 
 
 @pytest.mark.parametrize("name", ["out.txt", "out", "folder.csv", "missing/out.csv"])
-def test_an_output_that_cannot_be_written_is_refused_in_one_line_before_any_work(tmp_path: Path, name: str) -> None:
+def test_an_output_that_cannot_be_written_is_refused_in_one_line_before_any_work(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(UserError, match=r"^--output must .*got .*\.") as error:
         check_output(tmp_path / name)
@@ -59,7 +79,9 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_line_before_any_work
     assert os.listdir(tmp_path) == ["folder.csv"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_rows(tmp_path / "out.csv", ROWS)
     before = (tmp_path / "out.csv").read_bytes()
 
@@ -67,12 +89,16 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("project.tables.os.replace", full_disk)
-    with pytest.raises(UserError, match=r"could not be saved: No space left on device\. What was there before"):
+    with pytest.raises(
+        UserError, match=r"could not be saved: No space left on device\. What was there before"
+    ):
         write_rows(tmp_path / "out.csv", ROWS[:1])
     assert (tmp_path / "out.csv").read_bytes() == before
     assert os.listdir(tmp_path) == ["out.csv"]
 
 
 def test_what_no_option_named_is_not_blamed_on_an_option(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"summary\.json could not be saved: No such file or directory\."):
+    with pytest.raises(
+        UserError, match=r"summary\.json could not be saved: No such file or directory\."
+    ):
         write_rows(tmp_path / "gone" / "summary.json", ROWS)

@@ -32,7 +32,9 @@ def pass_over(folder: Any, *batches: Any, most: int = 24) -> TestPredictions:
     return callback
 
 
-def batch_of(labels: list[int], answers: list[list[float]], images: Tensor | None = None) -> tuple[Any, ...]:
+def batch_of(
+    labels: list[int], answers: list[list[float]], images: Tensor | None = None
+) -> tuple[Any, ...]:
     count = len(labels)
     pictures = torch.full((count, 1, 2, 2), 0.5) if images is None else images
     return pictures, torch.tensor(labels), torch.tensor(answers).log()
@@ -50,12 +52,16 @@ def test_predictions_are_counted_and_the_surest_mistakes_kept(tmp_path):
     assert [m.image.tolist() for m in callback.mistakes] == [[[[i] * 3] * 2] * 2 for i in (0, 1)]
 
 
-def test_many_classes_take_little_memory_also_in_a_deterministic_run(tmp_path):  # feature: tune, memory
+def test_many_classes_take_little_memory_also_in_a_deterministic_run(
+    tmp_path,
+):  # feature: tune, memory
     answers = torch.zeros(64, 1000)
     torch.use_deterministic_algorithms(True)
     try:
         with LiveMemory(limit_bytes=100 * 2**20):
-            callback = pass_over(tmp_path, (torch.zeros(64, 7), torch.zeros(64, dtype=torch.int64), answers))
+            callback = pass_over(
+                tmp_path, (torch.zeros(64, 7), torch.zeros(64, dtype=torch.int64), answers)
+            )
     finally:
         torch.use_deterministic_algorithms(False)
     assert callback.confusion is not None

@@ -44,7 +44,9 @@ def test_all_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatc
     assert threads.configure() == 3
 
 
-def test_torchruns_guess_of_one_thread_is_not_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_guess_of_one_thread_is_not_the_users_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -64,7 +66,17 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     callback = ["--trainer.callbacks", "tests.test_threads.WriteThreads"]
-    counted = run("fit", *SMALL, "--max_epochs", "1", "--limit_train_batches", "5", *CPU2, *callback, fresh=True)
+    counted = run(
+        "fit",
+        *SMALL,
+        "--max_epochs",
+        "1",
+        "--limit_train_batches",
+        "5",
+        *CPU2,
+        *callback,
+        fresh=True,
+    )
     assert counted.returncode == 0, counted.stderr
     told = [json.loads(Path(f"threads-{rank}.json").read_text()) for rank in (0, 1)]
     assert told == 2 * [max(1, cores // 2)]

@@ -52,7 +52,9 @@ class Known:
     def __init__(self, folder: Path, *callbacks: Callback, **options: Any) -> None:
         self.clock = FakeClock()
         self.waits: list[float] = []
-        self.monitor = ThroughputMonitor(self.clock, lambda device: self.waits.append(self.clock.now))
+        self.monitor = ThroughputMonitor(
+            self.clock, lambda device: self.waits.append(self.clock.now)
+        )
         options = {"log_every_n_steps": 4, **options}
         self.trainer, self.rows = make_trainer(folder, *callbacks, self.monitor, **options)
         self.data = Points(83, 8, on_fetch=lambda: self.clock.advance(FETCH)).loader()
@@ -63,7 +65,9 @@ class Known:
         return self.rows.of("throughput")
 
 
-def expected(batches: int, samples: int, steps: int | None = None, extra_seconds: float = 0.0) -> Any:
+def expected(
+    batches: int, samples: int, steps: int | None = None, extra_seconds: float = 0.0
+) -> Any:
     seconds = batches * (FETCH + STEP) + extra_seconds
     return pytest.approx(
         {
@@ -85,7 +89,12 @@ def test_every_epoch_begins_a_new_window_and_only_the_first_warms_up(tmp_path):
     run = Known(tmp_path, max_epochs=2)
     rows = run.fit()
     # 11 steps an epoch: the log steps 12, 16 and 20 fall on the second epoch's 1st, 5th and 9th batch
-    assert rows[3:] == [(11, expected(1, 8)), (15, expected(4, 32)), (19, expected(4, 32)), (21, expected(2, 11))]
+    assert rows[3:] == [
+        (11, expected(1, 8)),
+        (15, expected(4, 32)),
+        (19, expected(4, 32)),
+        (21, expected(2, 11)),
+    ]
 
 
 def test_the_device_is_waited_for_at_the_edges_of_windows_only(tmp_path):
@@ -96,8 +105,14 @@ def test_the_device_is_waited_for_at_the_edges_of_windows_only(tmp_path):
 
 def test_validation_in_mid_epoch_is_outside(tmp_path):
     run = Known(tmp_path, val_check_interval=3)
-    run.trainer.fit(run.module, run.data, Points(24, 8, on_fetch=lambda: run.clock.advance(50.0)).loader())
-    assert run.rows.of("throughput") == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
+    run.trainer.fit(
+        run.module, run.data, Points(24, 8, on_fetch=lambda: run.clock.advance(50.0)).loader()
+    )
+    assert run.rows.of("throughput") == [
+        (3, expected(2, 16)),
+        (7, expected(4, 32)),
+        (10, expected(3, 19)),
+    ]
 
 
 def test_the_start_of_the_validation_loader_is_outside(tmp_path):
@@ -169,7 +184,9 @@ def test_a_step_of_accumulated_batches_counts_all_of_them(tmp_path):
 
 
 def test_a_run_shorter_than_the_logging_interval_logs_at_its_end(tmp_path):
-    assert Known(tmp_path, limit_train_batches=5, log_every_n_steps=50).fit() == [(4, expected(3, 24))]
+    assert Known(tmp_path, limit_train_batches=5, log_every_n_steps=50).fit() == [
+        (4, expected(3, 24))
+    ]
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -180,7 +197,10 @@ def test_a_run_shorter_than_the_warm_up_reports_its_last_step(tmp_path, batches)
 
 
 def test_a_run_that_stops_in_mid_epoch_logs_the_rest(tmp_path):
-    assert Known(tmp_path, max_steps=7, max_epochs=-1).fit() == [(3, expected(2, 16)), (6, expected(3, 24))]
+    assert Known(tmp_path, max_steps=7, max_epochs=-1).fit() == [
+        (3, expected(2, 16)),
+        (6, expected(3, 24)),
+    ]
 
 
 def test_a_run_resumed_in_mid_epoch_warms_up_again_and_keeps_the_log_steps(tmp_path):
@@ -190,13 +210,17 @@ def test_a_run_resumed_in_mid_epoch_warms_up_again_and_keeps_the_log_steps(tmp_p
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
 
     Known(tmp_path, SaveAfterFive()).fit()
-    rows = Known(tmp_path, log_every_n_steps=2).fit(ckpt_path=tmp_path / "mid.ckpt", weights_only=True)
+    rows = Known(tmp_path, log_every_n_steps=2).fit(
+        ckpt_path=tmp_path / "mid.ckpt", weights_only=True
+    )
     # a plain loader begins at its first batch again; the sixth and seventh step warm up
     assert [(step, row["step_ms"]) for step, row in rows] == [
         (step, pytest.approx(1000 * (FETCH + STEP))) for step in (7, 9, 10)
     ]
     # with one step left, that one is reported
-    ((step, row),) = Known(tmp_path, max_steps=6).fit(ckpt_path=tmp_path / "mid.ckpt", weights_only=True)
+    ((step, row),) = Known(tmp_path, max_steps=6).fit(
+        ckpt_path=tmp_path / "mid.ckpt", weights_only=True
+    )
     assert (step, row["step_ms"]) == (5, pytest.approx(1000 * (FETCH + STEP)))
 
 
@@ -209,7 +233,9 @@ def test_the_sanity_check_is_outside(tmp_path):
 def test_a_monitor_can_be_used_again(tmp_path):
     run = Known(tmp_path)
     rows = list(run.fit())
-    assert {name for name in vars(run.trainer) if callable(getattr(type(run.trainer), name, None))} == set()
+    assert {
+        name for name in vars(run.trainer) if callable(getattr(type(run.trainer), name, None))
+    } == set()
     again = Known(tmp_path)
     again.monitor = run.monitor
     again.monitor.clock = again.clock
@@ -219,7 +245,9 @@ def test_a_monitor_can_be_used_again(tmp_path):
 
 def test_validation_in_the_midst_of_accumulated_batches_is_outside(tmp_path):
     run = Known(tmp_path, val_check_interval=4, accumulate_grad_batches=3, log_every_n_steps=2)
-    run.trainer.fit(run.module, run.data, Points(24, 8, on_fetch=lambda: run.clock.advance(50.0)).loader())
+    run.trainer.fit(
+        run.module, run.data, Points(24, 8, on_fetch=lambda: run.clock.advance(50.0)).loader()
+    )
     # the fetch of the first validation batch is not: only then does Lightning say that it validates
     ((_, row),) = run.rows.of("throughput")
     assert row["step_ms"] == pytest.approx(1000 * 5 * (FETCH + STEP) / 2)
@@ -229,7 +257,11 @@ def test_a_validation_without_a_batch_pauses_nothing(tmp_path):
     run = Known(tmp_path, val_check_interval=3)
     run.module.allow_zero_length_dataloader_with_multiple_devices = True
     run.trainer.fit(run.module, run.data, DataLoader([]))
-    assert run.rows.of("throughput") == [(3, expected(2, 16)), (7, expected(4, 32)), (10, expected(3, 19))]
+    assert run.rows.of("throughput") == [
+        (3, expected(2, 16)),
+        (7, expected(4, 32)),
+        (10, expected(3, 19)),
+    ]
 
 
 def test_a_validation_without_a_batch_at_the_epochs_end_takes_nothing_from_the_next_epoch(tmp_path):
@@ -237,7 +269,9 @@ def test_a_validation_without_a_batch_at_the_epochs_end_takes_nothing_from_the_n
         def on_train_epoch_end(self, trainer, pl_module):
             run.clock.advance(9.0)
 
-    run = Known(tmp_path, Between(), max_epochs=2, log_every_n_steps=11)  # nothing is left to log at the epoch's end
+    run = Known(
+        tmp_path, Between(), max_epochs=2, log_every_n_steps=11
+    )  # nothing is left to log at the epoch's end
     run.module.allow_zero_length_dataloader_with_multiple_devices = True
     run.trainer.fit(run.module, run.data, DataLoader([]))
     assert run.rows.of("throughput") == [(10, expected(9, 67)), (21, expected(11, 83))]
@@ -296,7 +330,9 @@ def test_the_users_profiler_behind_ours_hears_what_it_would_hear_alone(tmp_path)
     for profiler in (alone, behind):
         run = Known(tmp_path, Saver(), limit_train_batches=3)
         monitors = [] if profiler is alone else [run.monitor]
-        run.trainer, _ = make_trainer(tmp_path, Saver(), *monitors, limit_train_batches=3, profiler=profiler)
+        run.trainer, _ = make_trainer(
+            tmp_path, Saver(), *monitors, limit_train_batches=3, profiler=profiler
+        )
         run.trainer.fit(run.module, run.data, Points(24, 8).loader())
     assert [told for told in behind.told if "ThroughputMonitor" not in told] == alone.told
     assert any(told.startswith("setup") for told in behind.told)
@@ -317,7 +353,11 @@ def test_a_profiler_of_several_runs_tells_the_newest_alone():
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("simple", "run_training_epoch"), ("Advanced", "run_training_epoch"), ("pytorch", "Self CPU time total")],
+    [
+        ("simple", "run_training_epoch"),
+        ("Advanced", "run_training_epoch"),
+        ("pytorch", "Self CPU time total"),
+    ],
 )
 def test_lightnings_profilers_work_by_name(tmp_path, caplog, name, word):
     caplog.set_level("INFO", logger="lightning.pytorch.profilers.profiler")
@@ -334,7 +374,9 @@ def test_profilers_may_print_where_lightnings_other_notes_may_not():
         with warnings.catch_warnings():
             silence_unfounded_advice()
         assert logging.getLogger("lightning.pytorch.profilers.profiler").isEnabledFor(logging.INFO)
-        assert not logging.getLogger("lightning.pytorch.utilities.rank_zero").isEnabledFor(logging.INFO)
+        assert not logging.getLogger("lightning.pytorch.utilities.rank_zero").isEnabledFor(
+            logging.INFO
+        )
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
@@ -386,7 +428,9 @@ def test_samples_in_a_batch(batch, count):
 
 def two_rank_run(folder: Path) -> None:
     """Rank 1 takes twice as long for a step; every rank writes down what it logged."""
-    run = Known(folder, accelerator="cpu", devices=2, strategy="ddp_fork", use_distributed_sampler=False)
+    run = Known(
+        folder, accelerator="cpu", devices=2, strategy="ddp_fork", use_distributed_sampler=False
+    )
 
     class Report(Callback):
         def on_train_start(self, trainer, pl_module):
@@ -491,7 +535,9 @@ def test_flops_of_the_mlp_are_those_of_its_matrix_products():
     module.layer = MLP()
     forward = 2 * (784 * 256 + 256 * 128 + 128 * 10)
     backward = 2 * forward - 2 * 784 * 256  # the input needs no gradient
-    assert training_flops_per_sample(module, [torch.zeros(6, 1, 28, 28), None]) == forward + backward
+    assert (
+        training_flops_per_sample(module, [torch.zeros(6, 1, 28, 28), None]) == forward + backward
+    )
 
 
 def test_counting_flops_leaves_no_trace():
@@ -548,14 +594,18 @@ def test_peak_rates_are_dense_and_by_exact_name(name, dtype, tf32, tflops):
 
 
 def cuda_trainer(precision: str) -> Any:
-    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), precision=precision)
+    return SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda")), precision=precision
+    )
 
 
 def test_flops_are_not_counted_where_weights_are_sharded(monkeypatch):
     trainer = cuda_trainer("bf16-mixed")
     trainer.strategy = FSDPStrategy()
     monkeypatch.setattr(FSDPStrategy, "root_device", torch.device("cuda"))
-    with pytest.warns(UserWarning, match="mfu_pct is left out: FLOPs cannot be counted where a strategy shards"):
+    with pytest.warns(
+        UserWarning, match="mfu_pct is left out: FLOPs cannot be counted where a strategy shards"
+    ):
         assert mfu_per_sample_per_sec(trainer, Linear(), [torch.zeros(6, 8)]) is None
 
 
@@ -582,13 +632,19 @@ def test_mfu_is_flops_over_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     module = Linear()
     scale = mfu_per_sample_per_sec(cuda_trainer("bf16-mixed"), module, [torch.zeros(6, 8), None])
-    assert scale == pytest.approx(100 * (2 * 2 * 8 * 2) / 989.5e12)  # forward, and the weights' gradient
+    assert scale == pytest.approx(
+        100 * (2 * 2 * 8 * 2) / 989.5e12
+    )  # forward, and the weights' gradient
 
 
 def test_an_unknown_gpu_is_said_and_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Something 9000")
-    with pytest.warns(UserWarning, match="mfu_pct is left out: no known peak of NVIDIA Something 9000"):
-        assert mfu_per_sample_per_sec(cuda_trainer("16-mixed"), Linear(), [torch.zeros(6, 8)]) is None
+    with pytest.warns(
+        UserWarning, match="mfu_pct is left out: no known peak of NVIDIA Something 9000"
+    ):
+        assert (
+            mfu_per_sample_per_sec(cuda_trainer("16-mixed"), Linear(), [torch.zeros(6, 8)]) is None
+        )
 
 
 def test_a_network_that_cannot_be_counted_is_said_and_left_out(monkeypatch):
@@ -611,7 +667,9 @@ def advice(datamodule: Any = None, devices: int = 1, **metrics: float) -> str:
 def test_advice_says_what_was_measured():
     assert advice() == "10.0 ms a batch, 1 % of it waiting for data."
     assert advice(devices=2) == "20.0 ms a batch, 1 % of it waiting for data."
-    assert advice(gpu_utilization_pct=30.0).startswith("10.0 ms a batch, 1 % of it waiting for data, the GPU idle 70 %")
+    assert advice(gpu_utilization_pct=30.0).startswith(
+        "10.0 ms a batch, 1 % of it waiting for data, the GPU idle 70 %"
+    )
     # feature: tune
     tune = " To find the fastest batch size: python -m project.tune batch_size."
     assert advice(datamodule=SimpleNamespace(batch_size=64)).endswith(tune)
@@ -620,7 +678,10 @@ def test_advice_says_what_was_measured():
 
 def test_a_bound_loader_is_told_and_given_no_workers_that_may_make_it_slower():
     data = SimpleNamespace(batch_size=64, num_workers=0)
-    assert advice(data, data_wait_pct=40.0) == "loader-bound: 10.0 ms a batch, 40 % of it waiting for data."
+    assert (
+        advice(data, data_wait_pct=40.0)
+        == "loader-bound: 10.0 ms a batch, 40 % of it waiting for data."
+    )
 
 
 def test_a_run_that_measured_nothing_has_no_advice():
@@ -638,4 +699,6 @@ def test_rows_logger_sees_scalars_only(tmp_path):
     run = Known(tmp_path)
     run.fit()
     assert isinstance(run.rows, Rows)
-    assert all(isinstance(value, (int, float)) for _, row in run.rows.rows for value in row.values())
+    assert all(
+        isinstance(value, (int, float)) for _, row in run.rows.rows for value in row.values()
+    )

@@ -47,7 +47,9 @@ def fits_up_to(
     return measure
 
 
-@pytest.mark.parametrize("largest", [0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 4095, 4096, 4097, 54_999])
+@pytest.mark.parametrize(
+    "largest", [0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 4095, 4096, 4097, 54_999]
+)
 def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> None:
     tried: list[int] = []
     fitting, limited_by = find_largest(fits_up_to(largest, tried), 55_000, "the training set", 60)
@@ -57,7 +59,9 @@ def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> 
     assert len(tried) == len(set(tried)) <= 30
 
 
-@pytest.mark.parametrize(("ceiling", "sizes"), [(100, [16, 32, 64, 100]), (10, [10]), (64, [16, 32, 64])])
+@pytest.mark.parametrize(
+    ("ceiling", "sizes"), [(100, [16, 32, 64, 100]), (10, [10]), (64, [16, 32, 64])]
+)
 def test_the_search_stops_at_the_ceiling_and_says_so(ceiling: int, sizes: list[int]) -> None:
     tried: list[int] = []
     fitting, limited_by = find_largest(fits_up_to(55_000, tried), ceiling, "the training set", 60)
@@ -67,7 +71,9 @@ def test_the_search_stops_at_the_ceiling_and_says_so(ceiling: int, sizes: list[i
 
 def test_no_size_is_tried_whose_step_would_take_longer_than_allowed() -> None:
     tried: list[int] = []
-    _, limited_by = find_largest(fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2)
+    _, limited_by = find_largest(
+        fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2
+    )
     assert tried == [16, 32, 64, 128]
     assert "--max_step_seconds" in limited_by
 
@@ -75,7 +81,9 @@ def test_no_size_is_tried_whose_step_would_take_longer_than_allowed() -> None:
 def measured(rates: dict[int, float], samples: int | None) -> list[Measured]:
     """Sizes that were timed, with their samples per second."""
     return [
-        Measured(size, 1000 * size / rate, steps_per_epoch=None if samples is None else samples // size)
+        Measured(
+            size, 1000 * size / rate, steps_per_epoch=None if samples is None else samples // size
+        )
         for size, rate in rates.items()
     ]
 
@@ -112,7 +120,9 @@ def test_no_size_is_recommended_that_leaves_fewer_than_50_steps_an_epoch_or_gain
 def test_the_advice_says_what_a_larger_batch_costs() -> None:
     def told(samples: int, present: int) -> list[str]:
         sizes = measured(RATES, samples)
-        return advice_lines(sizes, "no more", present, "python -m project.tune lr --data.batch_size")
+        return advice_lines(
+            sizes, "no more", present, "python -m project.tune lr --data.batch_size"
+        )
 
     lines = told(6_399, 32)
     assert (
@@ -125,7 +135,10 @@ def test_the_advice_says_what_a_larger_batch_costs() -> None:
         "It wants another learning rate:",
         "  python -m project.tune lr --data.batch_size 64",
     ]
-    assert told(6_399, 64)[-1] == "Keep --data.batch_size 64: no size that leaves 50 of them is 5 % faster."
+    assert (
+        told(6_399, 64)[-1]
+        == "Keep --data.batch_size 64: no size that leaves 50 of them is 5 % faster."
+    )
     assert told(700, 1000)[-1] == "No size that leaves 50 of them fits."
 
 
@@ -162,7 +175,9 @@ def peak_of(steps: TrainingSteps, size: int) -> int:
     return int((measured.peak_allocated_gib or 0) * GIB)
 
 
-def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(steps: TrainingSteps) -> None:
+def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(
+    steps: TrainingSteps,
+) -> None:
     """Against every size's own peak, measured without a limit."""
     steps.memory_limit_bytes = peak_of(steps, 301) + 100
     fitting, limited_by = find_largest(steps.measure, steps.training_samples or 0, "", 60)
@@ -173,7 +188,9 @@ def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(steps: T
     assert limited_by == "memory"
 
 
-def test_memory_is_free_again_after_a_try_that_fitted_and_after_those_that_did_not(steps: TrainingSteps) -> None:
+def test_memory_is_free_again_after_a_try_that_fitted_and_after_those_that_did_not(
+    steps: TrainingSteps,
+) -> None:
     steps.measure(64)  # the images stay
     gc.collect()
     before = tensor_bytes()
@@ -213,7 +230,9 @@ def test_tries_are_real_steps_at_that_batch_size_and_leave_the_weights_alone(
     steps.flags["accumulate_grad_batches"] = 2
     measured = steps.measure(48)
     assert measured is not None
-    assert seen == [48] * 2 * (3 + 3)  # two batches for each optimizer step of the warm-up and the windows
+    assert seen == [48] * 2 * (
+        3 + 3
+    )  # two batches for each optimizer step of the warm-up and the windows
     assert measured.batch_size == 48
     assert measured.peak_allocated_gib
     assert measured.step_ms > 0
@@ -237,7 +256,16 @@ def test_an_error_that_is_no_lack_of_memory_is_not_taken_for_one(
 def test_tune_batch_size_writes_a_table_and_a_picture_and_touches_no_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--max_batch_size", "100", "--memory_limit_gib", "0.05", "--output", "sizes.json", "--plot", "sizes.png"]
+    flags = [
+        "--max_batch_size",
+        "100",
+        "--memory_limit_gib",
+        "0.05",
+        "--output",
+        "sizes.json",
+        "--plot",
+        "sizes.png",
+    ]
     assert entry.exit_code(tune.main, ["batch_size", *SMALL, "--model.network", "MLP", *flags]) == 0
     told = capsys.readouterr().out
     facts = json.loads(Path("sizes.json").read_text())
@@ -283,7 +311,9 @@ def test_the_learning_rate_is_where_the_loss_is_lowest_whatever_diverges_behind(
     assert rates[lowest] == pytest.approx(0.01, rel=0.1)
 
 
-@pytest.mark.parametrize("losses", [[2.3] * 50, [2.3 + step for step in range(50)], [math.nan] * 50, [], [-2.3] * 50])
+@pytest.mark.parametrize(
+    "losses", [[2.3] * 50, [2.3 + step for step in range(50)], [math.nan] * 50, [], [-2.3] * 50]
+)
 def test_a_loss_that_never_falls_is_no_suggestion_but_an_error(losses: list[float]) -> None:
     with pytest.raises(UserError, match="the loss never fell"):
         read_curve(losses)
@@ -309,7 +339,9 @@ def test_the_ramp_records_the_rate_and_the_loss_of_every_optimizer_step() -> Non
             assert [float(group["lr"]) for group in groups] == pytest.approx([0.001 * 10**step] * 2)
             assert not trainer.should_stop
             trainer.global_step = step + batch
-            outputs = {} if loss is None else {"loss": torch.tensor(loss / 2)}  # as Lightning divides it
+            outputs = (
+                {} if loss is None else {"loss": torch.tensor(loss / 2)}
+            )  # as Lightning divides it
             ramp.on_train_batch_end(trainer, module, outputs, None, batch)
     assert ramp.rates == pytest.approx([0.001, 0.01, 0.1])
     assert ramp.losses == [3.0, 1.0, 0.5]
@@ -327,9 +359,14 @@ class PlainModule(LightningModule):
         return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD([{"params": [self.layer.weight]}, {"params": [self.layer.bias], "lr": 0.2}], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [{"params": [self.layer.weight]}, {"params": [self.layer.bias], "lr": 0.2}], lr=0.1
+        )
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/error"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val/error"},
+        }
 
 
 class PlainData(LightningDataModule):
@@ -382,20 +419,28 @@ def test_every_size_that_fits_is_shown_and_the_present_one_as_well(
     monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
     monkeypatch.setattr(TrainingSteps, "measure", lambda self, size: fits_up_to(largest, [])(size))
     assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
-    assert [row["batch_size"] for row in json.loads(Path("sizes.json").read_text())["sizes"]] == shown
+    assert [
+        row["batch_size"] for row in json.loads(Path("sizes.json").read_text())["sizes"]
+    ] == shown
 
 
-def test_a_plain_data_module_is_searched_for_a_batch_size(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_data_module_is_searched_for_a_batch_size(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = plain(PlainModule(), PlainData())
     monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
     assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
     facts = json.loads(Path("sizes.json").read_text())
     assert facts["limited_by"] == "the training set has no more samples"
     assert [row["batch_size"] for row in facts["sizes"]] == [16, 20, 32, 64, 128, 200]
-    assert facts["recommended_batch_size"] == 20  # every size leaves less than 50 steps: the present one
+    assert (
+        facts["recommended_batch_size"] == 20
+    )  # every size leaves less than 50 steps: the present one
 
 
-def test_what_cannot_be_tuned_is_refused_before_any_work(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_tuned_is_refused_before_any_work(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Manual(PlainModule):
         automatic_optimization = False
 
@@ -405,8 +450,18 @@ def test_what_cannot_be_tuned_is_refused_before_any_work(workplace: Path, monkey
 
     for module, data, what, message in (
         (Manual(), PlainData(), "lr", "needs Lightning's automatic optimization, and Manual"),
-        (PlainModule(), Fixed(), "batch_size", "needs a data module whose loader follows an attribute batch_size"),
-        (PlainModule(), None, "batch_size", "needs a data module whose loader follows an attribute batch_size"),
+        (
+            PlainModule(),
+            Fixed(),
+            "batch_size",
+            "needs a data module whose loader follows an attribute batch_size",
+        ),
+        (
+            PlainModule(),
+            None,
+            "batch_size",
+            "needs a data module whose loader follows an attribute batch_size",
+        ),
     ):
         config = plain(module, data)
         monkeypatch.setattr("project.engine.cli.configure", lambda *_, config=config: config)
@@ -415,12 +470,16 @@ def test_what_cannot_be_tuned_is_refused_before_any_work(workplace: Path, monkey
     assert os.listdir() == []
 
 
-def test_the_range_test_ends_at_a_loss_that_is_no_number_and_runs_none_after_it(workplace: Path) -> None:
+def test_the_range_test_ends_at_a_loss_that_is_no_number_and_runs_none_after_it(
+    workplace: Path,
+) -> None:
     class Bursting(PlainModule):
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             assert self.layer.weight.isfinite().all(), "a step after the loss was no number"
             loss = super().training_step(batch, batch_idx)
-            return loss * (math.nan if float(self.optimizers().param_groups[0]["lr"]) > 0.3 else 1.0)
+            return loss * (
+                math.nan if float(self.optimizers().param_groups[0]["lr"]) > 0.3 else 1.0
+            )
 
     config = plain(Bursting(), PlainData())
     ramp = RateRamp(1e-4, 10, 50)
@@ -433,7 +492,9 @@ def test_the_range_test_ends_at_a_loss_that_is_no_number_and_runs_none_after_it(
 def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.exit_code(tune.main, [*SMALL, "lr", "--output", "curve.csv", "--steps", "100"]) == 0
+    assert (
+        entry.exit_code(tune.main, [*SMALL, "lr", "--output", "curve.csv", "--steps", "100"]) == 0
+    )
     told = capsys.readouterr().out
     suggested = float(told.split("--model.lr ")[1].split()[0])
     assert 2e-4 < suggested < 5e-2
@@ -443,15 +504,25 @@ def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     assert sorted(os.listdir()) == ["curve.csv", "tune_lr.png"]
 
 
-def test_an_optimizer_without_a_learning_rate_is_told(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.exit_code(tune.main, ["lr", "--model", "tests.other_tasks.OwnPace", "--data", "null"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: tune lr: the optimizer has no learning rate."
+def test_an_optimizer_without_a_learning_rate_is_told(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        entry.exit_code(tune.main, ["lr", "--model", "tests.other_tasks.OwnPace", "--data", "null"])
+        == 2
+    )
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == "error: tune lr: the optimizer has no learning rate."
+    )
 
 
 def test_help_is_quick_for_it_imports_no_torch() -> None:
     code = "import sys; from project.tune.__main__ import main; from project.engine.command import exit_code"
     code += "; assert exit_code(main, ['--help']) == 0; assert 'torch' not in sys.modules"
-    help_text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    help_text = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "--memory_limit_gib" in help_text
 
 
@@ -462,10 +533,16 @@ def test_help_is_quick_for_it_imports_no_torch() -> None:
         (["batchsize"], "tune what? lr or batch_size, got batchsize. Did you mean batch_size?"),
         (["lr", "--output", "x.txt"], "--output must end in .json or .csv, got x.txt"),
         (["lr", "--plot", "x.svg"], "--plot must end in .png, got x.svg"),
-        (["lr", "--min_lr", "1", "--max_lr", "0.1"], "--min_lr must be below --max_lr (0.1), got 1"),
+        (
+            ["lr", "--min_lr", "1", "--max_lr", "0.1"],
+            "--min_lr must be below --max_lr (0.1), got 1",
+        ),
         (["lr", "--steps", "5"], "--steps must be at least 20, got 5"),
         (["batch_size", "--max_batch_size", "0"], "--max_batch_size must be above 0, got 0"),
-        (["batch_size", "--memory_limit_gib", "nan"], "--memory_limit_gib must be above 0, got nan"),
+        (
+            ["batch_size", "--memory_limit_gib", "nan"],
+            "--memory_limit_gib must be above 0, got nan",
+        ),
         (
             ["batch_size", "--memory_limit_gb", "2"],
             "unknown option --memory_limit_gb. Did you mean --memory_limit_gib?",
@@ -481,13 +558,17 @@ def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert entry.exit_code(tune.main, words) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("batch size")]
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("batch size")
+    ]
     assert line.startswith("error: ")
     assert message in line
     assert os.listdir() == []
 
 
-def test_tune_refuses_to_run_under_a_launcher(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_refuses_to_run_under_a_launcher(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="tune measures one process on one device"):
@@ -495,7 +576,9 @@ def test_tune_refuses_to_run_under_a_launcher(workplace: Path, monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(workplace: Path) -> None:
+def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(
+    workplace: Path,
+) -> None:
     flags = ["--data.source", "sample", "--accelerator", "gpu", "--model.network", "ConvNet"]
     config = configure(flags, "project.tune")
     steps = TrainingSteps(config, one_device_flags(config))
@@ -512,7 +595,12 @@ def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(wor
 
 @pytest.mark.gpu
 def test_tune_batch_size_on_a_gpu(workplace: Path) -> None:
-    assert entry.exit_code(tune.main, ["batch_size", "--data.source", "sample", "--output", "sizes.json"]) == 0
+    assert (
+        entry.exit_code(
+            tune.main, ["batch_size", "--data.source", "sample", "--output", "sizes.json"]
+        )
+        == 0
+    )
     facts = json.loads(Path("sizes.json").read_text())
     assert facts["largest_batch_size"] == 9000
     assert all(math.isfinite(row["samples_per_sec"]) for row in facts["sizes"])

@@ -32,7 +32,9 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 class ChangeWaiting(Callback):
     """Threads sleep and spin in turn, a few steps each."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         assert waiting.openmp is not None, "GNU's OpenMP was not found"
         [waiting.sleep, waiting.spin][batch_idx // 4 % 2]()
 
@@ -54,16 +56,24 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
         waiting.look(now, 0.01)
     waiting.look(now + 0.25, 0.01)
     assert done[-1] == "spin"
-    assert waiting.patience == 0.25  # a short burst costs little: a run's own W&B starts beside its first second
+    assert (
+        waiting.patience == 0.25
+    )  # a short burst costs little: a run's own W&B starts beside its first second
 
 
 def test_two_threads_leave_a_core_to_others_until_it_is_free() -> None:
     waiting, done = Waiting(), []
-    waiting.cores, waiting.sleep, waiting.spin = {0, 1}, lambda: done.append("sleep"), lambda: done.append("spin")  # type: ignore[method-assign]
+    waiting.cores, waiting.sleep, waiting.spin = (
+        {0, 1},
+        lambda: done.append("sleep"),
+        lambda: done.append("spin"),
+    )  # type: ignore[method-assign]
     waiting._move_to = lambda core: done.append(core) or setattr(waiting, "core", core)  # type: ignore[assignment, func-returns-value]
     waiting.look(0.25, 1.0)
     waiting.core = 0
-    for quarter in range(2, 400):  # the other process is on the other core: nothing is tried in vain
+    for quarter in range(
+        2, 400
+    ):  # the other process is on the other core: nothing is tried in vain
         waiting.look(quarter / 4, 1.0, here=0.02, elsewhere=1.0)
     assert done == ["sleep"]
     now = 100.0
@@ -87,7 +97,11 @@ def test_two_threads_leave_a_core_to_others_until_it_is_free() -> None:
     ],
 )
 def test_threads_share_a_core_only_where_that_helps(
-    monkeypatch: pytest.MonkeyPatch, told: dict[int, float], cores: set[int], workers: list[str], moves: bool
+    monkeypatch: pytest.MonkeyPatch,
+    told: dict[int, float],
+    cores: set[int],
+    workers: list[str],
+    moves: bool,
 ) -> None:
     waiting, moved = Waiting(), []
     waiting.cores, waiting._move_to, waiting._idle_team = cores, moved.append, lambda: None  # type: ignore[method-assign, assignment]
@@ -124,11 +138,14 @@ worker.join()
 
 
 @pytest.mark.skipif(
-    not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2, reason="two cores under Linux"
+    not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2,
+    reason="two cores under Linux",
 )
 def test_on_two_cores_all_threads_move_to_one_and_back_and_workers_have_both() -> None:
     two = f"import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[:2]})\n"
-    told = subprocess.run([sys.executable, "-W", "ignore", "-c", two + TWO_ON_ONE], capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", two + TWO_ON_ONE], capture_output=True, text=True
+    )
     assert told.stdout.split("\n")[0] == "{1} 2 {2}", told.stderr
 
 
@@ -142,7 +159,9 @@ def test_what_others_use_of_a_core_is_seen() -> None:
     code += "while time.monotonic() - began < 2: pass\n"
     code += f"print(*Reading().shares_since(before, {{{core}}}, {core}))"
     try:
-        told = subprocess.run([sys.executable, "-c", one_core + code], capture_output=True, text=True, check=True)
+        told = subprocess.run(
+            [sys.executable, "-c", one_core + code], capture_output=True, text=True, check=True
+        )
     finally:
         other.kill()
         other.wait()
@@ -153,7 +172,18 @@ def test_what_others_use_of_a_core_is_seen() -> None:
 
 
 def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
-    facts = Summary("r", True, "cpu", "32-true", 1, parameters=1, epochs=1, steps=2, fit_seconds=5.0, command="fit")
+    facts = Summary(
+        "r",
+        True,
+        "cpu",
+        "32-true",
+        1,
+        parameters=1,
+        epochs=1,
+        steps=2,
+        fit_seconds=5.0,
+        command="fit",
+    )
     assert "other processes" not in closing_lines(facts, tmp_path)
     facts.busy_seconds = 0.3  # would be 0 s
     assert "other processes" not in closing_lines(facts, tmp_path)
@@ -171,7 +201,9 @@ def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
         ({"OMP_NUM_THREADS": "1"}, False),
     ],
 )
-def test_the_users_own_waiting_stays(monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], watched: bool) -> None:
+def test_the_users_own_waiting_stays(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], watched: bool
+) -> None:
     waiting, began = Waiting(), threading.Event()
     monkeypatch.setattr(waiting, "_watch", began.set)
     for name, value in chosen.items():
@@ -203,9 +235,14 @@ print(spinning, asleep, sleeps())
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2, reason="threads of Linux")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2,
+    reason="threads of Linux",
+)
 def test_waiting_threads_sleep_and_spin_as_told_while_the_process_goes_on() -> None:
-    told = subprocess.run([sys.executable, "-c", COUNT_SLEEPS], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", COUNT_SLEEPS], capture_output=True, text=True, check=True
+    )
     spinning, asleep, again = map(int, told.stdout.split())
     assert asleep > 100  # counted by the kernel, so that a busy machine changes nothing
     assert max(spinning, again) < asleep / 3
@@ -213,22 +250,29 @@ def test_waiting_threads_sleep_and_spin_as_told_while_the_process_goes_on() -> N
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP")
 def test_a_change_of_waiting_in_mid_run_changes_no_bit(workplace: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if "OMP_" not in k} | {"OMP_NUM_THREADS": "2"}
+    environment = {k: v for k, v in os.environ.items() if "OMP_" not in k} | {
+        "OMP_NUM_THREADS": "2"
+    }
     changing = ["--trainer.callbacks", "tests.test_waiting.ChangeWaiting"]
     for name, more in (("plain", []), ("changing", changing)):
         done = run("fit", *SMALL, "--max_epochs", "1", "--run_name", name, *more, env=environment)
         assert done.returncode == 0, done.stderr
     plain, changed = (
-        checkpoint(Path("checkpoints", name, "last.ckpt"))["state_dict"] for name in ("plain", "changing")
+        checkpoint(Path("checkpoints", name, "last.ckpt"))["state_dict"]
+        for name in ("plain", "changing")
     )
     assert all(torch.equal(plain[key], changed[key]) for key in plain)
 
 
-def test_ranks_are_started_on_all_cores_although_this_process_shares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_started_on_all_cores_although_this_process_shares_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waiting, moved = Waiting(), []
     waiting.core, waiting._move_to = 0, moved.append  # type: ignore[method-assign, assignment]
     monkeypatch.setattr(engine_trainer, "waiting", waiting)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: moved.append("one thread"))  # then it shares none again
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda _: moved.append("one thread")
+    )  # then it shares none again
     threads.configure()
     build_trainer({"accelerator": "cpu", "devices": 2, "logger": False, "callbacks": []})
     assert moved == ["one thread", None]
@@ -260,7 +304,13 @@ def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workpla
 def test_a_command_watches_the_cores_once_although_it_prepares_its_process_twice() -> None:
     code = "import threading; from project.engine.command import prepare_process, run; prepare_process('__main__'); "
     code += "run(lambda _: print([each.name for each in threading.enumerate()].count('waiting')))"
-    left = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    left = {
+        name: text
+        for name, text in os.environ.items()
+        if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
     words = [sys.executable, "-c", code]
-    told = subprocess.run(words, capture_output=True, text=True, check=True, env={**left, "OMP_NUM_THREADS": "2"})
+    told = subprocess.run(
+        words, capture_output=True, text=True, check=True, env={**left, "OMP_NUM_THREADS": "2"}
+    )
     assert told.stdout == ("1\n" if sys.platform == "linux" else "0\n")

@@ -31,7 +31,18 @@ from project.engine.summary import RunRecord, Summary
 from project.errors import UserError
 from project.loggers import wandb as wandb_logging
 from project.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
-from tests.commands import REPORTED, SMALL, checkpoint, command, complete, differences, run, start, summary, wait_for
+from tests.commands import (
+    REPORTED,
+    SMALL,
+    checkpoint,
+    command,
+    complete,
+    differences,
+    run,
+    start,
+    summary,
+    wait_for,
+)
 from tests.reported import MONITORED, of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
 
@@ -52,9 +63,16 @@ def records() -> list[dict[str, Any]]:
     return wandb_records(folder)
 
 
-def test_offline_file_holds_every_value_of_metrics_csv_at_its_step(records: list[dict[str, Any]]) -> None:
+def test_offline_file_holds_every_value_of_metrics_csv_at_its_step(
+    records: list[dict[str, Any]],
+) -> None:
     history = [row["item"] for row in of_type(records, "history")]
-    logged = {(int(row["trainer/global_step"]), name): row[name] for row in history for name in row if "/" in name}
+    logged = {
+        (int(row["trainer/global_step"]), name): row[name]
+        for row in history
+        for name in row
+        if "/" in name
+    }
     with open(reported_run() / "metrics.csv", newline="") as file:
         wanted = {
             (int(row["step"]), name): float(value)
@@ -71,7 +89,9 @@ def test_offline_file_holds_every_value_of_metrics_csv_at_its_step(records: list
 def test_every_panel_is_drawn_over_optimizer_steps_and_runs_are_summed_up_by_their_best(
     records: list[dict[str, Any]],
 ) -> None:
-    metrics = {metric.get("name") or metric["glob_name"]: metric for metric in of_type(records, "metric")}
+    metrics = {
+        metric.get("name") or metric["glob_name"]: metric for metric in of_type(records, "metric")
+    }
     assert metrics["*"]["step_metric"] == "trainer/global_step"
     assert metrics["val/accuracy"]["step_metric"] == "trainer/global_step"
     summed_up: dict[str, Any] = {}
@@ -84,7 +104,9 @@ def test_every_panel_is_drawn_over_optimizer_steps_and_runs_are_summed_up_by_the
         assert summed_up[name] == facts[name]
 
 
-def test_configuration_is_the_resolved_one_with_what_the_run_found(records: list[dict[str, Any]]) -> None:
+def test_configuration_is_the_resolved_one_with_what_the_run_found(
+    records: list[dict[str, Any]],
+) -> None:
     (first,) = of_type(records, "run")
     resolved = yaml.safe_load((reported_run() / "config.yaml").read_text())
     config = first["config"]["update"]
@@ -109,7 +131,9 @@ def test_pictures_and_tables_are_those_of_the_report() -> None:
     assert everything == 200
     assert right / everything == pytest.approx(summary(reported_run())["test/accuracy"])
     assert len(mistakes["data"]) == min(24, everything - right)
-    assert (reported_run() / "wandb/artifacts/staging").is_dir(), "staged files belong beside the run"
+    assert (reported_run() / "wandb/artifacts/staging").is_dir(), (
+        "staged files belong beside the run"
+    )
     assert list((folder / "files/media/html").glob("report_*.html"))  # feature: report
 
 
@@ -119,7 +143,9 @@ def test_pictures_and_tables_are_those_of_the_report() -> None:
 def test_best_checkpoint_waits_offline_as_an_artifact_that_later_runs_do_not_change(
     records: list[dict[str, Any]],
 ) -> None:
-    (artifact,) = [artifact for artifact in of_type(records, "artifact") if artifact["type"] == "model"]
+    (artifact,) = [
+        artifact for artifact in of_type(records, "artifact") if artifact["type"] == "model"
+    ]
     assert "best" in artifact["aliases"]
     (entry,) = artifact["manifest"]["contents"]
     assert entry["path"] == "best.ckpt"
@@ -133,10 +159,10 @@ def test_a_run_prints_no_word_of_wandb_but_how_to_publish() -> None:
     ]
 
 
-def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(tmp_path: Path) -> None:
-    script = (
-        "import sys; from project import fit; assert fit.main(sys.argv[1:]) == 0; assert 'wandb' not in sys.modules"
-    )
+def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(
+    tmp_path: Path,
+) -> None:
+    script = "import sys; from project import fit; assert fit.main(sys.argv[1:]) == 0; assert 'wandb' not in sys.modules"
     words = [sys.executable, "-c", script, *SMALL, "--run_name", "without"]
     done = complete(words, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"})
     assert done.returncode == 0, done.stderr
@@ -149,20 +175,35 @@ def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(tmp
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "small"
     shutil.copytree(reported_run(), folder, symlinks=True)
-    done = run("fit", "--run_name", "small", "--ckpt_path", "last", "--max_epochs", "4", cwd=tmp_path)
+    done = run(
+        "fit", "--run_name", "small", "--ckpt_path", "last", "--max_epochs", "4", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     first, second = (wandb_records(part) for part in wandb_folders(folder))
     assert of_type(first, "run")[0]["run_id"] == of_type(second, "run")[0]["run_id"]
-    last = max(row["item"]["trainer/global_step"] for row in of_type(first, "history") if "train/loss" in row["item"])
-    steps = [row["item"]["trainer/global_step"] for row in of_type(second, "history") if "train/loss" in row["item"]]
+    last = max(
+        row["item"]["trainer/global_step"]
+        for row in of_type(first, "history")
+        if "train/loss" in row["item"]
+    )
+    steps = [
+        row["item"]["trainer/global_step"]
+        for row in of_type(second, "history")
+        if "train/loss" in row["item"]
+    ]
     assert steps == sorted(steps)
     assert steps[0] > last
     (publish,) = [line for line in done.stdout.splitlines() if "wandb sync" in line]
-    assert publish == "  wandb sync checkpoints/small/wandb/offline-run-*   # publish this run's dashboard"
+    assert (
+        publish
+        == "  wandb sync checkpoints/small/wandb/offline-run-*   # publish this run's dashboard"
+    )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with closing(StandIn()) as server:
         environ = {**os.environ, **server.environment, "PATH": path}
-        synced = subprocess.run(publish, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        synced = subprocess.run(
+            publish, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True
+        )
         assert synced.returncode == 0, synced.stderr
         assert_arrived(server, folder)
 
@@ -192,7 +233,9 @@ def test_a_run_its_resume_and_its_best_checkpoint_arrive_online(tmp_path: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fails", [401, 500, "garbage", "refused"])
-def test_a_server_that_fails_costs_a_run_nothing_but_its_dashboard(fails: int | str, tmp_path: Path) -> None:
+def test_a_server_that_fails_costs_a_run_nothing_but_its_dashboard(
+    fails: int | str, tmp_path: Path
+) -> None:
     with closing(StandIn(fails)) as server:
         environ = {**os.environ, **server.environment}
         if fails == "refused":
@@ -208,7 +251,15 @@ def test_a_server_that_fails_costs_a_run_nothing_but_its_dashboard(fails: int | 
 
 
 def test_a_stopped_run_ends_in_wandb_with_its_exit_code_and_has_a_report(tmp_path: Path) -> None:
-    flags = [*REPORTED, "--max_epochs", "1000", "--run_name", "stopped", "--default_root_dir", str(tmp_path)]
+    flags = [
+        *REPORTED,
+        "--max_epochs",
+        "1000",
+        "--run_name",
+        "stopped",
+        "--default_root_dir",
+        str(tmp_path),
+    ]
     log = tmp_path / "log"
     process = start(command("fit", *flags), log)
     assert wait_for("epoch 2/", log, process)
@@ -236,10 +287,21 @@ def test_online_without_a_key_is_an_error_before_anything_is_written(
     assert not list((tmp_path / "checkpoints").glob("*/*"))
 
 
-def test_a_wandb_logger_of_the_users_takes_our_ones_place_and_no_home_is_no_matter(tmp_path: Path) -> None:
+def test_a_wandb_logger_of_the_users_takes_our_ones_place_and_no_home_is_no_matter(
+    tmp_path: Path,
+) -> None:
     left = {name: value for name, value in os.environ.items() if name not in ("WANDB_MODE", "HOME")}
     environ = {**left, "NETRC": str(tmp_path / "none")}
-    done = run("fit", *SMALL, "--run_name", "r", "--trainer.logger", "WandbLogger", cwd=tmp_path, env=environ)
+    done = run(
+        "fit",
+        *SMALL,
+        "--run_name",
+        "r",
+        "--trainer.logger",
+        "WandbLogger",
+        cwd=tmp_path,
+        env=environ,
+    )
     assert done.returncode == 0, done.stderr  # offline: there is no key
     assert not (tmp_path / "checkpoints" / "r" / "wandb").exists()
     (theirs,) = wandb_folders(tmp_path)
@@ -263,7 +325,9 @@ def test_what_wandb_would_refuse_is_an_error(
     assert str(refused.value) == said
 
 
-def test_a_wandb_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_that_cannot_start_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(**_: Any) -> None:
         raise OSError("no space")
 
@@ -300,7 +364,18 @@ def logger_in(folder: Path, config: dict[str, Any]) -> WandbRunLogger | None:
 
 
 def small_record(stopped_by: str | None = None) -> RunRecord:
-    facts = Summary("r", True, "cpu", "32-true", 1, parameters=10, epochs=1, steps=2, fit_seconds=1.0, command="fit")
+    facts = Summary(
+        "r",
+        True,
+        "cpu",
+        "32-true",
+        1,
+        parameters=10,
+        epochs=1,
+        steps=2,
+        fit_seconds=1.0,
+        command="fit",
+    )
     return RunRecord(facts, config="", stopped_by=stopped_by)
 
 
@@ -308,7 +383,14 @@ def small_record(stopped_by: str | None = None) -> RunRecord:
 def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = {"PROJECT": "p1", "ENTITY": "team", "RUN_GROUP": "g1", "TAGS": "a,b", "NOTES": "why", "JOB_TYPE": "j"}
+    chosen = {
+        "PROJECT": "p1",
+        "ENTITY": "team",
+        "RUN_GROUP": "g1",
+        "TAGS": "a,b",
+        "NOTES": "why",
+        "JOB_TYPE": "j",
+    }
     for name, value in chosen.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     logger = logger_in(tmp_path, {"lr": 0.1})
@@ -326,7 +408,12 @@ def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
 def test_further_ranks_and_a_run_without_wandb_take_what_a_modules_own_code_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, mode: str
 ) -> None:
-    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "WANDB_MODE": mode, "WANDB_PROJECT": "a/b"}.items():
+    for name, value in {
+        "RANK": rank,
+        "WORLD_SIZE": "2",
+        "WANDB_MODE": mode,
+        "WANDB_PROJECT": "a/b",
+    }.items():
         monkeypatch.setenv(name, value)
     logger = logger_in(tmp_path, {})
     assert logger is not None
@@ -402,7 +489,9 @@ class SilentServer:
                 self.taken.append(self.socket.accept()[0])
 
 
-def test_a_server_that_does_not_answer_holds_up_neither_training_nor_the_end(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_holds_up_neither_training_nor_the_end(
+    tmp_path: Path,
+) -> None:
     server = SilentServer()
     environ = {**os.environ, "WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0" * 40}
     environ.pop("WANDB_MODE")
@@ -411,10 +500,15 @@ def test_a_server_that_does_not_answer_holds_up_neither_training_nor_the_end(tmp
     assert wait_for("epoch 3/3", log, process)
     began = time.monotonic()
     assert process.wait(60) == 0
-    assert time.monotonic() - began < 20, "7 s of patience, the final test, the report and a busy machine"
+    assert time.monotonic() - began < 20, (
+        "7 s of patience, the final test, the report and a busy machine"
+    )
     server.socket.close()
     assert server.taken, "W&B was not asked at all"
-    assert "W&B did not answer in time and has nothing of this run. metrics.csv has every value." in log.read_text()
+    assert (
+        "W&B did not answer in time and has nothing of this run. metrics.csv has every value."
+        in log.read_text()
+    )
 
 
 class FakeRun:
@@ -490,13 +584,16 @@ def test_training_does_not_wait_for_wandb_and_no_value_is_lost(slow_start: Any) 
     up.set()
     logger.finish(0)
     assert fake.rows == [
-        {"train/loss": float(step), "optimizer/lr": 0.1, "trainer/global_step": step} for step in range(100)
+        {"train/loss": float(step), "optimizer/lr": 0.1, "trainer/global_step": step}
+        for step in range(100)
     ]
     assert fake.exit_codes == [0]
 
 
 @pytest.mark.parametrize("exit_code", [0, 143])
-def test_the_end_waits_for_wandb_only_so_long(slow_start: Any, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_wandb_only_so_long(
+    slow_start: Any, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger, fake, up = slow_start
     monkeypatch.setattr(wandb_logging, "STOP_PATIENCE", 0.3)
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "0.3")
@@ -505,7 +602,9 @@ def test_the_end_waits_for_wandb_only_so_long(slow_start: Any, exit_code: int, m
     logger.begin()
     logger.wait()
     monkeypatch.chdir(logger.folder)
-    with pytest.warns(UserWarning, match=r"did not take everything. To complete it: wandb sync wandb/run-1-abc$"):
+    with pytest.warns(
+        UserWarning, match=r"did not take everything. To complete it: wandb sync wandb/run-1-abc$"
+    ):
         logger.finish(exit_code)  # would hang here, were it to wait
     assert fake.exit_codes == []
 
@@ -551,7 +650,9 @@ def test_pictures_that_fail_are_a_warning_and_the_run_is_closed(
     logger.wait()
     logger.record = small_record()
     monkeypatch.setattr(fake, "summary", None)
-    with pytest.warns(UserWarning, match=r"W&B got no pictures \(AttributeError: .*\). The run is not affected."):
+    with pytest.warns(
+        UserWarning, match=r"W&B got no pictures \(AttributeError: .*\). The run is not affected."
+    ):
         logger.finish(0)
     assert fake.exit_codes == [0]
 
@@ -570,7 +671,9 @@ def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
     assert os.environ.get("WANDB_DATA_DIR") == chosen
 
 
-def test_the_printed_folders_are_those_that_wandb_sync_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_folders_are_those_that_wandb_sync_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert sync_command(tmp_path / "my run") == []
     for name in ("offline-run-1-a", "offline-run-2-a"):

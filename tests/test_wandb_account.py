@@ -14,7 +14,12 @@ from project.loggers import wandb_state
         ({"WANDB_API_KEY": "x"}, "", "online", True),
         ({}, "machine api.wandb.ai login user password x", "online", True),
         ({}, "machine example.com login user password x", "offline", False),
-        ({"WANDB_BASE_URL": "https://own.example.com"}, "machine own.example.com login u password x", "online", True),
+        (
+            {"WANDB_BASE_URL": "https://own.example.com"},
+            "machine own.example.com login u password x",
+            "online",
+            True,
+        ),
         ({}, "this is no netrc", "offline", False),
         ({"WANDB_API_KEY": "x"}, "machine e login ü password x", "online", True),  # not in UTF-8
         ({"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}, "", "offline", True),

@@ -55,7 +55,11 @@ def older(read: Callable[[], Any]) -> Any:
 
 
 def switches() -> list[Any]:
-    old = [older(torch.get_float32_matmul_precision), older(lambda: CUDNN.allow_tf32), older(lambda: CUDA.allow_tf32)]
+    old = [
+        older(torch.get_float32_matmul_precision),
+        older(lambda: CUDNN.allow_tf32),
+        older(lambda: CUDA.allow_tf32),
+    ]
     return [*old, *(switch.fp32_precision for switch in NEWER)]
 
 
@@ -78,9 +82,12 @@ def by_the_newer_for_convolutions() -> None:
 
 @pytest.mark.usefixtures("_switches")
 @pytest.mark.parametrize(
-    "change", [nothing, by_the_older_switches, by_the_newer_for_products, by_the_newer_for_convolutions]
+    "change",
+    [nothing, by_the_older_switches, by_the_newer_for_products, by_the_newer_for_convolutions],
 )
-def test_a_float32_test_switches_tf32_off_and_leaves_every_switch_as_it_was(change: Callable[[], None]) -> None:
+def test_a_float32_test_switches_tf32_off_and_leaves_every_switch_as_it_was(
+    change: Callable[[], None],
+) -> None:
     change()
     before = switches()
     with float32_products():
@@ -121,7 +128,9 @@ def test_the_final_test_of_a_compiled_network_compiles_nothing() -> None:
 def averaging(module: nn.Module, **options: Any) -> tuple[EMAWeightAveraging, Any]:
     """The callback as it is when training begins, and its averaged model."""
     callback = EMAWeightAveraging(decay=0.9, **options)
-    trainer: Any = SimpleNamespace(callbacks=[callback], strategy=SimpleNamespace(root_device=torch.device("meta")))
+    trainer: Any = SimpleNamespace(
+        callbacks=[callback], strategy=SimpleNamespace(root_device=torch.device("meta"))
+    )
     callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
     average_on_the_device(trainer)
     (model,) = averaged_models(trainer)
@@ -160,7 +169,9 @@ def test_the_average_is_the_one_that_it_was_and_saves_as_plain_tensors(tmp_path:
 
 def test_what_lies_on_the_cpu_is_not_given_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, src, group: calls.append((tensor.device.type, group)))
+    monkeypatch.setattr(
+        dist, "broadcast", lambda tensor, src, group: calls.append((tensor.device.type, group))
+    )
     module = Linear()
     module.register_buffer("here", torch.zeros(1))
     module.register_buffer("there", torch.zeros(1, device="meta"))
@@ -169,10 +180,17 @@ def test_what_lies_on_the_cpu_is_not_given_to_nccl(monkeypatch: pytest.MonkeyPat
     assert calls == [("cpu", "gloo"), ("meta", None)]
 
 
-def test_the_group_of_a_launchers_ranks_is_taken_down_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_of_a_launchers_ranks_is_taken_down_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     at_exit: list[Callable[[], Any]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks, "launched_world", lambda: (0, 1 if dist.is_initialized() else 2, 1))
     monkeypatch.setattr(dist, "init_process_group", with_one_rank(dist.init_process_group))
@@ -206,9 +224,13 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
         dist.barrier()  # Lightning's, at the end of every save
 
     strategy = SimpleNamespace(barrier=dist.barrier)
-    trainer: Any = SimpleNamespace(save_checkpoint=save_checkpoint, strategy=strategy, is_global_zero=rank == 0)
+    trainer: Any = SimpleNamespace(
+        save_checkpoint=save_checkpoint, strategy=strategy, is_global_zero=rank == 0
+    )
     options = SimpleNamespace(checkpoint_every="60s")
-    config: Any = SimpleNamespace(trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={})
+    config: Any = SimpleNamespace(
+        trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={}
+    )
     checkpoint = RunCheckpoint(config, Run(folder), Best(), None)
     checkpoint.agreement = Agreement(2)
     try:
@@ -229,11 +251,16 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
         RuntimeError("an enforced check failed"),
     ],
 )
-def test_every_rank_learns_that_rank_zero_could_not_save(tmp_path: Path, fault: Exception | None) -> None:
+def test_every_rank_learns_that_rank_zero_could_not_save(
+    tmp_path: Path, fault: Exception | None
+) -> None:
     """Two processes with gloo. A rank that is not told would wait at a barrier that the other never reaches."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()
-    processes = [context.Process(target=save_with_a_fault, args=(rank, tmp_path, fault, told)) for rank in (0, 1)]
+    processes = [
+        context.Process(target=save_with_a_fault, args=(rank, tmp_path, fault, told))
+        for rank in (0, 1)
+    ]
     for process in processes:
         process.start()
     try:

@@ -51,18 +51,43 @@ class StandIn:
             self.exit_code = sent.get("exitcode")
 
     def upload(self, name: str) -> Json:
-        return {"id": "F", "name": name, "displayName": name, "uploadUrl": f"{self.address}/up/{name}"}
+        return {
+            "id": "F",
+            "name": name,
+            "displayName": name,
+            "uploadUrl": f"{self.address}/up/{name}",
+        }
 
     def answer(self, query: str, given: Json) -> Json:
         """The data of a GraphQL request."""
         asked = given.get("input", given)
         if "RunResumeStatus" in query:
-            return {"model": {"id": "P", "name": "p", "entity": {"id": "E", "name": "me"}, "bucket": self.bucket()}}
+            return {
+                "model": {
+                    "id": "P",
+                    "name": "p",
+                    "entity": {"id": "E", "name": "me"},
+                    "bucket": self.bucket(),
+                }
+            }
         if "mutation UpsertBucket" in query:
             self.run |= {key: value for key, value in given.items() if value is not None}
-            return {"upsertBucket": {"bucket": {**(self.bucket() or {}), "project": PROJECT}, "inserted": True}}
+            return {
+                "upsertBucket": {
+                    "bucket": {**(self.bucket() or {}), "project": PROJECT},
+                    "inserted": True,
+                }
+            }
         if "viewer" in query:
-            return {"viewer": {"id": "V", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+            return {
+                "viewer": {
+                    "id": "V",
+                    "entity": "me",
+                    "username": "me",
+                    "flags": "{}",
+                    "teams": {"edges": []},
+                }
+            }
         if "CreateRunFiles" in query:
             files = [self.upload(name) for name in given["files"]]
             return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": files}}
@@ -79,7 +104,12 @@ class StandIn:
         if "mutation CreateArtifact " in query:
             self._names.append(asked["artifactCollectionName"])
             sequence = {"id": "S", "latestArtifact": None}
-            made = {"id": str(len(self._names) - 1), "state": "PENDING", "artifactSequence": sequence, "digest": "d"}
+            made = {
+                "id": str(len(self._names) - 1),
+                "state": "PENDING",
+                "artifactSequence": sequence,
+                "digest": "d",
+            }
             return {"createArtifact": {"artifact": made}}
         # the project: an artifact of that name is asked for, and there is none
         return {"serverInfo": {"features": [], "cliVersionInfo": {}}, "project": {"artifact": None}}
@@ -88,17 +118,36 @@ class StandIn:
         """The run as the client resumes it."""
         if not self.run:
             return None
-        history, events = (self.lines.get(f"wandb-{name}.jsonl", []) for name in ("history", "events"))
+        history, events = (
+            self.lines.get(f"wandb-{name}.jsonl", []) for name in ("history", "events")
+        )
         summary = self.lines.get("wandb-summary.json", ["{}"])[-1]
-        known = {"id": "R", "name": self.run.get("name"), "displayName": self.run.get("displayName"), "tags": []}
-        known |= {"config": self.run.get("config") or "{}", "summaryMetrics": summary, "wandbConfig": "{}"}
+        known = {
+            "id": "R",
+            "name": self.run.get("name"),
+            "displayName": self.run.get("displayName"),
+            "tags": [],
+        }
+        known |= {
+            "config": self.run.get("config") or "{}",
+            "summaryMetrics": summary,
+            "wandbConfig": "{}",
+        }
         known |= {"historyLineCount": len(history), "eventsLineCount": len(events)}
         known |= {"logLineCount": len(self.lines.get("output.log", []))}
-        return known | {"historyTail": json.dumps(history[-1:]), "eventsTail": json.dumps(events[-1:])}
+        return known | {
+            "historyTail": json.dumps(history[-1:]),
+            "eventsTail": json.dumps(events[-1:]),
+        }
 
 
 PROJECT = {"id": "P", "name": "mnist-lightning", "entity": {"id": "E", "name": "me"}}
-ARTIFACT_FILE = {"uploadHeaders": [], "storagePath": "x", "uploadMultipartUrls": None, "artifact": {"id": "A"}}
+ARTIFACT_FILE = {
+    "uploadHeaders": [],
+    "storagePath": "x",
+    "uploadMultipartUrls": None,
+    "artifact": {"id": "A"},
+}
 
 
 class Quiet(ThreadingHTTPServer):
@@ -126,10 +175,16 @@ class Handler(BaseHTTPRequestHandler):
         self.owner.requests += 1
         if self.owner.fails is not None:
             status = self.owner.fails if isinstance(self.owner.fails, int) else 200
-            self.reply(b'{"errors": [{"message": "no"}]}' if status != 200 else b"<html>garbage", status)
+            self.reply(
+                b'{"errors": [{"message": "no"}]}' if status != 200 else b"<html>garbage", status
+            )
         elif self.path == "/graphql":
             sent = json.loads(body)
-            self.reply(json.dumps({"data": self.owner.answer(sent["query"], sent.get("variables") or {})}).encode())
+            self.reply(
+                json.dumps(
+                    {"data": self.owner.answer(sent["query"], sent.get("variables") or {})}
+                ).encode()
+            )
         else:
             if self.path.endswith("/file_stream"):
                 self.owner.stream(json.loads(body))

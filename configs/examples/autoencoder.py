@@ -12,7 +12,9 @@ class LitAutoEncoder(L.LightningModule):  # noqa: D101 - as it stands there
         self.encoder = nn.Sequential(nn.Linear(28 * 28, 64), nn.ReLU(), nn.Linear(64, 3))
         self.decoder = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 28 * 28))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int, name: str = "train_loss") -> Tensor:
+    def training_step(
+        self, batch: list[Tensor], batch_idx: int, name: str = "train_loss"
+    ) -> Tensor:
         x, _ = batch
         x = x.view(x.size(0), -1)
         loss = nn.functional.mse_loss(self.decoder(self.encoder(x)), x)
@@ -30,8 +32,13 @@ class Waves(L.LightningDataModule):  # noqa: D101
     def setup(self, stage: str) -> None:
         draw = torch.Generator().manual_seed(42)
         places = torch.rand(2000, 3, 1, generator=draw)
-        images = torch.sin(40 * places[:, 0] * torch.linspace(0, 1, 28 * 28) + places[:, 1]) * places[:, 2]
-        self.train_set, self.val_set = random_split(TensorDataset(images, places), [1800, 200], generator=draw)
+        images = (
+            torch.sin(40 * places[:, 0] * torch.linspace(0, 1, 28 * 28) + places[:, 1])
+            * places[:, 2]
+        )
+        self.train_set, self.val_set = random_split(
+            TensorDataset(images, places), [1800, 200], generator=draw
+        )
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_set, batch_size=32, shuffle=True)

@@ -15,4 +15,15 @@ class FashionMNIST(MNISTDataModule):
     sample_folder = None
     mean = [0.2860]
     std = [0.3530]
-    class_names = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]
+    class_names = [
+        "T-shirt",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Boot",
+    ]

@@ -20,7 +20,9 @@ class Pictures(PngFolder):
 class Backbone(nn.Module):
     """A ResNet or ShuffleNet of which the last stage and a new classifier train. ``weights``: None, or DEFAULT."""
 
-    def __init__(self, num_classes: int, name: str = "resnet18", weights: str | None = None) -> None:
+    def __init__(
+        self, num_classes: int, name: str = "resnet18", weights: str | None = None
+    ) -> None:
         super().__init__()
         self.backbone = models.get_model(name, weights=weights)
         self.backbone.fc = nn.Linear(self.backbone.fc.in_features, num_classes)

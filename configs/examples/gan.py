@@ -20,10 +20,18 @@ class GAN(L.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         (real,) = batch
         fake = self.generator(torch.randn_like(real))
-        answers = [(real, 1.0), (fake.detach(), 0.0)], [(fake, 1.0)]  # what each is trained to have answered
-        for name, optimizer, wanted in zip(("d_loss", "g_loss"), self.optimizers(), answers, strict=True):
+        answers = (
+            [(real, 1.0), (fake.detach(), 0.0)],
+            [(fake, 1.0)],
+        )  # what each is trained to have answered
+        for name, optimizer, wanted in zip(
+            ("d_loss", "g_loss"), self.optimizers(), answers, strict=True
+        ):
             logits = [(self.discriminator(points), truth) for points, truth in wanted]
-            loss = sum(binary_cross_entropy_with_logits(x, torch.full_like(x, truth)) for x, truth in logits)
+            loss = sum(
+                binary_cross_entropy_with_logits(x, torch.full_like(x, truth))
+                for x, truth in logits
+            )
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
@@ -35,4 +43,8 @@ class GAN(L.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         angles = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 6.2832
-        return DataLoader(TensorDataset(torch.stack([angles.cos(), angles.sin()], dim=1)), batch_size=50, shuffle=True)
+        return DataLoader(
+            TensorDataset(torch.stack([angles.cos(), angles.sin()], dim=1)),
+            batch_size=50,
+            shuffle=True,
+        )

@@ -25,13 +25,19 @@ class PngFolder(BatchedDataModule):
         super().__init__(**kwargs)
         self.root = root
         if root and (Path(root) / "train").is_dir():
-            self.class_names = sorted(folder.name for folder in (Path(root) / "train").iterdir() if folder.is_dir())
+            self.class_names = sorted(
+                folder.name for folder in (Path(root) / "train").iterdir() if folder.is_dir()
+            )
 
     def make_split(self, split: Split) -> Any:
         folder = "test" if split == "test" else "train"
-        flip = RandomHorizontalFlip() if split == "train" else None  # random, yet the same again in a resumed run
+        flip = (
+            RandomHorizontalFlip() if split == "train" else None
+        )  # random, yet the same again in a resumed run
         if self.root is None:
-            pictures: Any = FakeData(200, (3, 40, 48), num_classes=3, transform=flip, random_offset=len(folder))
+            pictures: Any = FakeData(
+                200, (3, 40, 48), num_classes=3, transform=flip, random_offset=len(folder)
+            )
         elif (Path(self.root) / folder).is_dir():
             pictures = ImageFolder(str(Path(self.root) / folder), transform=flip)
         else:

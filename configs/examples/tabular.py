@@ -19,7 +19,11 @@ class Rows(SplitDataModule):
         self.file = file
 
     def make_split(self, split: Split) -> Any:
-        rows = made_up() if self.file is None else np.loadtxt(self.file, delimiter=",", skiprows=1, dtype=np.float32)
+        rows = (
+            made_up()
+            if self.file is None
+            else np.loadtxt(self.file, delimiter=",", skiprows=1, dtype=np.float32)
+        )
         table = torch.from_numpy(rows)
         features, targets = table[:, :-1], table[:, -1]
         everything = TensorRows(features, targets)
@@ -27,7 +31,10 @@ class Rows(SplitDataModule):
             return self.hold_out(everything, "val", share=0.2)
         training = self.hold_out(everything, "train", share=0.2)
         known, _ = training[:]
-        self.mean, self.std = known.mean(0).tolist(), known.std(0).tolist()  # the module standardizes each column
+        self.mean, self.std = (
+            known.mean(0).tolist(),
+            known.std(0).tolist(),
+        )  # the module standardizes each column
         return self.hold_out(training, split)
 
 

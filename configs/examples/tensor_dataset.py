@@ -27,7 +27,10 @@ class TensorFiles(BatchedDataModule):
         if self.root is None:  # made up: the class is which of the channels are bright
             labels, draw = torch.arange(400) % 4, torch.Generator().manual_seed(len(part))
             bright = torch.stack([labels % 2, labels // 2], dim=1).view(400, 2, 1, 1) / 2
-            saved = {"images": torch.rand(400, 2, 12, 20, generator=draw) / 2 + bright, "labels": labels}
+            saved = {
+                "images": torch.rand(400, 2, 12, 20, generator=draw) / 2 + bright,
+                "labels": labels,
+            }
         else:
             saved = torch.load(Path(self.root) / f"{part}.pt", weights_only=True)
         dataset = TensorImages(saved["images"], saved["labels"])

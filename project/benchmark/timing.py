@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime, timezone
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,7 +33,14 @@ from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
 from project.engine.log_steps import synchronize
 from project.engine.restore import Run
-from project.engine.summary import command_line, device_name, git_state, network_of, samples_of, versions
+from project.engine.summary import (
+    command_line,
+    device_name,
+    git_state,
+    network_of,
+    samples_of,
+    versions,
+)
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError, require
 from project.tables import Row, format_cell
@@ -42,7 +49,12 @@ from project.waiting import waiting  # feature: waiting
 K = TypeVar("K")
 T = TypeVar("T")
 GREY = [0.5]  # mean and standard deviation of images whose data module names none
-LOOPS = FLOOR, PLAIN, FULL, BARE = "hand-written floor", "plain PyTorch loop", "all features", "Lightning, nothing on"
+LOOPS = FLOOR, PLAIN, FULL, BARE = (
+    "hand-written floor",
+    "plain PyTorch loop",
+    "all features",
+    "Lightning, nothing on",
+)
 
 
 def alternate(table: str, variants: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
@@ -68,10 +80,24 @@ def median_and_spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def wanted_devices(config: Configuration) -> list[str]:
     """The CPU and this machine's kind of accelerator, as far as ``--accelerator`` names them; the best comes last."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = ["cpu", *([accelerator.type] if accelerator is not None and accelerator.type in ("cuda", "mps") else [])]
+    found = [
+        "cpu",
+        *(
+            [accelerator.type]
+            if accelerator is not None and accelerator.type in ("cuda", "mps")
+            else []
+        ),
+    ]
     asked = config.trainer["accelerator"]
-    wanted = [name for name in found if asked in ("auto", name) or (asked == "gpu" and name != "cpu")]
-    require(bool(wanted), "--accelerator", f"be auto or what this machine has ({', '.join(found)})", asked)
+    wanted = [
+        name for name in found if asked in ("auto", name) or (asked == "gpu" and name != "cpu")
+    ]
+    require(
+        bool(wanted),
+        "--accelerator",
+        f"be auto or what this machine has ({', '.join(found)})",
+        asked,
+    )
     return wanted
 
 
@@ -86,9 +112,13 @@ class RunClock(Callback):
     """Times whole epochs. Comes last among the callbacks, so that the time of the others counts."""
 
     def __init__(self, turn: Connection | None = None) -> None:
-        self.turn = turn  # an epoch waits for a message on it and sends its seconds; None: it does neither
+        self.turn = (
+            turn  # an epoch waits for a message on it and sends its seconds; None: it does neither
+        )
         self.epochs: list[Epoch] = []
-        self.peak_allocated_gib: float | None = None  # None where the device's allocator does not tell
+        self.peak_allocated_gib: float | None = (
+            None  # None where the device's allocator does not tell
+        )
         self.memory: dict[str, float] = {}  # GiB by use, of a training step
         self.names: dict[str, str] = {}  # of device and network
         self._began = self._train_s = 0.0  # of this epoch's training steps
@@ -99,17 +129,26 @@ class RunClock(Callback):
             self.turn.recv()
         self._began = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx + 1 == trainer.num_training_batches:
             synchronize(trainer.strategy.root_device)
             self._train_s = time.perf_counter() - self._began
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epoch(trainer)  # after on_train_end, which saves the last checkpoint
-        self.names = {"device": device_name(trainer), "network": type(network_of(pl_module)).__name__}
+        self.names = {
+            "device": device_name(trainer),
+            "network": type(network_of(pl_module)).__name__,
+        }
         self.batches = int(trainer.num_training_batches)  # per epoch
-        self.train_samples = samples_of(trainer.train_dataloader)  # None where its loader does not tell
-        self.accuracy = trainer.callback_metrics.get("val/accuracy")  # 0-1, of the last validation, if it was logged
+        self.train_samples = samples_of(
+            trainer.train_dataloader
+        )  # None where its loader does not tell
+        self.accuracy = trainer.callback_metrics.get(
+            "val/accuracy"
+        )  # 0-1, of the last validation, if it was logged
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._began:
@@ -119,19 +158,32 @@ class RunClock(Callback):
                 self.turn.send(self.epochs[-1])
 
 
-def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: Connection | None = None) -> RunClock:
+def run_epochs(
+    config: Configuration, epochs: int, *, bare: bool = False, turn: Connection | None = None
+) -> RunClock:
     """Train a new module as ``fit`` does, in a folder that is deleted; ``bare``: without this project's callbacks."""
     unused = copy.deepcopy(config.trainer["callbacks"])  # the originals are never run
-    asked = config.trainer | {"max_epochs": epochs, "max_steps": -1, "max_time": None, "callbacks": unused}
+    asked = config.trainer | {
+        "max_epochs": epochs,
+        "max_steps": -1,
+        "max_time": None,
+        "callbacks": unused,
+    }
     config = replace(config, module=config.fresh_module(), trainer=asked)
     clock, session, terminal = RunClock(turn), None, io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
     torch.cuda.empty_cache()  # of the run before
     folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
     with folder as root, redirect_stdout(terminal), redirect_stderr(terminal), ExitStack() as ends:
-        ends.callback(setattr, signals.state, "deferring", False)  # between two runs there is no step to wait for
+        ends.callback(
+            setattr, signals.state, "deferring", False
+        )  # between two runs there is no step to wait for
         if bare:
-            flags = trainer_flags(config) | {"logger": False, "enable_progress_bar": False, "default_root_dir": root}
+            flags = trainer_flags(config) | {
+                "logger": False,
+                "enable_progress_bar": False,
+                "default_root_dir": root,
+            }
             trainer = build_trainer(flags | {"callbacks": [*flags["callbacks"], clock]})
             ExactLoading().install(trainer)  # the loaders that all the others train with
         else:
@@ -140,14 +192,18 @@ def run_epochs(config: Configuration, epochs: int, *, bare: bool = False, turn: 
             trainer = session.trainer
         trainer.fit(config.module, datamodule=config.datamodule)
     if not all(epoch.train_s for epoch in clock.epochs):
-        raise UserError("the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100.")
+        raise UserError(
+            "the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100."
+        )
     if session is not None and session.memory is not None:  # feature: memory
         clock.memory = session.memory.breakdown
         clock.peak_allocated_gib = session.memory.peaks.get("memory/peak_allocated_gib")
     return clock
 
 
-def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int) -> dict[str, list[Epoch]]:
+def epochs_in_turn(
+    table: str, loops: Sequence[str], fit_flags: Sequence[str], n: int
+) -> dict[str, list[Epoch]]:
     """``n`` epochs of each loop, in a process of its own, in turn: a machine's speed may change within seconds."""
 
     def epoch_of(turn: Connection) -> Epoch:
@@ -168,7 +224,9 @@ def epochs_in_turn(table: str, loops: Sequence[str], fit_flags: Sequence[str], n
             ends.callback(process.join, 60)
             ends.callback(connection.close)  # comes first: the process ends before its next epoch
             turns[loop] = partial(epoch_of, connection)
-        return {loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()}  # the first warms up
+        return {
+            loop: epochs[1:] for loop, epochs in alternate(table, turns, n + 1).items()
+        }  # the first warms up
 
 
 def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: int) -> None:
@@ -177,7 +235,10 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
     with suppress(EOFError, ConnectionError):
         try:
             config = configure(list(fit_flags), "project.benchmark")
-            if loop in (FULL, BARE):  # as a command starts; the others wait and allocate as PyTorch does
+            if loop in (
+                FULL,
+                BARE,
+            ):  # as a command starts; the others wait and allocate as PyTorch does
                 threads.configure()
                 waiting.start()  # feature: waiting
                 gc.freeze()
@@ -194,12 +255,20 @@ def take_turns(turn: Connection, loop: str, fit_flags: Sequence[str], epochs: in
 def conditions() -> Row:
     """What must be known to judge a result, of this moment and this process; what cannot be known is left out."""
     cpu, gpus, (commit, dirty) = hardware.cpu(), hardware.accelerators(), git_state()
-    machine = {"cpu": cpu["name"], "cpu_cores": cpu["cores"], "memory_gib": round(hardware.memory()["total_gib"], 1)}
+    machine = {
+        "cpu": cpu["name"],
+        "cpu_cores": cpu["cores"],
+        "memory_gib": round(hardware.memory()["total_gib"], 1),
+    }
     if gpus:
-        machine |= {"gpus": [gpu["name"] for gpu in gpus], "cuda": torch.version.cuda, "driver": gpus[0].get("driver")}
+        machine |= {
+            "gpus": [gpu["name"] for gpu in gpus],
+            "cuda": torch.version.cuda,
+            "driver": gpus[0].get("driver"),
+        }
     load = round(os.getloadavg()[0], 2)  # of others: nothing has begun here
     facts = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line().replace(".__main__", "", 1),
         "git_commit": commit,
         "git_dirty": dirty,
@@ -220,7 +289,11 @@ def line_of(facts: Row) -> str:
     parts = [f"{machine['cpu']}, {machine['cpu_cores']} cores", *machine.get("gpus", [])]
     parts += [f"{name} {facts['versions'][name]}" for name in ("torch", "lightning")]
     line = " | ".join([*parts, f"commit {facts.get('git_commit', 'unknown')[:7]}", facts["date"]])
-    return line if facts["quiet"] else f"{line}\nthe machine was busy (load {facts['load_average']}): compare ratios"
+    return (
+        line
+        if facts["quiet"]
+        else f"{line}\nthe machine was busy (load {facts['load_average']}): compare ratios"
+    )
 
 
 def in_memory(config: Configuration, split: str) -> Any:
@@ -235,14 +308,18 @@ def in_memory(config: Configuration, split: str) -> Any:
     images, labels = getattr(dataset, "images", None), getattr(dataset, "labels", None)
     if isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4:
         return dataset
-    raise UserError(f"--data: loops written by hand need TensorImages, {type(data).__name__} has none for {split}.")
+    raise UserError(
+        f"--data: loops written by hand need TensorImages, {type(data).__name__} has none for {split}."
+    )
 
 
 def normalizer(data: Any, images: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
     """A function: a batch of ``images`` on ``device`` → float32 with mean 0 and standard deviation 1."""
     whole = 1.0 if images.is_floating_point() else 255.0
     # once, because copying tensors to the device at every step takes time
-    shift, width = (whole * torch.tensor(getattr(data, name, GREY), device=device) for name in ("mean", "std"))
+    shift, width = (
+        whole * torch.tensor(getattr(data, name, GREY), device=device) for name in ("mean", "std")
+    )
     shift, scale = shift.view(1, -1, 1, 1), 1 / width.view(1, -1, 1, 1)
     return lambda images: images.to(torch.float32, copy=True).sub_(shift).mul_(scale)
 
@@ -268,16 +345,25 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
     """
     module, data = cast(Any, config.module), cast(Any, config.datamodule)
     if not isinstance(getattr(module, "network", None), nn.Module):
-        raise UserError(f"--model: loops written by hand train module.network, {type(module).__name__} has none.")
+        raise UserError(
+            f"--model: loops written by hand train module.network, {type(module).__name__} has none."
+        )
     device = torch.device(wanted_devices(config)[-1])
     train, val = in_memory(config, "train"), in_memory(config, "val")
-    (images, labels), (val_images, val_labels) = [(x.images.to(device), x.labels.to(device)) for x in (train, val)]
+    (images, labels), (val_images, val_labels) = [
+        (x.images.to(device), x.labels.to(device)) for x in (train, val)
+    ]
     normalize = normalizer(data, images, device)
     memory_format = getattr(module, "memory_format", torch.contiguous_format)
     network: nn.Module = copy.deepcopy(module.network).to(device).to(memory_format=memory_format)
     fused = optim.Adam(network.parameters(), lr=1e-3, fused=True)
-    size, eval_size = min(data.batch_size, len(labels)), getattr(data, "eval_batch_size", data.batch_size)
-    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(str(config.trainer["precision"]))
+    size, eval_size = (
+        min(data.batch_size, len(labels)),
+        getattr(data, "eval_batch_size", data.batch_size),
+    )
+    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(
+        str(config.trainer["precision"])
+    )
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -291,7 +377,9 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
         trained = train_epoch(network, fused, batches(), autocast)
         network.eval()
         correct = torch.zeros((), device=device, dtype=torch.int64)
-        for some, truth in zip(val_images.split(eval_size), val_labels.split(eval_size), strict=True):
+        for some, truth in zip(
+            val_images.split(eval_size), val_labels.split(eval_size), strict=True
+        ):
             with torch.no_grad(), autocast:
                 logits = network(normalize(some).contiguous(memory_format=memory_format))
                 correct += (logits.argmax(dim=1) == truth).sum()
@@ -300,11 +388,15 @@ def loops_by_hand(config: Configuration) -> dict[str, Callable[[], Epoch]]:
 
     copied = copy.deepcopy(network)
     plain = optim.Adam(copied.parameters(), lr=1e-3)
-    loader: DataLoader[Any] = DataLoader(PerSampleImages(data, train), data.batch_size, shuffle=True)
+    loader: DataLoader[Any] = DataLoader(
+        PerSampleImages(data, train), data.batch_size, shuffle=True
+    )
     return {FLOOR: floor_epoch, PLAIN: partial(train_epoch, copied, plain, loader, None)}
 
 
-def train_epoch(network: nn.Module, adam: optim.Adam, batches: Iterable[Any], floor: torch.autocast | None) -> Epoch:
+def train_epoch(
+    network: nn.Module, adam: optim.Adam, batches: Iterable[Any], floor: torch.autocast | None
+) -> Epoch:
     """Train one epoch: the floor's in its precision, or (None) as most tutorials do, reading the loss at every step."""
     began, running_loss, device = time.perf_counter(), 0.0, next(network.parameters()).device
     network.train()

@@ -23,7 +23,10 @@ from project.tables import check_output
 
 MIB = 1024**2
 SETTLING_STEPS = 3  # Optimizer state comes into being at the first step that is not skipped; 16-mixed skips one or two.
-EPOCHS, LEAST_MIB = 4, {"host": 2.0, "device": 0.5}  # epochs that must grow, and by how much (MiB), for a leak
+EPOCHS, LEAST_MIB = (
+    4,
+    {"host": 2.0, "device": 0.5},
+)  # epochs that must grow, and by how much (MiB), for a leak
 ACTIVATIONS = "activations and the rest"
 HEADLINE = "Out of memory"
 Reader = Callable[..., dict[str, int]]  # sizes in bytes, by name
@@ -49,8 +52,13 @@ class MemoryMonitor(Callback):
         self._live = LiveMemory()  # counts a step's tensors, if no allocator does it
         self._window_peaks: dict[str, int] = {}  # bytes, since the last logged value
         self._step_peak: int | None = None  # bytes, of training steps alone
-        self._parts, self._parts_due = dict[str, float](), SETTLING_STEPS  # GiB by use; steps after which to look
-        self.peaks: dict[str, float] = {}  # of the run: ``memory/peak_rss_gib``, and with CUDA the other ones
+        self._parts, self._parts_due = (
+            dict[str, float](),
+            SETTLING_STEPS,
+        )  # GiB by use; steps after which to look
+        self.peaks: dict[
+            str, float
+        ] = {}  # of the run: ``memory/peak_rss_gib``, and with CUDA the other ones
         self._at_epoch_ends: dict[str, list[float]] = {}  # place → MiB
         self.leaks: dict[str, str] = {}  # place → the newest report of growth there
 
@@ -67,15 +75,21 @@ class MemoryMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._live, self._parts, self._parts_due = LiveMemory(), {}, SETTLING_STEPS
         self._window_peaks, self._step_peak, self._at_epoch_ends = {}, None, {}
-        self._read(trainer.strategy.root_device, reset_peaks=True)  # what came before is not the training's
+        self._read(
+            trainer.strategy.root_device, reset_peaks=True
+        )  # what came before is not the training's
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         # the first step makes the optimizer's state; a compiled network would run eagerly while its tensors are counted
         may_count = trainer.global_step == 1 and not pl_module.hparams.get("compile")
         if may_count and not self._read(trainer.strategy.root_device):
             self._live.__enter__()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._live.close()
         if self._parts_due and is_optimizer_step(trainer, batch_idx):
             self._parts, self._parts_due = memory_breakdown(trainer), self._parts_due - 1
@@ -98,12 +112,16 @@ class MemoryMonitor(Callback):
                     rank_zero_warn(report)
                 self.leaks[place] = report
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._live.close()
         if is_out_of_memory(exception) and HEADLINE not in str(exception):
             total, self._parts = self._read_peaks(trainer).get("total"), memory_breakdown(trainer)
             # in the message, so that it is the last thing on the screen whoever prints the error
-            exception.args = (f"{exception}\n\n{explain(trainer, self.breakdown, self._step_peak, total)}",)
+            exception.args = (
+                f"{exception}\n\n{explain(trainer, self.breakdown, self._step_peak, total)}",
+            )
 
     def _read_peaks(self, trainer: Trainer, of_training: bool = True) -> dict[str, int]:
         """Read the allocator, keep its peaks for the window, and reset them."""
@@ -118,7 +136,9 @@ class MemoryMonitor(Callback):
         """Log a row; ``again``: a log step ended the epoch, and its row is written once more."""
         sizes = self._read_peaks(trainer) | self._window_peaks
         self._window_peaks = {}
-        metrics = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"}
+        metrics = {
+            f"memory/{name}_gib": size / GIB for name, size in sizes.items() if name != "total"
+        }
         if "peak_reserved" in sizes:
             metrics["memory/peak_reserved_pct"] = 100 * sizes["peak_reserved"] / sizes["total"]
         ranks = of_all_ranks(metrics | self._read_host())
@@ -136,11 +156,17 @@ class MemoryMonitor(Callback):
 def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
     """Bytes ``allocated``, ``reserved`` and in ``total``, on CUDA ``peak_*`` since the last reset; none on the CPU."""
     if device.type == "mps":
-        now = {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
+        now = {
+            "allocated": torch.mps.current_allocated_memory(),
+            "reserved": torch.mps.driver_allocated_memory(),
+        }
         return {**now, "total": torch.mps.recommended_max_memory()}
     if device.type != "cuda":
         return {}
-    stats, now = torch.cuda.memory_stats(device), {"total": torch.cuda.get_device_properties(device).total_memory}
+    stats, now = (
+        torch.cuda.memory_stats(device),
+        {"total": torch.cuda.get_device_properties(device).total_memory},
+    )
     for kind in ("allocated", "reserved"):
         now[kind] = stats.get(f"{kind}_bytes.all.current", 0)
         now[f"peak_{kind}"] = stats.get(f"{kind}_bytes.all.peak", 0)
@@ -174,10 +200,14 @@ def leak_report(place: str, mib: list[float]) -> str | None:
     """What to tell where each of the last epochs added ``LEAST_MIB`` or more, and a third of the largest addition."""
     recent = mib[-EPOCHS - 1 :]
     added = [after - before for before, after in pairwise(recent)]
-    if len(added) < EPOCHS or min(added) < max(LEAST_MIB[place], max(added) / 3):  # a cache adds less and less
+    if len(added) < EPOCHS or min(added) < max(
+        LEAST_MIB[place], max(added) / 3
+    ):  # a cache adds less and less
         return None
     growth = f"{sum(added) / EPOCHS:.1f} MiB more after each of the last {EPOCHS} epochs"
-    found = f"{place} memory looks like it leaks: {growth} ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB)"
+    found = (
+        f"{place} memory looks like it leaks: {growth} ({recent[0]:.0f} MiB → {recent[-1]:.0f} MiB)"
+    )
     fix = "keep loss.item() or loss.detach(), never the loss or outputs with their graph"
     return f"{found}. Something keeps tensors alive from step to step: {fix}."
 
@@ -186,8 +216,17 @@ def memory_breakdown(trainer: Trainer) -> dict[str, float]:
     """GiB of this rank's ``weights`` (with buffers), ``gradients``, ``optimizer state``, and on a GPU ``data``."""
 
     def size_gib(tensors: Iterable[object]) -> float:
-        own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]  # a rank's own shard
-        return sum(tensor.numel() * tensor.element_size() for tensor in own if isinstance(tensor, Tensor)) / GIB
+        own = [
+            tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors
+        ]  # a rank's own shard
+        return (
+            sum(
+                tensor.numel() * tensor.element_size()
+                for tensor in own
+                if isinstance(tensor, Tensor)
+            )
+            / GIB
+        )
 
     module = trainer.lightning_module
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
@@ -200,7 +239,9 @@ def memory_breakdown(trainer: Trainer) -> dict[str, float]:
     return parts | {"data": data} if data and trainer.strategy.root_device.type != "cpu" else parts
 
 
-def explain(trainer: Trainer, parts: dict[str, float], peak_bytes: int | None, total_bytes: int | None) -> str:
+def explain(
+    trainer: Trainer, parts: dict[str, float], peak_bytes: int | None, total_bytes: int | None
+) -> str:
     """The advice after an out-of-memory error: batch size, peak, memory by use (GiB), three things to try."""
     evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
     flag = "eval_batch_size" if evaluating else "batch_size"
@@ -210,26 +251,39 @@ def explain(trainer: Trainer, parts: dict[str, float], peak_bytes: int | None, t
     facts += f"; the peak was {peak_bytes / GIB:.2f} GiB" if peak_bytes else ""
     facts += f" of {total_bytes / GIB:.2f} GiB" if peak_bytes and total_bytes else ""
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
-    used = [f"{use} {gib:.2f} GiB" if gib >= 1 else f"{use} {1024 * gib:.1f} MiB" for use, gib in largest_first]
-    tries = [f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)]
+    used = [
+        f"{use} {gib:.2f} GiB" if gib >= 1 else f"{use} {1024 * gib:.1f} MiB"
+        for use, gib in largest_first
+    ]
+    tries = [
+        f"  {number}. {line}" for number, line in enumerate(flags_to_try(trainer, flag, size), 1)
+    ]
     last = "The last checkpoint is whole: go on from it with --ckpt_path last and one of these."
-    return "\n".join([f"{facts}.", f"Memory by use: {', '.join(used)}.", "Try, in this order:", *tries, last])
+    return "\n".join(
+        [f"{facts}.", f"Memory by use: {', '.join(used)}.", "Try, in this order:", *tries, last]
+    )
 
 
 def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
     """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
     precision, evaluating = str(trainer.precision), flag == "eval_batch_size"
-    smaller = f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
+    smaller = (
+        f"--data.{flag} {max(1, size // 2)}" if size else "half the batch size in your DataLoader"
+    )
     accumulate = f"--accumulate_grad_batches {2 * trainer.accumulate_grad_batches}"
     tries = [f"{smaller} {accumulate}   (the same optimizer steps in smaller portions)"]
     if evaluating:
         tries = [f"{smaller}   (metrics do not change)"]
     if precision.startswith("32") and trainer.strategy.root_device.type != "cpu":
-        tries.insert(evaluating, "--precision bf16-mixed   (16-bit activations; 16-mixed before Ampere)")
+        tries.insert(
+            evaluating, "--precision bf16-mixed   (16-bit activations; 16-mixed before Ampere)"
+        )
     elif precision.endswith("mixed"):
         tries.append("--precision bf16-true   (16-bit weights, gradients and optimizer state)")
     if "activation_checkpointing" in trainer.lightning_module.hparams and not evaluating:
-        tries.append("--model.activation_checkpointing true   (activations computed again instead of kept)")
+        tries.append(
+            "--model.activation_checkpointing true   (activations computed again instead of kept)"
+        )
     return [*tries, "a smaller network", "SGD as the optimizer   (no or less optimizer state)"][:3]
 
 
@@ -247,7 +301,9 @@ class MemorySnapshot(Callback):
         if device != "cuda":
             raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
         check_output(path, (path.suffix.lower(),), "--memory_snapshot")
-        where = f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
+        where = (
+            f"{path} (open it at https://pytorch.org/memory_viz; the file stays in your browser)"
+        )
         self._recording.callback(say, f"memory snapshot: {where}")
         path = path.with_stem(f"{path.stem}.rank{rank}") if rank else path
         self._recording.enter_context(memory_history(path, 100_000))

@@ -25,23 +25,35 @@ class TestPredictions(Callback):
 
     def __init__(self, most: int = 24) -> None:
         self.most = most
-        self.confusion: np.ndarray | None = None  # int64 (classes, classes), row: label; None before a test pass
+        self.confusion: np.ndarray | None = (
+            None  # int64 (classes, classes), row: label; None before a test pass
+        )
         self.mistakes: list[Mistake] = []  # surest first
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.confusion, self.mistakes = None, []
 
-    def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any, **__: Any) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any, **__: Any
+    ) -> None:
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-        if not (isinstance(outputs, Tensor) and isinstance(labels, Tensor) and labels.shape == outputs.shape[:1]):
+        if not (
+            isinstance(outputs, Tensor)
+            and isinstance(labels, Tensor)
+            and labels.shape == outputs.shape[:1]
+        ):
             return
         classes = outputs.shape[1] if outputs.ndim == 2 and outputs.is_floating_point() else 0
         if not 1 < classes <= MOST_CLASSES or labels.dtype not in INTEGERS or len(labels) == 0:
             return  # no logits of a classifier
         images, labels = batch[0], labels.long().cpu()  # the one pass may wait for it
         probabilities, predictions = outputs.float().cpu().softmax(dim=1).max(dim=1)  # (batch,)
-        known = (labels >= 0) & (labels < classes)  # others, such as -100, say that a sample does not count
-        cells = (labels * classes + predictions)[known]  # torchmetrics takes gigabytes with --deterministic true
+        known = (labels >= 0) & (
+            labels < classes
+        )  # others, such as -100, say that a sample does not count
+        cells = (labels * classes + predictions)[
+            known
+        ]  # torchmetrics takes gigabytes with --deterministic true
         counts = np.bincount(cells.numpy(), minlength=classes**2).reshape(classes, classes)
         if self.confusion is not None and self.confusion.shape != counts.shape:
             return  # a second test loader with other classes
@@ -54,7 +66,11 @@ class TestPredictions(Callback):
                 shown = (shown.float().clamp(0, 1) * 255).round().byte()
             pictures = shown.permute(0, 2, 3, 1).numpy()
             rows = zip(pictures, labels[surest], predictions[surest], sureness[surest], strict=True)
-            self._keep(Mistake(image, int(y), int(p), float(sure)) for image, y, p, sure in rows if sure > 0)
+            self._keep(
+                Mistake(image, int(y), int(p), float(sure))
+                for image, y, p, sure in rows
+                if sure > 0
+            )
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ranks = of_all_ranks((self.confusion, self.mistakes))
@@ -64,4 +80,6 @@ class TestPredictions(Callback):
 
     def _keep(self, mistakes: Iterable[Mistake]) -> None:
         """Keep the surest of these and of those that are kept already."""
-        self.mistakes = sorted([*self.mistakes, *mistakes], key=lambda mistake: -mistake.probability)[: self.most]
+        self.mistakes = sorted(
+            [*self.mistakes, *mistakes], key=lambda mistake: -mistake.probability
+        )[: self.most]

@@ -21,14 +21,28 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from project.engine.log_steps import SHARDING, is_log_step, is_optimizer_step, log_values, synchronize
+from project.engine.log_steps import (
+    SHARDING,
+    is_log_step,
+    is_optimizer_step,
+    log_values,
+    synchronize,
+)
 from project.engine.ranks import of_all_ranks
 
 WARM_UP_STEPS = 2  # of the optimizer, which compile, choose algorithms and fill caches
 LOADER_BOUND_PCT = 20.0  # a loader that takes a fifth of the time is worth a flag
 # Ends of Lightning's action names. It gives the first to start() and stop(), the others to profile().
-FETCHING, BEFORE_VALIDATION, SAVING = ".train_dataloader_next", ".on_validation_model_zero_grad", "save_checkpoint"
-MATMUL_DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}  # by a precision's first word
+FETCHING, BEFORE_VALIDATION, SAVING = (
+    ".train_dataloader_next",
+    ".on_validation_model_zero_grad",
+    "save_checkpoint",
+)
+MATMUL_DTYPES = {
+    "32": torch.float32,
+    "16": torch.float16,
+    "bf16": torch.bfloat16,
+}  # by a precision's first word
 
 
 class ThroughputMonitor(Callback):
@@ -50,8 +64,13 @@ class ThroughputMonitor(Callback):
     - ``throughput/gpu_utilization_pct``: share of the time (0-100) in which a kernel ran, by NVML. CUDA only
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, wait_for_device: Any = synchronize) -> None:
-        self.clock, self.wait_for_device = clock, wait_for_device  # seconds; called at the edges of windows
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, wait_for_device: Any = synchronize
+    ) -> None:
+        self.clock, self.wait_for_device = (
+            clock,
+            wait_for_device,
+        )  # seconds; called at the edges of windows
         self.windows: list[dict[str, float]] = []  # what was logged, in order
         self.window = Window(started=0.0)
         # The pause for a validation. One without a batch has no on_validation_end: the next training batch ends it.
@@ -68,7 +87,9 @@ class ThroughputMonitor(Callback):
         One that serves several runs tells the newest.
         """
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-        start, stop, profile = vars(profiler).setdefault("unheard", (profiler.start, profiler.stop, profiler.profile))
+        start, stop, profile = vars(profiler).setdefault(
+            "unheard", (profiler.start, profiler.stop, profiler.profile)
+        )
         # what an idle one does in all of its actions, some sixty times a step
         nothing = nullcontext("") if type(profiler) is PassThroughProfiler else None
 
@@ -122,7 +143,10 @@ class ThroughputMonitor(Callback):
         """Where a run's time went and what to try, in one or two sentences; empty if nothing was measured."""
         if not (metrics := self.summary()):
             return ""
-        waited, busy = metrics["throughput/data_wait_pct"], metrics.get("throughput/gpu_utilization_pct")
+        waited, busy = (
+            metrics["throughput/data_wait_pct"],
+            metrics.get("throughput/gpu_utilization_pct"),
+        )
         batch_ms = 1000 * trainer.world_size / metrics["throughput/batches_per_sec"]
         measured = f"{batch_ms:.1f} ms a batch, {waited:.0f} % of it waiting for data"
         measured += "." if busy is None else f", the GPU idle {100 - busy:.0f} % of the time."
@@ -135,13 +159,17 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device, self._measuring, self._warm_up = trainer.strategy.root_device, True, []
         on_gpu = self._device.type == "cuda"
-        self._utilization = GpuUtilization(partial(torch.cuda.utilization, self._device) if on_gpu else None)
+        self._utilization = GpuUtilization(
+            partial(torch.cuda.utilization, self._device) if on_gpu else None
+        )
         self._next_window(wait=False)  # a run resumed in mid-epoch has no start of an epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._next_window(wait=False)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.window.batches += 1
         self.window.samples += samples_in(batch)
         if not is_optimizer_step(trainer, batch_idx):
@@ -156,7 +184,9 @@ class ThroughputMonitor(Callback):
             self.windows.append(self._log(trainer, self._next_window()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.validation.enter_context(self.pause())  # among accumulated batches the profiler hears of it no sooner
+        self.validation.enter_context(
+            self.pause()
+        )  # among accumulated batches the profiler hears of it no sooner
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validation.close()
@@ -185,7 +215,9 @@ class ThroughputMonitor(Callback):
 
     def _log(self, trainer: Trainer, window: Window) -> dict[str, float]:
         metrics = rates(of_all_ranks(window))
-        if self._mfu_per_sample_per_sec and (rate := metrics.get("throughput/device_samples_per_sec")):
+        if self._mfu_per_sample_per_sec and (
+            rate := metrics.get("throughput/device_samples_per_sec")
+        ):
             metrics["throughput/mfu_pct"] = self._mfu_per_sample_per_sec * rate
         log_values(trainer, metrics)
         return metrics
@@ -207,7 +239,10 @@ class Window:
 def rates(ranks: Sequence[Window]) -> dict[str, float]:
     """The ``throughput/*`` metrics of a window that has ended, as every rank saw it."""
     seconds = statistics.fmean(window.seconds for window in ranks)
-    samples, gpus = sum(w.samples for w in ranks), [w.gpu_pct for w in ranks if w.gpu_pct is not None]
+    samples, gpus = (
+        sum(w.samples for w in ranks),
+        [w.gpu_pct for w in ranks if w.gpu_pct is not None],
+    )
     metrics = {
         "throughput/batches_per_sec": sum(w.batches for w in ranks) / seconds,
         "throughput/step_ms": 1000 * seconds / ranks[0].steps,
@@ -223,7 +258,13 @@ def samples_in(batch: Any) -> int:
     """Length of the first tensor in a batch (at any depth of tuples, lists and mappings), 0 where there is none."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
-    parts = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, Mapping) else ()
+    parts = (
+        batch
+        if isinstance(batch, (tuple, list))
+        else batch.values()
+        if isinstance(batch, Mapping)
+        else ()
+    )
     for part in parts:  # at every step: a generator would take twice as long
         if count := samples_in(part):
             return count
@@ -233,7 +274,9 @@ def samples_in(batch: Any) -> int:
 class GpuUtilization:
     """Samples in a thread how busy the GPU is: ``read`` returns percent, or raises (MIG, no access); None: no GPU."""
 
-    def __init__(self, read: Callable[[], float] | None, interval_seconds: float = 0.5) -> None:  # NVML: mean over 1 s
+    def __init__(
+        self, read: Callable[[], float] | None, interval_seconds: float = 0.5
+    ) -> None:  # NVML: mean over 1 s
         self.paused = False  # whether samples are dropped
         self._samples: list[float] = []
         self.ended = threading.Event()  # set: the thread ends
@@ -261,7 +304,10 @@ def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any
     if isinstance(trainer.strategy, SHARDING):
         why = "FLOPs cannot be counted where a strategy shards the weights"
     else:
-        name, dtype = torch.cuda.get_device_name(device), MATMUL_DTYPES.get(str(trainer.precision).split("-")[0])
+        name, dtype = (
+            torch.cuda.get_device_name(device),
+            MATMUL_DTYPES.get(str(trainer.precision).split("-")[0]),
+        )
         why = f"no known peak of {name} at precision {trainer.precision}"
         if dtype and (peak := peak_flops(name, dtype, tf32=may_use_tf32(module))):
             try:
@@ -278,17 +324,23 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
-        raise TypeError(f"the batch must begin with a tensor to count FLOPs, not {type(inputs).__name__}")
+        raise TypeError(
+            f"the batch must begin with a tensor to count FLOPs, not {type(inputs).__name__}"
+        )
     state = {
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
-    forward = partial(torch.func.functional_call, module, state, (torch.empty_like(inputs, device="meta"),))
+    forward = partial(
+        torch.func.functional_call, module, state, (torch.empty_like(inputs, device="meta"),)
+    )
     training = [part for part in module.modules() if part.training]
     try:
         module.eval()
         with torch.compiler.set_stance("force_eager"), torch.enable_grad():
-            return measure_flops(module, forward, lambda outputs: outputs.float().sum()) / len(inputs)
+            return measure_flops(module, forward, lambda outputs: outputs.float().sum()) / len(
+                inputs
+            )
     finally:
         for part in training:
             part.training = True
@@ -297,7 +349,9 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
 def may_use_tf32(module: nn.Module) -> bool:
     """Whether float32 products of a network may run in TF32 (``--matmul_precision``; convolutions do by default)."""
     products = torch.backends.cuda.matmul.fp32_precision == "tf32"  # the older getters raise here
-    convolves = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in module.modules())
+    convolves = any(
+        isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in module.modules()
+    )
     return products or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
@@ -308,7 +362,10 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
     # a laptop's or a slice's (MIG) chip is another one
     chip = re.sub(r"\b(nvidia|tesla|geforce|\d+gb|hbm3e?)\b|-", " ", device_name.lower())
     lines = Path(__file__).with_name("gpu_peaks.csv").read_text().splitlines()
-    chips = {row["chip"]: row for row in csv.DictReader(line for line in lines if not line.startswith("#"))}
+    chips = {
+        row["chip"]: row
+        for row in csv.DictReader(line for line in lines if not line.startswith("#"))
+    }
     rates, mode = chips.get(" ".join(chip.split()), {}), str(dtype).removeprefix("torch.")
     tflops = (tf32 and mode == "float32" and rates.get("tf32")) or rates.get(mode)
     return 1e12 * float(tflops) if tflops else None

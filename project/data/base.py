@@ -46,7 +46,9 @@ class TensorRows(TensorDataset):
         return tuple(tensor.index_select(0, indices.to(self.device)) for tensor in self.tensors)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        return self.gather(torch.tensor(indices, dtype=torch.int64))  # a DataLoader's own way to ask for a whole batch
+        return self.gather(
+            torch.tensor(indices, dtype=torch.int64)
+        )  # a DataLoader's own way to ask for a whole batch
 
 
 class SplitDataModule(LightningDataModule):
@@ -81,19 +83,37 @@ class SplitDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
-        self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
+        self.num_workers, self.pin_memory, self.prefetch_factor = (
+            num_workers,
+            pin_memory,
+            prefetch_factor,
+        )
         self.on_device = on_device
-        self.bytes_on_device: dict[str, int] = {}  # by split; for whoever explains what the device's memory holds
-        self.limits: dict[str, int | None] = {"train": train_samples, "val": val_samples, "test": test_samples}
-        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "prefetch_factor": prefetch_factor}
+        self.bytes_on_device: dict[
+            str, int
+        ] = {}  # by split; for whoever explains what the device's memory holds
+        self.limits: dict[str, int | None] = {
+            "train": train_samples,
+            "val": val_samples,
+            "test": test_samples,
+        }
+        sizes = {
+            "batch_size": batch_size,
+            "eval_batch_size": eval_batch_size,
+            "prefetch_factor": prefetch_factor,
+        }
         limits = {f"{split}_samples": limit for split, limit in self.limits.items()}
         for name, value in {**sizes, **limits}.items():
             require(value is None or value >= 1, f"--data.{name}", "be at least 1", value)
         workers, most, option = num_workers or 0, 16 * (os.cpu_count() or 1), "--data.num_workers"
         require(workers >= 0, option, "be at least 0", workers)
-        require(not workers or on_device is not True, option, "be 0 with --data.on_device true", workers)
+        require(
+            not workers or on_device is not True, option, "be 0 with --data.on_device true", workers
+        )
         require(workers <= most, option, f"be at most {most} on this machine", workers)
-        self.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no sample of a tiny set
+        self.allow_zero_length_dataloader_with_multiple_devices = (
+            True  # a rank may have no sample of a tiny set
+        )
         self.splits: dict[str, Any] = {}  # datasets
 
     def make_split(self, split: Split) -> Dataset[Any]:
@@ -108,25 +128,42 @@ class SplitDataModule(LightningDataModule):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
         held_out = max(1, round(len(dataset) * share))
         # sorted: reading files or memory in order is several times faster, and training shuffles anyway
-        return _part(dataset, (order[:-held_out] if split == "train" else order[-held_out:]).sort().values)
+        return _part(
+            dataset, (order[:-held_out] if split == "train" else order[-held_out:]).sort().values
+        )
 
     def setup(self, stage: str) -> None:
         """Build the splits that ``stage`` ("fit", "validate", "test", "predict") needs, cut to their ``*_samples``."""
-        needed: dict[str, list[Split]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}
+        needed: dict[str, list[Split]] = {
+            "fit": ["train", "val"],
+            "validate": ["val"],
+            "test": ["test"],
+        }
         for split in needed.get(stage, []):
             if split not in self.splits:
                 dataset: Any = self.make_split(split)
-                require(len(dataset) > 0, f"{type(self).__name__}.make_split('{split}')", "hold a sample", "none")
+                require(
+                    len(dataset) > 0,
+                    f"{type(self).__name__}.make_split('{split}')",
+                    "hold a sample",
+                    "none",
+                )
                 limit = self.limits[split] or len(dataset)
-                self.splits[split] = _part(dataset, torch.arange(limit)) if limit < len(dataset) else dataset
+                self.splits[split] = (
+                    _part(dataset, torch.arange(limit)) if limit < len(dataset) else dataset
+                )
         if stage == "test":
-            self.splits.pop("train", None)  # the test comes after training: keep one of the two in memory
+            self.splits.pop(
+                "train", None
+            )  # the test comes after training: keep one of the two in memory
 
     def train_dataloader(self) -> DataLoader[Any]:
         if "train" not in self.splits:  # a test has let go of it
             self.setup("fit")
         # a set smaller than a batch is one batch and is not dropped
-        return self._loader("train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True)
+        return self._loader(
+            "train", min(self.batch_size, self.num_samples("train")), shuffle=True, drop_last=True
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader("val", self.eval_batch_size)
@@ -141,13 +178,17 @@ class SplitDataModule(LightningDataModule):
     def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
         """Whether ``on_device`` keeps a split on this device."""
         if self.on_device is True and not isinstance(dataset, TensorRows):
-            raise UserError(f"--data.on_device true needs data in memory (TensorRows), got {type(dataset).__name__}.")
+            raise UserError(
+                f"--data.on_device true needs data in memory (TensorRows), got {type(dataset).__name__}."
+            )
         may = self.on_device == "auto" and device.type == "cuda" and not self.num_workers
         if may and isinstance(dataset, TensorRows):
             return dataset.nbytes <= torch.cuda.get_device_properties(device).total_memory / 10
         return self.on_device is True
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         """Copies the parts directly: Lightning's search through nested collections costs more than a small copy."""
         if isinstance(batch, (tuple, list)) and all(isinstance(part, Tensor) for part in batch):
             # to CUDA without waiting; MPS would train on batches that have not arrived (pytorch #189690)
@@ -160,12 +201,20 @@ class SplitDataModule(LightningDataModule):
 
     def _loader(self, split: Split, batch_size: int, **order: Any) -> DataLoader[Any]:
         dataset, workers, pin = self.splits[split], self.num_workers, self.pin_memory
-        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        device = (
+            self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        )
         if self.belongs_on(device, dataset):
-            dataset, workers, pin = dataset.holding(tensor.to(device) for tensor in dataset.tensors), 0, False
+            dataset, workers, pin = (
+                dataset.holding(tensor.to(device) for tensor in dataset.tensors),
+                0,
+                False,
+            )
             self.bytes_on_device[split] = dataset.nbytes
         if workers is None:
-            workers = 0 if hasattr(dataset, "gather") else torch.get_num_threads()  # to gather is quicker than to ask
+            workers = (
+                0 if hasattr(dataset, "gather") else torch.get_num_threads()
+            )  # to gather is quicker than to ask
         if pin is None:
             pin = device.type == "cuda"
         return DataLoader(

@@ -19,14 +19,20 @@ LEAST_INK = 0.15  # of full ink, from which a pixel is the digit's: above the ri
 # Of full ink, at the edge of a digit that is larger than MNIST's, whose blur would widen the box. Enlarged test digits
 # come back 5.9 to 7.0 grey levels of 255 from the originals, instead of 6.3 to 9.3; 0.3 and 0.5 are no better.
 EDGE_INK = 0.4
-CLEAR = 0.56  # mean of a clear picture's ink: at least 0.58 on one colour, mostly less in photographs
+CLEAR = (
+    0.56  # mean of a clear picture's ink: at least 0.58 on one colour, mostly less in photographs
+)
 LEAST_FILLED = 0.12  # of a picture that is cut close around a digit; lines on paper fill less
 MUCH_NOISE = 0.04  # standard deviation of the background, of 0-1
 LEAST_IN_PHOTO = 0.3  # of full ink: a photograph's noise and what its lines leave is below
-LEAST_PATCH = 0.03  # of the largest patch's ink; what has less is dust. The bar of a broken 5 has more.
+LEAST_PATCH = (
+    0.03  # of the largest patch's ink; what has less is dust. The bar of a broken 5 has more.
+)
 PHOTO = 256  # pixels along the longer side of a reduced photograph
 GRID = 96  # cells along the longer side, on which patches are told apart
-LEAST_CELLS = 5  # that the largest patch of a photograph measures; the largest of mere noise is smaller
+LEAST_CELLS = (
+    5  # that the largest patch of a photograph measures; the largest of mere noise is smaller
+)
 
 
 def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, str]:
@@ -38,14 +44,19 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, str]:
     if grey.shape == (FIELD, FIELD) and grey.any() and np.ptp(pixels, axis=2).max() == 0:
         rows, columns = box_around(grey)
         box = grey[rows, columns]
-        if max(box.shape) == BOX and (rows.start, columns.start) == _corner(box):  # MNIST's makers made it
+        if max(box.shape) == BOX and (rows.start, columns.start) == _corner(
+            box
+        ):  # MNIST's makers made it
             return np.round(grey * 255).astype(np.uint8)[None], ""
     background, noise = edge_colour(pixels)
     ink, parts = without_dust(find_ink(pixels - background, noise))  # (height, width)
     shorter, longer = sorted(ink.shape)
     if shorter > 2 * FIELD and longer < 3 * shorter and is_unclear(ink, noise):
         ink, parts = without_dust(find_ink_in_photo(pixels))
-        if max((max(bottom - top, right - left) for top, left, bottom, right in parts), default=0) < LEAST_CELLS:
+        if (
+            max((max(bottom - top, right - left) for top, left, bottom, right in parts), default=0)
+            < LEAST_CELLS
+        ):
             raise BadImage("nothing in it stands out like a digit")
     rows, columns = box_around(ink)
     if max(ink[rows, columns].shape) > 1.5 * BOX:
@@ -58,10 +69,16 @@ def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, str]:
     top, left = _corner(digit)
     field = np.zeros((FIELD, FIELD), dtype=np.uint8)
     field[top : top + digit.shape[0], left : left + digit.shape[1]] = np.round(digit * 255)
-    tallest = max((bottom - top for top, _, bottom, _ in parts), default=1)  # several digits stand side by side
-    high = sorted((left, right) for top, left, bottom, right in parts if bottom - top > 0.6 * tallest)
+    tallest = max(
+        (bottom - top for top, _, bottom, _ in parts), default=1
+    )  # several digits stand side by side
+    high = sorted(
+        (left, right) for top, left, bottom, right in parts if bottom - top > 0.6 * tallest
+    )
     several = any(left >= before for (_, before), (left, _) in itertools.pairwise(high))
-    several = several or any(right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts)
+    several = several or any(
+        right - left > 1.7 * (bottom - top) for top, left, bottom, right in parts
+    )
     return field[None], "more than one digit" if several else ""
 
 
@@ -72,7 +89,10 @@ def is_unclear(ink: np.ndarray, noise: float) -> bool:
     if noise > MUCH_NOISE or not ink.any() or ink[ink > 0].mean() < CLEAR:
         return True
     box = ink[box_around(np.where(ink > EDGE_INK, ink, 0))] > EDGE_INK
-    fills = min(box.shape[0] / ink.shape[0], box.shape[1] / ink.shape[1]) > 0.75 and box.mean() > LEAST_FILLED
+    fills = (
+        min(box.shape[0] / ink.shape[0], box.shape[1] / ink.shape[1]) > 0.75
+        and box.mean() > LEAST_FILLED
+    )
     return not fills and bool(ink[[0, -1]].any() or ink[:, [0, -1]].any())
 
 
@@ -84,9 +104,15 @@ def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
     squares = np.einsum("hwc,hwc->hw", away, away)
     if squares.max() < LEAST_CONTRAST**2:
         raise BadImage("one plain colour, no digit in it")
-    towards = np.einsum("hwc,hw->c", away, squares)  # the strongest pixels say where the digit's colour lies
-    ink = np.clip(np.einsum("hwc,c->hw", away, towards / max(float(np.linalg.norm(towards)), 1e-12)), 0, None)
-    full = float(np.quantile(ink[ink >= ink.max() / 2], 0.9))  # not the strongest pixel: in a photo it is noise
+    towards = np.einsum(
+        "hwc,hw->c", away, squares
+    )  # the strongest pixels say where the digit's colour lies
+    ink = np.clip(
+        np.einsum("hwc,c->hw", away, towards / max(float(np.linalg.norm(towards)), 1e-12)), 0, None
+    )
+    full = float(
+        np.quantile(ink[ink >= ink.max() / 2], 0.9)
+    )  # not the strongest pixel: in a photo it is noise
     ink = np.clip(ink / max(full, 1e-6), 0, 1)
     return np.where(ink > max(LEAST_INK, 4 * noise / max(full, 1e-6)), ink, 0)
 
@@ -96,12 +122,16 @@ def find_ink_in_photo(pixels: np.ndarray) -> np.ndarray:
     The background is the median of each place's surroundings, which keeps a shadow's edge and ignores a pen's stroke.
     """
     photo = Image.fromarray(np.round(pixels * 255).astype(np.uint8))
-    photo.thumbnail((PHOTO, PHOTO), Image.Resampling.BOX)  # a mean of pixels has less noise than each
+    photo.thumbnail(
+        (PHOTO, PHOTO), Image.Resampling.BOX
+    )  # a mean of pixels has less noise than each
     small = photo.copy()
     small.thumbnail((GRID, GRID), Image.Resampling.BOX)
     small = small.filter(ImageFilter.MedianFilter(2 * (min(small.size) // 5) + 1))
     light = np.asarray(small.resize(photo.size, Image.Resampling.BILINEAR), dtype=np.float32) / 255
-    away = (np.asarray(photo, dtype=np.float32) / 255 - light) / (light.mean(axis=2, keepdims=True) + 0.05)
+    away = (np.asarray(photo, dtype=np.float32) / 255 - light) / (
+        light.mean(axis=2, keepdims=True) + 0.05
+    )
     noise = 1.5 * float(np.median(np.abs(away)))
     ink = without_lines(find_ink(away, noise))
     return np.where(ink > LEAST_IN_PHOTO, ink, 0)
@@ -139,7 +169,9 @@ def edge_colour(pixels: np.ndarray) -> tuple[np.ndarray, float]:
     edge = np.concatenate([side.reshape(-1, 3) for side in sides])
     colour = np.median(edge, axis=0)
     away = np.abs(edge - colour).max(axis=1)
-    usual = away <= max(3 * float(np.median(away)), 1 / 255)  # without the ink of a digit that touches the edge
+    usual = away <= max(
+        3 * float(np.median(away)), 1 / 255
+    )  # without the ink of a digit that touches the edge
     return colour, float(away[usual].std())
 
 
@@ -149,7 +181,9 @@ def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     """
     height, width = ink.shape
     cell = -(-max(height, width) // GRID)
-    cells = np.add.reduceat(np.add.reduceat(ink, range(0, height, cell)), range(0, width, cell), axis=1)
+    cells = np.add.reduceat(
+        np.add.reduceat(ink, range(0, height, cell)), range(0, width, cell), axis=1
+    )
     left, patches = set(map(tuple, np.argwhere(cells).tolist())), []
     while left:  # cells above 0 that hang together, corners included
         patch = [left.pop()]
@@ -158,7 +192,10 @@ def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
             left -= around
             patch.extend(around)
         patches.append((sum(cells[at] for at in patch), patch))
-    heaviest, keep = max((weight for weight, _ in patches), default=0), np.zeros(cells.shape, dtype=bool)
+    heaviest, keep = (
+        max((weight for weight, _ in patches), default=0),
+        np.zeros(cells.shape, dtype=bool),
+    )
     parts = [np.array(patch) for weight, patch in patches if weight >= LEAST_PATCH * heaviest]
     for part in parts:
         keep[tuple(part.T)] = True
@@ -176,6 +213,12 @@ def box_around(ink: np.ndarray) -> tuple[slice, slice]:
 def _corner(digit: np.ndarray) -> tuple[int, int]:
     """Row and column in the field of the digit's upper left corner; inside it wherever the digit's weight lies."""
     mass = max(float(digit.sum()), 1e-6)
-    centre = [float(digit.sum(axis=1 - axis) @ np.arange(size)) / mass for axis, size in enumerate(digit.shape)]
-    top, left = (min(max(round(CENTRE - at), 0), FIELD - n) for at, n in zip(centre, digit.shape, strict=True))
+    centre = [
+        float(digit.sum(axis=1 - axis) @ np.arange(size)) / mass
+        for axis, size in enumerate(digit.shape)
+    ]
+    top, left = (
+        min(max(round(CENTRE - at), 0), FIELD - n)
+        for at, n in zip(centre, digit.shape, strict=True)
+    )
     return top, left

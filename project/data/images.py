@@ -55,7 +55,9 @@ class BatchedDataModule(SplitDataModule):
     mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
     std: list[float] = [0.5]
     image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
-    class_names: list[str] = [str(digit) for digit in range(10)]  # empty if the targets are not classes
+    class_names: list[str] = [
+        str(digit) for digit in range(10)
+    ]  # empty if the targets are not classes
 
     def __init__(
         self,
@@ -68,7 +70,13 @@ class BatchedDataModule(SplitDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.deformation = (rotate_degrees, scale_fraction, shear_degrees, shift_pixels, elastic_pixels)
+        self.deformation = (
+            rotate_degrees,
+            scale_fraction,
+            shear_degrees,
+            shift_pixels,
+            elastic_pixels,
+        )
         self.transforms = transforms or []
 
     def augment(self, images: Tensor) -> Tensor:
@@ -76,14 +84,23 @@ class BatchedDataModule(SplitDataModule):
         A resumed run restores torch's global generator, which ``torch.rand(..., device=images.device)`` uses.
         """
         *others, shift, elastic = self.deformation
-        if not any((*others, elastic)) and 0 <= shift <= min(images.shape[-2:]) and float(shift).is_integer():
+        if (
+            not any((*others, elastic))
+            and 0 <= shift <= min(images.shape[-2:])
+            and float(shift).is_integer()
+        ):
             return random_shift(images, int(shift))
         return random_deformation(as_unit_floats(images), *self.deformation)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         images, targets = batch
         found, named = tuple(images.shape[1:]), tuple(self.image_shape)
-        require(found == named, f"{type(self).__name__}.image_shape", f"be the images' shape {found}", named)
+        require(
+            found == named,
+            f"{type(self).__name__}.image_shape",
+            f"be the images' shape {found}",
+            named,
+        )
         if self.trainer is None or not self.trainer.training:
             return images, targets
         images = self.augment(images)
@@ -97,7 +114,9 @@ class BatchedDataModule(SplitDataModule):
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint must know of the data to be used without them; plain values."""
-        return {name: [kind(value) for value in getattr(self, name)] for name, kind in DESCRIBED.items()}
+        return {
+            name: [kind(value) for value in getattr(self, name)] for name, kind in DESCRIBED.items()
+        }
 
     def describe(self, description: dict[str, Any]) -> None:
         """Restore what :meth:`description` returned in training. A UserError for what it cannot have returned."""
@@ -105,16 +124,30 @@ class BatchedDataModule(SplitDataModule):
             if name in description:
                 value = description[name]
                 is_list = isinstance(value, list) and all(isinstance(item, kind) for item in value)
-                require(is_list, f"the checkpoint's {name}", f"be a list of {kind.__name__}", str(value)[:80])
+                require(
+                    is_list,
+                    f"the checkpoint's {name}",
+                    f"be a list of {kind.__name__}",
+                    str(value)[:80],
+                )
                 setattr(self, name, tuple(value) if name == "image_shape" else value)
-        are_sizes = min(self.image_shape, default=1) > 0 and math.prod(self.image_shape) <= LARGEST_IMAGE
-        require(are_sizes, "the checkpoint's image_shape", "be sizes above 0 of one image", list(self.image_shape))
+        are_sizes = (
+            min(self.image_shape, default=1) > 0 and math.prod(self.image_shape) <= LARGEST_IMAGE
+        )
+        require(
+            are_sizes,
+            "the checkpoint's image_shape",
+            "be sizes above 0 of one image",
+            list(self.image_shape),
+        )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         names, option = len(self.class_names), f"{type(self).__name__}.class_names"
         for split, dataset in self.splits.items():
-            labels = dataset.labels if names and isinstance(dataset, TensorImages) else torch.empty(0)
+            labels = (
+                dataset.labels if names and isinstance(dataset, TensorImages) else torch.empty(0)
+            )
             if labels.dtype == torch.int64 and labels.ndim == 1:
                 least, most = int(labels.min()), int(labels.max())
                 must = f"name every class: the {split} labels go from {least} to {most}"
@@ -130,7 +163,10 @@ def collate_images(samples: Any, image_shape: tuple[int, int, int]) -> Any:
         return samples
     if not samples:  # a rank of an evaluation with more ranks than samples
         return torch.empty(0, *image_shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
-    fitted = [(fit_image(x, image_shape) if isinstance(x, Image.Image) else x, target) for x, target in samples]
+    fitted = [
+        (fit_image(x, image_shape) if isinstance(x, Image.Image) else x, target)
+        for x, target in samples
+    ]
     images, targets = default_collate(fitted)
     return images, targets.float() if targets.is_floating_point() else targets.long()
 
@@ -168,15 +204,23 @@ def random_deformation(
     tilt = torch.tan(draw[:, 1] * math.radians(shear))
     grow_x, grow_y = 1 + draw[:, 2] * scale, 1 + draw[:, 3] * scale
     cos, sin = torch.cos(angle), torch.sin(angle)
-    x_row = torch.stack([cos * grow_x, (cos * tilt - sin) * grow_y, draw[:, 4] * 2 * shift / width], dim=1)
-    y_row = torch.stack([sin * grow_x, (sin * tilt + cos) * grow_y, draw[:, 5] * 2 * shift / height], dim=1)
+    x_row = torch.stack(
+        [cos * grow_x, (cos * tilt - sin) * grow_y, draw[:, 4] * 2 * shift / width], dim=1
+    )
+    y_row = torch.stack(
+        [sin * grow_x, (sin * tilt + cos) * grow_y, draw[:, 5] * 2 * shift / height], dim=1
+    )
     theta = torch.stack([x_row, y_row], dim=1)  # (batch, 2, 3)
-    grid = F.affine_grid(theta, [count, 1, height, width], align_corners=False)  # (batch, height, width, 2)
+    grid = F.affine_grid(
+        theta, [count, 1, height, width], align_corners=False
+    )  # (batch, height, width, 2)
     if elastic:
         moves = torch.randn(count, 2, LATTICE, LATTICE, device=images.device)
         moves[:, 0] *= 2 * elastic / width  # the grid spans 2
         moves[:, 1] *= 2 * elastic / height
-        grid = grid + F.interpolate(moves, (height, width), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
+        grid = grid + F.interpolate(
+            moves, (height, width), mode="bilinear", align_corners=True
+        ).permute(0, 2, 3, 1)
     return F.grid_sample(images, grid, align_corners=False)
 
 

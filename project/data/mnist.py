@@ -43,7 +43,9 @@ class MNISTDataModule(BatchedDataModule):
     mean = [0.1307]
     std = [0.3081]
     folder = "MNIST/raw"
-    files: dict[str, str | None] = {  # SHA-256 of the decompressed files, computed from the files torchvision fetches
+    files: dict[
+        str, str | None
+    ] = {  # SHA-256 of the decompressed files, computed from the files torchvision fetches
         "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
         "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
         "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
@@ -65,13 +67,20 @@ class MNISTDataModule(BatchedDataModule):
         self.root, self.source = root, source
         self.data_source: str = source  # auto until it is known what there is
         got = f"{source}: {type(self).__name__} ships no files"
-        require(source != "sample" or self.sample_folder is not None, "--data.source", "be auto or mnist", got)
+        require(
+            source != "sample" or self.sample_folder is not None,
+            "--data.source",
+            "be auto or mnist",
+            got,
+        )
 
     def prepare_data(self) -> None:
         """Download the full set if it is wanted and missing (once per machine)."""
         if self.data_source != "sample" and self.missing():
             if not self.may_download and self.root != DEFAULT_ROOT:
-                self._do_without(f", and a checkpoint alone names it: type --data.root {self.root} to download there")
+                self._do_without(
+                    f", and a checkpoint alone names it: type --data.root {self.root} to download there"
+                )
             try:
                 self._download()
             except Exception as error:
@@ -90,24 +99,39 @@ class MNISTDataModule(BatchedDataModule):
         super().setup(stage)
         if stage == "fit" and self.data_source == "mnist":
             self.make_split("test")  # a damaged file is told before the training, not at its end
-        require(self.batch_size <= 60_000, "--data.batch_size", "be at most the set's 60,000 images", self.batch_size)
+        require(
+            self.batch_size <= 60_000,
+            "--data.batch_size",
+            "be at most the set's 60,000 images",
+            self.batch_size,
+        )
         if self.trainer is None:
             return
-        first = self.trainer.strategy.broadcast(self.data_source)  # else ranks could train on two sets
+        first = self.trainer.strategy.broadcast(
+            self.data_source
+        )  # else ranks could train on two sets
         if not self.trainer.strategy.reduce_boolean_decision(first == self.data_source):
             fix = "Give all machines the files, or name the source: --data.source mnist or sample."
-            raise UserError(f"--data.source auto found different data on different ranks (rank 0: {first}). {fix}")
+            raise UserError(
+                f"--data.source auto found different data on different ranks (rank 0: {first}). {fix}"
+            )
 
     def make_split(self, split: Split) -> Dataset[Any]:
         sample, prefix = self.data_source == "sample", "t10k" if split == "test" else "train"
         folder = self.sample_folder if sample and self.sample_folder else self.raw_folder()
         names = (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
         digests = {} if sample else self.files
-        images, labels = (read_idx(find_idx(folder, name) or folder / name, digests.get(name)) for name in names)
+        images, labels = (
+            read_idx(find_idx(folder, name) or folder / name, digests.get(name)) for name in names
+        )
         if len(images) != len(labels):
             raise UserError(f"{folder}: {len(images)} {prefix} images but {len(labels)} labels.")
         dataset = TensorImages(images, labels)
-        return dataset if split == "test" else self.hold_out(dataset, split, 1 / 10 if sample else 1 / 12)
+        return (
+            dataset
+            if split == "test"
+            else self.hold_out(dataset, split, 1 / 10 if sample else 1 / 12)
+        )
 
     def raw_folder(self) -> Path:
         """The folder of the files: below ``root``, or where ``root`` is that folder itself or the one above it."""
@@ -125,13 +149,21 @@ class MNISTDataModule(BatchedDataModule):
     def _do_without(self, reason: str = "") -> None:
         """Take the bundled digits for missing files; a UserError if more was asked for: a name may be wrong."""
         folder = self.raw_folder()
-        if self.data_source == "auto" and self.sample_folder is not None and self.root == DEFAULT_ROOT:
+        if (
+            self.data_source == "auto"
+            and self.sample_folder is not None
+            and self.root == DEFAULT_ROOT
+        ):
             self.data_source = "sample"
             found = f"Full MNIST was not found in {folder} and could not be downloaded: using the bundled"
             fix = "For the full set name its folder with --data.root, or silence this with --data.source sample."
-            warnings.warn(f"\n{'!' * 100}\n{found} 10,000 + 2,000 digits.\n{fix}\n{'!' * 100}", stacklevel=2)
+            warnings.warn(
+                f"\n{'!' * 100}\n{found} 10,000 + 2,000 digits.\n{fix}\n{'!' * 100}", stacklevel=2
+            )
             return
-        bundled = ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
+        bundled = (
+            ", or use --data.source sample for the bundled digits" if self.sample_folder else ""
+        )
         lacks = f"{folder} lacks {', '.join(self.missing())}{reason}"
         fix = f"Put the files there (plain or .gz) or name another --data.root{bundled}."
         raise UserError(f"--data.root {self.root}: {lacks}. {fix}") from None
@@ -141,7 +173,9 @@ class MNISTDataModule(BatchedDataModule):
         from torchvision import datasets
 
         root = Path(self.root).absolute()
-        there = next(place for place in (root, *root.parents) if place.is_dir())  # a failed one does not create root
+        there = next(
+            place for place in (root, *root.parents) if place.is_dir()
+        )  # a failed one does not create root
         previous = socket.getdefaulttimeout()
         socket.setdefaulttimeout(10)  # seconds, per connection and per read
         try:
@@ -182,7 +216,10 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
     expected = header + math.prod(shape)
     digest = hashlib.sha256(data.data).hexdigest() if sha256 else None
     for is_right, fault in (
-        (magic in (IMAGES_MAGIC, LABELS_MAGIC), f"magic number {magic}, not {IMAGES_MAGIC} or {LABELS_MAGIC}"),
+        (
+            magic in (IMAGES_MAGIC, LABELS_MAGIC),
+            f"magic number {magic}, not {IMAGES_MAGIC} or {LABELS_MAGIC}",
+        ),
         (len(data) == expected, f"{len(data):,} bytes where its header announces {expected:,}"),
         (digest == sha256, f"SHA-256 {digest}, not {sha256}"),
     ):

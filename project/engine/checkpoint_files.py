@@ -21,7 +21,9 @@ MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set, torch.Size)
 VALUES = (type(None), bool, int, float, str, dict, list)  # in a configuration; the last two: empty
 PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
-RUN_KEY = "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
+RUN_KEY = (
+    "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
+)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -29,8 +31,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     own renames from the temporary folder, does not flush, swallows a PermissionError (issue 21800).
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)  # of a ModelCheckpoint that the user added
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        Path(path).parent.mkdir(
+            parents=True, exist_ok=True
+        )  # of a ModelCheckpoint that the user added
         if state := checkpoint.get(RUN_KEY, {}).get("state"):
             state["outline"] = outline(checkpoint)
         make_hyperparameters_plain(checkpoint)
@@ -39,11 +45,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if odd := _not_plain(checkpoint, "checkpoint"):
                 raise TypeError(odd)
             torch.save(checkpoint, buffer)
-        except (MemoryError, RuntimeError) as error:  # known to every rank, as what writing raises is
+        except (
+            MemoryError,
+            RuntimeError,
+        ) as error:  # known to every rank, as what writing raises is
             raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
         write_atomically(buffer.getbuffer(), Path(path))
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return read(Path(path))
 
 
@@ -61,7 +72,10 @@ def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
         written = checkpoint.get(RUN_KEY, {}).get("config", {}).get(part) or {}
         if odd and odd.keys() <= written.get("init_args", {}).keys():
             given |= {name: written["init_args"][name] for name in odd}
-            given |= {"_class_path": written["class_path"], "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+            given |= {
+                "_class_path": written["class_path"],
+                "_instantiator": "lightning.pytorch.cli.instantiate_module",
+            }
 
 
 class Unreadable(UserError):
@@ -73,29 +87,45 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load checks no sums: flipped bits would become weights
+        with zipfile.ZipFile(
+            path
+        ) as archive:  # torch.load checks no sums: flipped bits would become weights
             if (broken := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"checksum of {broken}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # else an environment variable decides it
+        checkpoint = torch.load(
+            path, map_location="cpu", weights_only=True
+        )  # else an environment variable decides it
         leaves = [value for _, value in _leaves(checkpoint)]
     except Exception as error:
         # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+        if isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and error.errno is not None
+        ):
             reason = getattr(error, "strerror", None) or "not enough memory"
-            raise Unreadable(f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again.") from None
+            raise Unreadable(
+                f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again."
+            ) from None
         # torch's own message advises weights_only=False, which would run the code in a malicious file
         if "eights only" in str(error) or "eights_only" in str(error):
             danger = "pickled Python objects, which could run code; it was refused and nothing in it was run"
-            raise UserError(f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project.") from None
+            raise UserError(
+                f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project."
+            ) from None
         kind = type(error).__name__
-        raise UserError(f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one.") from None
+        raise UserError(
+            f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one."
+        ) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
-        raise UserError(f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run.")
+        raise UserError(
+            f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run."
+        )
     _check(checkpoint, LIGHTNING, path, "checkpoint")
     size = path.stat().st_size
     for value in leaves:  # a shape of a few bytes can claim any size
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
-            raise UserError(f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint.")
+            raise UserError(
+                f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint."
+            )
     return checkpoint
 
 
@@ -127,10 +157,14 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
     if not isinstance(run, dict) or "config" not in run:
-        raise UserError(f"--ckpt_path {path} was not written by this project: it does not name its network.")
+        raise UserError(
+            f"--ckpt_path {path} was not written by this project: it does not name its network."
+        )
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
-    if dotted := [key for key in run["config"] if "." in str(key)]:  # the parser would take it for a section's
+    if dotted := [
+        key for key in run["config"] if "." in str(key)
+    ]:  # the parser would take it for a section's
         raise _changed(path, f"run.config.{dotted[0]}")
     for key in ("config", "metrics", "data_source", "versions"):
         if not all(isinstance(value, VALUES) for _, value in _leaves(run.get(key))):
@@ -143,8 +177,15 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
 
 def outline(checkpoint: dict[str, Any]) -> str:
     """A hash of what a resume restores besides weights and callbacks; a misfit would show only after files changed."""
-    leaves = _leaves([{**checkpoint[RUN_KEY]["state"], "outline": None}, *(checkpoint.get(key) for key in RESTORED)])
-    plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+    leaves = _leaves(
+        [
+            {**checkpoint[RUN_KEY]["state"], "outline": None},
+            *(checkpoint.get(key) for key in RESTORED),
+        ]
+    )
+    plain = [
+        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
+    ]
     return hashlib.sha256(repr(plain).encode()).hexdigest()
 
 
@@ -179,11 +220,15 @@ def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) 
 
 
 def _changed(path: Path, key: str) -> UserError:
-    return UserError(f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint.")
+    return UserError(
+        f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint."
+    )
 
 
 @isolate_rng()  # what draws in a setup() that comes later, such as a split, draws as in a new run
-def load_weights(module: LightningModule, path: Path, late: bool = False, again: bool = False) -> bool:
+def load_weights(
+    module: LightningModule, path: Path, late: bool = False, again: bool = False
+) -> bool:
     """Give a module a checkpoint's weights as Lightning does (and will do ``again``); a UserError where they do not
     fit. ``late``: nothing is loaded, and False returned, where a hook may make layers that it still lacks.
     """
@@ -195,15 +240,21 @@ def load_weights(module: LightningModule, path: Path, late: bool = False, again:
         module.on_load_checkpoint(checkpoint)
     try:
         missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
-        if missing and again and is_overridden("on_load_checkpoint", module):  # it may put in what it did not save
+        if (
+            missing and again and is_overridden("on_load_checkpoint", module)
+        ):  # it may put in what it did not save
             module.on_load_checkpoint(checkpoint)
             missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
         makes_layers = is_overridden("setup", module) or is_overridden("on_load_checkpoint", module)
         if late and makes_layers and unexpected and not missing:
             return False
         if missing or unexpected:
-            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)  # tells which
+            module.load_state_dict(
+                checkpoint["state_dict"], strict=module.strict_loading
+            )  # tells which
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--ckpt_path {path}: its weights do not fit the network: {reason}") from None
+        raise UserError(
+            f"--ckpt_path {path}: its weights do not fit the network: {reason}"
+        ) from None
     return True

@@ -24,11 +24,28 @@ from project.waiting import waiting  # feature: waiting
 # What the user can repair, and how: no space, no quota, no permission, read-only; and impossible file names.
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 ADVICE = dict.fromkeys(FULL_OR_CLOSED, "Free space or choose a folder you may write to.")
-ADVICE |= dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "Name another file.")
+ADVICE |= dict.fromkeys(
+    (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "Name another file."
+)
 
 # Variables by which torchrun, SLURM and Lightning tell a process its place
-NUMBERED = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
-NUMBERED += ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES", "JSM_NAMESPACE_RANK"]
+NUMBERED = [
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+]
+NUMBERED += [
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NNODES",
+    "JSM_NAMESPACE_RANK",
+]
 NO_MEMORY = "t allocate memory|failed to map segment"  # what torch on the CPU and the loader of libraries say
 LONGEST = 800  # characters of an error: a value of a thousand is not shown whole
 
@@ -41,16 +58,27 @@ def prepare_process(name: str) -> None:
     if name == "__main__" and not signals.state.importing:  # else it is set up
         gc.disable()
         signals.install()
-        for number, name in ((1, "stdout"), (2, "stderr")):  # every print succeeds: a closed one goes nowhere
+        for number, name in (
+            (1, "stdout"),
+            (2, "stderr"),
+        ):  # every print succeeds: a closed one goes nowhere
             if getattr(sys, name) is None:  # the next file to be opened would get its number
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
                 setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - as long as the process
             getattr(sys, name).reconfigure(errors="replace")  # what a terminal cannot show
-        sys.excepthook = lambda _, error, __: os._exit(report(error))  # such as short memory in an import
-        os.environ.pop("MPLBACKEND", None)  # pictures go to files; a notebook's is not in every environment
+        sys.excepthook = lambda _, error, __: os._exit(
+            report(error)
+        )  # such as short memory in an import
+        os.environ.pop(
+            "MPLBACKEND", None
+        )  # pictures go to files; a notebook's is not in every environment
         for variable in NUMBERED:  # Lightning reads some of them as it is imported
-            if (value := os.environ.get(variable)) is not None and not (value.isascii() and value.isdigit()):
-                raise UserError(f"the environment variable {variable} must be a whole number, got '{value}'. Unset it.")
+            if (value := os.environ.get(variable)) is not None and not (
+                value.isascii() and value.isdigit()
+            ):
+                raise UserError(
+                    f"the environment variable {variable} must be a whole number, got '{value}'. Unset it."
+                )
         threads.configure()
         waiting.start()  # feature: waiting
 
@@ -61,7 +89,9 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     signals.state.importing = False
     gc.freeze()
     gc.enable()
-    if not sys.warnoptions:  # PYTHONWARNINGS wins; otherwise users see no deprecation notes of other packages
+    if (
+        not sys.warnoptions
+    ):  # PYTHONWARNINGS wins; otherwise users see no deprecation notes of other packages
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
     code = exit_code(main, sys.argv[1:])
@@ -69,7 +99,9 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         try:
             stream.flush()
         except OSError as error:  # noqa: PERF203 - as Python ends, it would be exit code 120
-            code = code or (0 if isinstance(error, BrokenPipeError) else report(error))  # `... | head` is no error
+            code = code or (
+                0 if isinstance(error, BrokenPipeError) else report(error)
+            )  # `... | head` is no error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
 
@@ -78,7 +110,9 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Exit code of ``main(argv)``. Prints every error on stderr."""
     try:
         if word := next((word for word in argv if re.match("--.+=--$", word)), None):
-            raise UserError(f"{word[:-3]} needs a value, got --.")  # of which argparse makes an empty list
+            raise UserError(
+                f"{word[:-3]} needs a value, got --."
+            )  # of which argparse makes an empty list
         return main(argv) or 0
     except signals.Stopped as stop:
         return stop.exit_code
@@ -88,7 +122,11 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         return 0
     except SystemExit as end:
         asked = signals.state.requested  # Lightning turns a Ctrl-C that reaches it into sys.exit(1)
-        return signals.Stopped(asked).exit_code if asked else (end.code if isinstance(end.code, int) else 1)
+        return (
+            signals.Stopped(asked).exit_code
+            if asked
+            else (end.code if isinstance(end.code, int) else 1)
+        )
     except Exception as error:
         return report(error)
 
@@ -107,7 +145,11 @@ def report(error: BaseException) -> int:
         return 1
     message = " ".join(message.split())
     with suppress(OSError):  # it may be on the same full disk
-        print(f"error: {message[:LONGEST]}{' ...' if message[LONGEST:] else ''}", file=sys.stderr, flush=True)
+        print(
+            f"error: {message[:LONGEST]}{' ...' if message[LONGEST:] else ''}",
+            file=sys.stderr,
+            flush=True,
+        )
     return 2
 
 
@@ -122,13 +164,17 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, doc: str | None) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
-        super().__init__(f"python -m {prog}", description=doc, formatter_class=as_written, allow_abbrev=False)
+        super().__init__(
+            f"python -m {prog}", description=doc, formatter_class=as_written, allow_abbrev=False
+        )
 
     def error(self, message: str) -> NoReturn:
         raise UserError(explain(message, option_names(self)))
 
 
-def take_word(argv: list[str], words: Collection[str], switches: tuple[str, ...] = ()) -> tuple[str | None, list[str]]:
+def take_word(
+    argv: list[str], words: Collection[str], switches: tuple[str, ...] = ()
+) -> tuple[str | None, list[str]]:
     """The first of ``words`` on a command line that is no option's value, or None; and the line without it. argparse
     does not know ``fit``'s options, and would take their values for the word. ``switches`` take no value.
     """
@@ -149,12 +195,17 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(
-    parser: CommandParser, option: str = "--output", endings: Sequence[str] = (".json", ".csv"), what: str = ""
+    parser: CommandParser,
+    option: str = "--output",
+    endings: Sequence[str] = (".json", ".csv"),
+    what: str = "",
 ) -> None:
     """Add an option for a file to write, whose path is checked as it is read."""
     metavar = "FILE" if len(endings) > 1 else f"FILE{endings[0]}"
     what = what or "also write what is printed: .json or .csv"
-    parser.add_argument(option, metavar=metavar, type=lambda path: check_output(path, endings, option), help=what)
+    parser.add_argument(
+        option, metavar=metavar, type=lambda path: check_output(path, endings, option), help=what
+    )
 
 
 @contextmanager
@@ -186,16 +237,25 @@ def explain(message: str, options: list[str], elsewhere: Mapping[str, str] = {})
     """A parser's error as one line: option, value, what is allowed; with the nearest of ``options``, ``elsewhere``."""
     message = " ".join(message.split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
-    if found := re.search(r"unknown option --[\w.\-]+\.(?: Did you mean --[\w.\-]+\?)?", message):  # by a nested parser
-        return re.sub("(?<= )--", "".join(["--", *(f"{key}." for key in keys)]), found[0]) + " See --help."
-    if found := re.search(r"(?:^Option|Group '([\w.]+)' does not accept option) '([\w.]+)'", message):
+    if found := re.search(
+        r"unknown option --[\w.\-]+\.(?: Did you mean --[\w.\-]+\?)?", message
+    ):  # by a nested parser
+        return (
+            re.sub("(?<= )--", "".join(["--", *(f"{key}." for key in keys)]), found[0])
+            + " See --help."
+        )
+    if found := re.search(
+        r"(?:^Option|Group '([\w.]+)' does not accept option) '([\w.]+)'", message
+    ):
         name = "--" + ".".join(filter(None, found.groups()))
         return f"unknown option {name}.{nearest(name, options)} See --help."
     if found := re.search(r"[Uu]nrecognized arguments?:? (.*)", message):
         words = found[1].split()
         name = next((word.split("=")[0] for word in words if word.startswith("-")), "")
         if not name:
-            return f"unexpected argument '{words[0]}': every value follows its --option. See --help."
+            return (
+                f"unexpected argument '{words[0]}': every value follows its --option. See --help."
+            )
         hint = f" Did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, options)
         return f"unknown option {name}.{hint} See --help."
     if found := re.search(r"arguments are required: (model|data)$", message):
@@ -215,10 +275,16 @@ def _explain_value(message: str, option: str) -> str:
     elif re.search("dot import path|not a subclass|Import of", message):
         allowed = "a known class or an import path (package.module.Class)"
     else:
-        kinds = [KINDS[kind] for kind in re.findall(r"Expected an? <class '(\w+)'>", message) if kind in KINDS]
+        kinds = [
+            KINDS[kind]
+            for kind in re.findall(r"Expected an? <class '(\w+)'>", message)
+            if kind in KINDS
+        ]
         allowed = " or ".join(dict.fromkeys(kinds))
     if not allowed:
-        reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)  # the innermost is the last
+        reasons = re.findall(
+            r"Errors: - (.+?)(?= - Expected| Given value|$)", message
+        )  # the innermost is the last
         return f"{option}: {(reasons[-1] if reasons else message)[:300]}"
     given = re.findall(r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)", message + " Given")
     value = re.search(r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)", message)

@@ -31,11 +31,25 @@ from project.engine.lightning_internals import iterator_of
 from project.errors import UserError
 
 # Samplers that draw from torch's generator only, which is seeded here.
-SEEDABLE = (data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
+SEEDABLE = (
+    data.RandomSampler,
+    data.SequentialSampler,
+    data.SubsetRandomSampler,
+    data.WeightedRandomSampler,
+)
 # What an exact loader takes over as it is
-KEPT = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "pin_memory", "timeout")
+KEPT = (
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
+    "pin_memory",
+    "timeout",
+)
 END = object()  # of a loader
-Request = tuple[int, int, Any]  # a batch's epoch, its number there, also of several passes, its samples' keys
+Request = tuple[
+    int, int, Any
+]  # a batch's epoch, its number there, also of several passes, its samples' keys
 
 
 class Start(NamedTuple):
@@ -108,12 +122,18 @@ class ExactBatches(Passes, data.Sampler[Request]):
     def __post_init__(self) -> None:
         super().__init__(self.source if has_state(self.source) else None)
         self.num_samples = len(self.source)
-        if self.batch_size is not None and self.training and self.drop_last:  # a set smaller than a batch is one batch
+        if (
+            self.batch_size is not None and self.training and self.drop_last
+        ):  # a set smaller than a batch is one batch
             self.batch_size = min(self.batch_size, max(1, self.num_samples // self.world_size))
         few = self.num_samples < self.world_size and not self.in_memory
-        if not self.training and (self.num_samples % self.world_size if self.batch_size is None else few):
+        if not self.training and (
+            self.num_samples % self.world_size if self.batch_size is None else few
+        ):
             parts = f"{self.num_samples} {'samples' if self.batch_size else 'ready batches'}"
-            raise UserError(f"--devices {self.world_size}: an evaluation of {parts} cannot be shared. Use fewer.")
+            raise UserError(
+                f"--devices {self.world_size}: an evaluation of {parts} cannot be shared. Use fewer."
+            )
 
     @property
     def global_batch_size(self) -> int:
@@ -127,7 +147,9 @@ class ExactBatches(Passes, data.Sampler[Request]):
     @property
     def start_sample(self) -> int:
         """Samples before the next pass's first one. The batches they were seen in may have had another size."""
-        done = max(0, self.start.batches - self.first) * (self.start.samples_per_batch or self.global_batch_size)
+        done = max(0, self.start.batches - self.first) * (
+            self.start.samples_per_batch or self.global_batch_size
+        )
         return min(done, self.num_samples)
 
     @property
@@ -136,27 +158,41 @@ class ExactBatches(Passes, data.Sampler[Request]):
         return self.first + len(self._cuts()) - len(self._cuts(self.start_sample))
 
     def __iter__(self) -> Iterator[Request]:
-        if self.start.over:  # workers ask before they are asked; the source's order must wait for the next epoch
+        if (
+            self.start.over
+        ):  # workers ask before they are asked; the source's order must wait for the next epoch
             return
         order = self._order()
-        order = order.to(self.device) if self.device is not None and isinstance(order, Tensor) else order
+        order = (
+            order.to(self.device)
+            if self.device is not None and isinstance(order, Tensor)
+            else order
+        )
         epoch, first, cuts = self.start.epoch, self.start_batch, self._cuts(self.start_sample)
         self.start = Start(epoch)  # the next iteration starts at the first batch
         for number, (begin, end) in enumerate(pairwise(cuts), start=first):
-            mine, others = (begin + (end - begin) * rank // self.world_size for rank in (self.rank, self.rank + 1))
+            mine, others = (
+                begin + (end - begin) * rank // self.world_size
+                for rank in (self.rank, self.rank + 1)
+            )
             yield epoch, number, order[mine] if self.batch_size is None else order[mine:others]
         self.first = first + len(cuts) - 1 if self.cycles else 0
 
     def _order(self) -> Any:
         """The samples (or batches) of a whole pass in order, the same on every rank."""
-        source, epoch_seed = self.source, self.seed * 1_000_003 + self.start.epoch  # seeds' epochs lie far apart
+        source, epoch_seed = (
+            self.source,
+            self.seed * 1_000_003 + self.start.epoch,
+        )  # seeds' epochs lie far apart
         epoch_seed = hash((epoch_seed, self.first)) % 2**63 if self.first else epoch_seed
         self.states = {**(self.states if self.first else {}), self.first: self.state()}
         if type(source) is data.SequentialSampler:
             return torch.arange(self.num_samples)
         permutes = type(source) is data.RandomSampler and not source.replacement
         if permutes and self.num_samples == len(source.data_source):
-            return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(epoch_seed))
+            return torch.randperm(
+                self.num_samples, generator=torch.Generator().manual_seed(epoch_seed)
+            )
         if hasattr(source, "set_epoch"):
             source.set_epoch(self.start.epoch)
         with isolate_rng(include_cuda=False):
@@ -172,9 +208,13 @@ class ExactBatches(Passes, data.Sampler[Request]):
         samples, ranks = self.num_samples, self.world_size
         if self.training or ranks == 1 or self.batch_size is None:
             cuts = list(range(first, samples + 1, self.global_batch_size))
-            has_more = samples - cuts[-1] >= ranks and not self.drop_last  # never without a batch size
+            has_more = (
+                samples - cuts[-1] >= ranks and not self.drop_last
+            )  # never without a batch size
             return [*cuts, samples] if has_more else cuts
-        samples -= samples % self.batch_size if self.drop_last and samples > self.batch_size else 0  # as one rank does
+        samples -= (
+            samples % self.batch_size if self.drop_last and samples > self.batch_size else 0
+        )  # as one rank does
         batches = math.ceil(math.ceil(samples / ranks) / self.batch_size)
         batches = max(1, batches if self.in_memory else min(batches, samples // ranks))
         return [samples * number // batches for number in range(batches + 1)]
@@ -201,9 +241,13 @@ class Fetch:
         dataset, seed, rank = self.dataset, self.seed, self.rank
         epoch, number, part = request
         if gathers(dataset):
-            return dataset.gather(torch.as_tensor(part))  # a list from a batch sampler of the user's own
+            return dataset.gather(
+                torch.as_tensor(part)
+            )  # a list from a batch sampler of the user's own
         keys = part.tolist() if isinstance(part, Tensor) else part
-        with isolate_rng(include_cuda=False):  # in the main process those of the training must not change
+        with isolate_rng(
+            include_cuda=False
+        ):  # in the main process those of the training must not change
             seed_generators(hash((seed, rank or 0, epoch, number)))
             if not self.batched:
                 samples = dataset[keys]
@@ -225,24 +269,38 @@ class ExactLoader(DataLoader[Any]):
     sampler: ExactBatches
     _iterator = iterator_of("fetching")
 
-    def __init__(self, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], training: bool, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         dataset: Any = loader.dataset
         inner: Any = loader.batch_sampler
         source = source_of(loader, training)
         size, drop_last = None, False  # batch_size=None: the dataset returns whole batches
         if type(inner) is data.BatchSampler:
             size, drop_last = inner.batch_size, inner.drop_last
-        elif source is inner and not training:  # for equally many batches per rank, the largest are halved
+        elif (
+            source is inner and not training
+        ):  # for equally many batches per rank, the largest are halved
             source = sorted(map(list, source), key=len) if world_size > 1 else source
             while len(source) % world_size and len(source[-1]) > 1:
                 largest = source.pop()
                 half = len(largest) // 2
                 source = sorted([*source, largest[:half], largest[half:]], key=len)
         device = getattr(dataset, "device", None) if gathers(dataset) else None
-        batches = ExactBatches(source, size, drop_last, training, gathers(dataset), seed, rank, world_size, device)
-        vars(self).update(vars(loader), sampler=batches)  # DataLoader.__init__ would take other arguments
+        batches = ExactBatches(
+            source, size, drop_last, training, gathers(dataset), seed, rank, world_size, device
+        )
+        vars(self).update(
+            vars(loader), sampler=batches
+        )  # DataLoader.__init__ would take other arguments
         self.fetching: DataLoader[Any] = DataLoader(
-            Fetch(dataset, loader.collate_fn, seed, rank if training else None, batched=inner is not None),  # type: ignore[arg-type]
+            Fetch(
+                dataset,
+                loader.collate_fn,
+                seed,
+                rank if training else None,
+                batched=inner is not None,
+            ),  # type: ignore[arg-type]
             sampler=batches,
             batch_size=None,  # a request is a batch; PyTorch neither collates nor copies
             collate_fn=torch.nn.Identity(),  # not PyTorch's search for arrays in every batch
@@ -255,9 +313,13 @@ class ExactLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Any:  # a generator: workers start when the first batch is asked for, at an epoch's start
+    def __iter__(
+        self,
+    ) -> Any:  # a generator: workers start when the first batch is asked for, at an epoch's start
         if self.sampler.in_memory and not (self.num_workers or self.pin_memory):
-            yield from map(self.fetching.dataset.__getitem__, self.sampler)  # PyTorch's takes longer than the batch
+            yield from map(
+                self.fetching.dataset.__getitem__, self.sampler
+            )  # PyTorch's takes longer than the batch
         else:
             yield from self.fetching
 
@@ -288,8 +350,17 @@ class WatchedLoader(Passes):
             return
         if self.rest is not None:  # as a resumed run does
             self.owner.load_state_dict(self.rest)
-        done, self.start, self.first, self.rest, self.finished = self.first, Start(self.start.epoch), 0, None, False
-        self.states, length = {**(self.states if done else {}), done: self.state()}, sized_len(self.loader)
+        done, self.start, self.first, self.rest, self.finished = (
+            self.first,
+            Start(self.start.epoch),
+            0,
+            None,
+            False,
+        )
+        self.states, length = (
+            {**(self.states if done else {}), done: self.state()},
+            sized_len(self.loader),
+        )
         batches = self._drawn_for(-1, lambda: iter(self.loader))
         batch = self._drawn_for(done, lambda: next(batches, END))
         if batch is END:  # the epoch before ended with the loader
@@ -301,7 +372,10 @@ class WatchedLoader(Passes):
             self.states.pop(done - 4, None)
             # A batch ahead at the end, past which Lightning does not ask: a loader with a state must end its epoch. Not
             # before, as far as a length tells it: a loader may fill the same tensor again.
-            current, is_ahead = batch, self.owner is not None and (length is None or done % (length or 1) == 0)
+            current, is_ahead = (
+                batch,
+                self.owner is not None and (length is None or done % (length or 1) == 0),
+            )
             batch = self._drawn_for(done, lambda: next(batches, END)) if is_ahead else batch
             self.finished = batch is END
             yield current
@@ -315,7 +389,9 @@ class WatchedLoader(Passes):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        parts = (getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))
+        parts = (
+            getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")
+        )
         for part in (self.loader, *parts):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -331,12 +407,16 @@ class ExactLoading:
     """Puts exact loaders in the place of a run's own, where Lightning lets the strategy process them."""
 
     def __init__(self, seed: int | None = None) -> None:
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed  # seed_everything recorded it
+        self.seed = (
+            int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        )  # seed_everything recorded it
         self.start = Start()
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact; several loaders may say the same
         self.training: list[Passes] = []
-        self.read_early = False  # whether Lightning reads before the module's hooks: a loader has no length
+        self.read_early = (
+            False  # whether Lightning reads before the module's hooks: a loader has no length
+        )
         self._loaded_at: int | None = None  # the epoch for which ``training`` was made
 
     def install(self, trainer: Trainer) -> None:
@@ -355,16 +435,28 @@ class ExactLoading:
                 self.start = Start(epoch)
             self._loaded_at, self.training = epoch, []
         # loaders side by side differ in order and draws
-        seed = hash((self.seed, len(self.training))) % 2**32 if training and self.training else self.seed
+        seed = (
+            hash((self.seed, len(self.training))) % 2**32
+            if training and self.training
+            else self.seed
+        )
         maps = is_plain(loader) and not isinstance(loader.dataset, data.IterableDataset)
         source = source_of(loader, training) if maps else None
-        sharded = hasattr(source, "num_replicas")  # a DistributedSampler has cut its rank's part itself
+        sharded = hasattr(
+            source, "num_replicas"
+        )  # a DistributedSampler has cut its rank's part itself
         if sized_len(source) is not None:
-            found = ExactLoader(loader, training, seed, *((0, 1) if sharded else (trainer.global_rank, ranks)))
-            known = isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
+            found = ExactLoader(
+                loader, training, seed, *((0, 1) if sharded else (trainer.global_rank, ranks))
+            )
+            known = (
+                isinstance(source, SEEDABLE) or hasattr(source, "set_epoch") or has_state(source)
+            )
             if training and not known:
                 lacks = f"{type(source).__name__} has neither set_epoch nor state_dict"
-                self.notes.append(f"{lacks}: if it keeps its own random state, a resumed run sees another order.")
+                self.notes.append(
+                    f"{lacks}: if it keeps its own random state, a resumed run sees another order."
+                )
         elif source is not None and ranks > 1 and not sharded:
             why = f"{type(source).__name__} has no length, so it cannot be shared by the ranks"
             raise UserError(f"--devices {ranks}: {why}. Give it __len__, or use one device.")
@@ -381,7 +473,10 @@ class ExactLoading:
 
     def _watched(self, loader: Any, seed: int, training: bool, ranks: int) -> Any:
         # with workers the dataset that counts is theirs
-        owners = (loader, None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None))
+        owners = (
+            loader,
+            None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None),
+        )
         owner = next((part for part in owners if has_state(part)), None)
         own = isinstance(loader, DataLoader) and not is_plain(loader)
         name = type(loader if own else getattr(loader, "dataset", loader)).__name__
@@ -390,13 +485,17 @@ class ExactLoading:
             lacks = f"the training data come from {name}, which has no state_dict"
             self.notes.append(f"{lacks}: a resumed run goes on from the last epoch's end.")
         if ranks > 1 and not (training and owner is not None):
-            advice = "let it yield each rank its own part" + ("" if training else ", and log with sync_dist=True")
+            advice = "let it yield each rank its own part" + (
+                "" if training else ", and log with sync_dist=True"
+            )
             self.notes.append(f"every rank reads {name} as it is: {advice}.")
         return WatchedLoader(loader, owner if training else None, seed)
 
     def begin(self) -> None:
         """Put the loaders where training starts."""
-        for loader, place in zip(self.training, chain(self.start.loaders, repeat((0, None))), strict=False):
+        for loader, place in zip(
+            self.training, chain(self.start.loaders, repeat((0, None))), strict=False
+        ):
             loader.start_at(self.start, *place)
 
     @property
@@ -420,7 +519,9 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
     if further is not None:
         info: Any = data.get_worker_info()
         if info is not None:
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, for their code
+            object.__setattr__(
+                info, "dataset", info.dataset.dataset
+            )  # the user's own, for their code
         further(worker)
 
 
@@ -435,14 +536,24 @@ def end_workers() -> None:
 
 def is_plain(loader: Any) -> bool:
     """Whether a loader gives its batches as PyTorch's own does; a subclass may have other arguments."""
-    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and not has_state(loader)
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not has_state(loader)
+    )
 
 
 def source_of(loader: DataLoader[Any], training: bool) -> Any:
     """The sampler of a plain loader's samples, or a batch sampler of the user's own."""
     inner: Any = loader.batch_sampler
     # not the loader's, where the user gave a BatchSampler
-    source = inner.sampler if type(inner) is data.BatchSampler else loader.sampler if inner is None else inner
+    source = (
+        inner.sampler
+        if type(inner) is data.BatchSampler
+        else loader.sampler
+        if inner is None
+        else inner
+    )
     if type(source) is data.DistributedSampler and not training:  # which repeats or drops samples
         return data.SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     return source
@@ -455,4 +566,6 @@ def gathers(dataset: Any) -> bool:
 
 def has_state(part: Any) -> bool:
     """Whether an object can be saved and gone on with."""
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+    return callable(getattr(part, "state_dict", None)) and callable(
+        getattr(part, "load_state_dict", None)
+    )

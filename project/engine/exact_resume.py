@@ -14,7 +14,12 @@ from project.engine.exact_loading import ExactLoading
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
 Place = Literal["batch", "epoch", "validation"]
-KERNELS = ("fused", "foreach", "capturable", "differentiable")  # of a parameter group; they change no result
+KERNELS = (
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+)  # of a parameter group; they change no result
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -22,7 +27,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
     (version, words, gauss), (name, keys, *rest) = random.getstate(), np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],  # a tensor is saved in µs, a list in ms
+        "python": [
+            version,
+            torch.tensor(words, dtype=torch.int64),
+            gauss,
+        ],  # a tensor is saved in µs, a list in ms
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
     }
     if device.type in ("cuda", "mps"):
@@ -46,10 +55,14 @@ def note(trainer: Trainer, loading: ExactLoading, place: Place) -> dict[str, Any
     module, batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress
     own = getattr(module, "metric_state", None)
     sums = own() if callable(own) else {}  # first: it may add uncounted batches to the metrics
-    epoch_ends = place == "epoch" or (place == "validation" and batches.is_last_batch)  # the next epoch's start counts
+    epoch_ends = place == "epoch" or (
+        place == "validation" and batches.is_last_batch
+    )  # the next epoch's start counts
     noted = {
         "random": random_state(trainer.strategy.root_device),
-        "loaders": [loader.state_after(batches.current.completed, epoch_ends) for loader in loading.training],
+        "loaders": [
+            loader.state_after(batches.current.completed, epoch_ends) for loader in loading.training
+        ],
         "metrics": lightning_internals.metric_states(module),
         "validated": {**lightning_internals.validated_batches(trainer)},
         "module": sums,
@@ -59,16 +72,31 @@ def note(trainer: Trainer, loading: ExactLoading, place: Place) -> dict[str, Any
 
 def gather(trainer: Trainer, place: Place) -> dict[str, Any]:
     """The rest of this rank's part of a checkpoint: plain values and tensors on the CPU."""
-    module, done = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    module, done = (
+        trainer.lightning_module,
+        trainer.fit_loop.epoch_loop.batch_progress.current.completed,
+    )
     inside_step = done % trainer.accumulate_grad_batches and done < trainer.num_training_batches
     inside_step = inside_step or not module.automatic_optimization  # whose steps nobody knows
-    gradients = {name: p.grad.cpu() for name, p in module.named_parameters() if inside_step and p.grad is not None}
+    gradients = {
+        name: p.grad.cpu()
+        for name, p in module.named_parameters()
+        if inside_step and p.grad is not None
+    }
     return {
         "logged": lightning_internals.training_sums(trainer),
         "gradients": gradients,  # between the batches of one step
-        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-        "eval": lightning_internals.parts_in_eval_mode(trainer, within_validation=place == "validation"),
-        "untracked": [n for n, part in module.named_modules() if not getattr(part, "track_running_stats", True)],
+        "frozen": [
+            name for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ],
+        "eval": lightning_internals.parts_in_eval_mode(
+            trainer, within_validation=place == "validation"
+        ),
+        "untracked": [
+            n
+            for n, part in module.named_modules()
+            if not getattr(part, "track_running_stats", True)
+        ],
         "device": trainer.strategy.root_device.type,
     }
 
@@ -83,7 +111,10 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     lightning_internals.restore_training_sums(trainer, state["logged"])
     for name, gradient in state["gradients"].items():
         module.get_parameter(name).grad = gradient.to(trainer.strategy.root_device)
-    for name, parameter in module.named_parameters():  # a callback or hook may have thawed them in an earlier epoch
+    for (
+        name,
+        parameter,
+    ) in module.named_parameters():  # a callback or hook may have thawed them in an earlier epoch
         parameter.requires_grad = name not in state["frozen"]
     for name, part in module.named_modules():
         part.training = name not in state["eval"]
@@ -113,16 +144,25 @@ def clean_place(loops: dict[str, Any], place: Place, validated: bool) -> None:
     fit.pop("combined_loader", None)  # its loaders may be a batch ahead; see note
     batches = fit["epoch_loop.batch_progress"]
     validation, epochs = fit["epoch_loop.val_loop.batch_progress"], fit["epoch_progress"]
-    begun = [batches["total"], batches["current"], validation["total"], *(epochs.values() if place == "epoch" else ())]
+    begun = [
+        batches["total"],
+        batches["current"],
+        validation["total"],
+        *(epochs.values() if place == "epoch" else ()),
+    ]
     for counters in begun:
         counters.update(dict.fromkeys(counters, counters["completed"]))
     batches["is_last_batch"] &= place == "validation"
-    if place == "batch" and validated:  # Lightning's restart finds a validation due, ends this batch again, counts it
+    if (
+        place == "batch" and validated
+    ):  # Lightning's restart finds a validation due, ends this batch again, counts it
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":  # it has begun, with no batch done: the resumed run starts it again
         before = validation["total"]["completed"] - validation["current"]["completed"]
         validation["current"].update(dict.fromkeys(validation["current"], 0))
-        validation["total"].update(ready=before + 1, started=before + 1, processed=before, completed=before)
+        validation["total"].update(
+            ready=before + 1, started=before + 1, processed=before, completed=before
+        )
 
 
 def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
@@ -132,19 +172,27 @@ def share_running_statistics(trainer: Trainer, module: LightningModule, cpu_grou
     if trainer.world_size > 1:
         for part in (module, *lightning_internals.averaged_models(trainer)):
             for buffer in part.buffers():
-                torch.distributed.broadcast(buffer, src=0, group=cpu_group if buffer.device.type == "cpu" else None)
+                torch.distributed.broadcast(
+                    buffer, src=0, group=cpu_group if buffer.device.type == "cpu" else None
+                )
 
 
 def configured(trainer: Trainer) -> dict[str, Any]:
     """What optimizers and schedules start with: parameter groups without parameters, and states."""
     groups = [optimizer.param_groups for optimizer in trainer.optimizers]
     return {
-        "groups": [[{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups],
-        "schedules": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "groups": [
+            [{k: v for k, v in group.items() if k != "params"} for group in each] for each in groups
+        ],
+        "schedules": [
+            copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs
+        ],
     }
 
 
-def apply_typed_hyperparameters(trainer: Trainer, fresh: dict[str, Any], before: dict[str, Any], changed: bool) -> None:
+def apply_typed_hyperparameters(
+    trainer: Trainer, fresh: dict[str, Any], before: dict[str, Any], changed: bool
+) -> None:
     """Let typed hyperparameters win over those in the checkpoint's states of optimizers and schedules. What is typed
     differs between ``before``, :func:`configured` in the checkpoint's run, and ``fresh``, now; nothing is where the
     run is not ``changed``. Kernels are always chosen anew: a checkpoint of 16-mixed is not fused, another may be.
@@ -152,20 +200,34 @@ def apply_typed_hyperparameters(trainer: Trainer, fresh: dict[str, Any], before:
     was = (changed and before["groups"]) or fresh["groups"]
     for optimizer, *groups in zip(trainer.optimizers, fresh["groups"], was, strict=False):
         for group, wanted, earlier in zip(optimizer.param_groups, *groups, strict=False):
-            group.update({k: v for k, v in wanted.items() if k in KERNELS or (k != "lr" and v != earlier.get(k))})
+            group.update(
+                {
+                    k: v
+                    for k, v in wanted.items()
+                    if k in KERNELS or (k != "lr" and v != earlier.get(k))
+                }
+            )
             if _first_rate(wanted) != _first_rate(earlier):
                 group["lr"] *= _first_rate(wanted) / (_first_rate(earlier) or 1.0)
             on_device = group.get("fused") or group.get("capturable")
             for parameter in group["params"]:
                 state: dict[str, Any] = optimizer.state.get(parameter, {})
-                if isinstance(step := state.get("step"), torch.Tensor):  # fused kernels need it on the device
+                if isinstance(
+                    step := state.get("step"), torch.Tensor
+                ):  # fused kernels need it on the device
                     state["step"] = step.to(parameter.device if on_device else "cpu")
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs] if changed else []
-    for scheduler, wanted, earlier in zip(schedules, fresh["schedules"], before["schedules"], strict=False):
+    for scheduler, wanted, earlier in zip(
+        schedules, fresh["schedules"], before["schedules"], strict=False
+    ):
         scheduler.load_state_dict(_with_changes(scheduler.state_dict(), wanted, earlier))
     for scheduler in schedules:
-        if isinstance(scheduler, LambdaLR):  # a function of the step: the run's length may have changed
-            for group, factor in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        if isinstance(
+            scheduler, LambdaLR
+        ):  # a function of the step: the run's length may have changed
+            for group, factor in zip(
+                scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True
+            ):
                 group["lr"] = _first_rate(group) * factor(scheduler.last_epoch)
 
 

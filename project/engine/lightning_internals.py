@@ -32,10 +32,17 @@ from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 NAMES = {  # module: names in it that are used here. For an attribute of instances, another name of the same file.
-    "lightning.pytorch.trainer.connectors.signal_connector": ["_SignalConnector.register_signal_handlers"],
-    "lightning.pytorch.trainer.connectors.logger_connector": ["_LoggerConnector.should_reset_tensors"],
+    "lightning.pytorch.trainer.connectors.signal_connector": [
+        "_SignalConnector.register_signal_handlers"
+    ],
+    "lightning.pytorch.trainer.connectors.logger_connector": [
+        "_LoggerConnector.should_reset_tensors"
+    ],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
-    "lightning.pytorch.loops.evaluation_loop": ["_EvaluationLoop._is_sequential", "_ModuleMode.restore"],
+    "lightning.pytorch.loops.evaluation_loop": [
+        "_EvaluationLoop._is_sequential",
+        "_ModuleMode.restore",
+    ],
     "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
     "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
@@ -61,7 +68,9 @@ def check() -> None:
     except (ImportError, AttributeError) as error:
         version = importlib.metadata.version("lightning")
         lacks = f"lacks a name that stopping and exact resume need ({error}). Known to work: {KNOWN_VERSIONS}"
-        raise UserError(f"lightning {version} {lacks}. Run pip install 'lightning>=2.6.6,<2.7'.") from None
+        raise UserError(
+            f"lightning {version} {lacks}. Run pip install 'lightning>=2.6.6,<2.7'."
+        ) from None
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
@@ -90,10 +99,14 @@ def begin_epoch_again(trainer: Trainer) -> None:
     Public way missing: Lightning leaves the hook out there, and only its own call tells ``self.log`` where it is.
     """
     module, not_again = trainer.lightning_module, ("lightning.", __name__.rpartition(".")[0])
-    kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+    kept = [
+        (tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())
+    ]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         hook = callback.on_train_epoch_start
-        if not hook.__module__.startswith(not_again) or isinstance(callback, GradientAccumulationScheduler):
+        if not hook.__module__.startswith(not_again) or isinstance(
+            callback, GradientAccumulationScheduler
+        ):
             state = copy.deepcopy(callback.state_dict())
             hook(trainer, module)
             if state:  # it may count epochs
@@ -138,7 +151,9 @@ def average_on_the_device(trainer: Trainer) -> None:
     for average, device in averaged_models(trainer).items():
         count: Any = average.n_averaged.cpu()
         average.to(device or trainer.strategy.root_device)
-        count.to = lambda *_, count=count: count  # a number on the host may be added to numbers on a device
+        count.to = lambda *_, count=count: (
+            count
+        )  # a number on the host may be added to numbers on a device
         average.n_averaged = count
 
 
@@ -165,19 +180,29 @@ def metric_states(module: LightningModule) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for name, metric in module.named_modules():
         if isinstance(metric, Metric):
-            own = {k: x for k, x in vars(metric).items() if isinstance(x, Tensor) or (k[0] == "_" and type(x) is int)}
-            states[name] = recursive_detach(own | metric.metric_state, to_cpu=True)  # lists may hang on their graph
+            own = {
+                k: x
+                for k, x in vars(metric).items()
+                if isinstance(x, Tensor) or (k[0] == "_" and type(x) is int)
+            }
+            states[name] = recursive_detach(
+                own | metric.metric_state, to_cpu=True
+            )  # lists may hang on their graph
     return states
 
 
 def restore_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
     """Restore the sums that :func:`metric_states` returned, in a tracker of metrics those of earlier epochs, too."""
     for name, part in [*module.named_modules()]:
-        while isinstance(part, MetricTracker) and any(key.startswith(f"{name}.{len(part)}") for key in states):
+        while isinstance(part, MetricTracker) and any(
+            key.startswith(f"{name}.{len(part)}") for key in states
+        ):
             part.increment()
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and name in states:
-            for key, value in states[name].items():  # each its own: those of a compute group are one tensor
+            for key, value in states[
+                name
+            ].items():  # each its own: those of a compute group are one tensor
                 setattr(metric, key, move_data_to_device(copy.deepcopy(value), metric.device))
 
 
@@ -189,11 +214,23 @@ def training_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
     for key, logged in trainer.fit_loop.epoch_loop._results.items():
         meta, sync, reduce = logged.meta, logged.meta.sync, logged.meta.reduce_fx
         if not logged.has_reset and (meta.on_epoch or sync.group is None):
-            how = {name: value for name, value in vars(meta).items() if isinstance(value, (bool, str))}
-            how |= {"reduce_fx": reduce.__name__, "sync_dist": sync.should, "rank_zero_only": sync.rank_zero_only}
-            sums[key] = {"how": how, "is_grouped": sync.group is not None, "is_pythons": reduce in (max, min, sum)}
+            how = {
+                name: value for name, value in vars(meta).items() if isinstance(value, (bool, str))
+            }
+            how |= {
+                "reduce_fx": reduce.__name__,
+                "sync_dist": sync.should,
+                "rank_zero_only": sync.rank_zero_only,
+            }
+            sums[key] = {
+                "how": how,
+                "is_grouped": sync.group is not None,
+                "is_pythons": reduce in (max, min, sum),
+            }
             # its sum, the samples in it, its value of the last step; a torchmetrics metric has its own: metric_states
-            sums[key]["parts"] = {k: x.detach().cpu() for k, x in vars(logged).items() if isinstance(x, Tensor)}
+            sums[key]["parts"] = {
+                k: x.detach().cpu() for k, x in vars(logged).items() if isinstance(x, Tensor)
+            }
     return sums
 
 
@@ -203,13 +240,23 @@ def restore_training_sums(trainer: Trainer, sums: dict[str, dict[str, Any]]) -> 
     """
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for key, saved in sums.items():
-        if saved["is_grouped"]:  # a group cannot be saved, and must be the same when a value is logged again
-            say(f"{saved['how']['name']} is logged with a sync_dist_group: in this epoch its sum begins anew.")
+        if saved[
+            "is_grouped"
+        ]:  # a group cannot be saved, and must be the same when a value is logged again
+            say(
+                f"{saved['how']['name']} is logged with a sync_dist_group: in this epoch its sum begins anew."
+            )
             continue
         if saved["is_pythons"]:  # Lightning finds torch's by their names
-            saved["how"]["reduce_fx"] = {"max": max, "min": min, "sum": sum}[saved["how"]["reduce_fx"]]
+            saved["how"]["reduce_fx"] = {"max": max, "min": min, "sum": sum}[
+                saved["how"]["reduce_fx"]
+            ]
         parts = {name: part.to(module.device) for name, part in saved["parts"].items()}
-        value = parts["value"] if "value" in parts else module.get_submodule(saved["how"]["metric_attribute"])
+        value = (
+            parts["value"]
+            if "value" in parts
+            else module.get_submodule(saved["how"]["metric_attribute"])
+        )
         results.log(value=value, **saved["how"], sync_dist_fn=trainer.strategy.reduce, batch_size=1)
         vars(results[key]).update(parts)
         trainer._logger_connector._first_loop_iter = False
@@ -226,14 +273,20 @@ def share_sums(trainer: Trainer) -> None:
     entries = {
         key: logged
         for key, logged in results.valid_items()
-        if logged.is_tensor and (x := logged.meta).fx.startswith(("training_step", "validation_step", "test_step"))
+        if logged.is_tensor
+        and (x := logged.meta).fx.startswith(("training_step", "validation_step", "test_step"))
         if not x.sync.should or (x.is_mean_reduction and x.sync.group is None)
     }
-    sums = {key: (float(x.value), int(getattr(x, "cumulated_batch_size", 0))) for key, x in entries.items()}
+    sums = {
+        key: (float(x.value), int(getattr(x, "cumulated_batch_size", 0)))
+        for key, x in entries.items()
+    }
     ranks = of_all_ranks(sums)
     for key, logged in entries.items():
         values, counts = zip(*(rank[key] for rank in ranks if key in rank), strict=True)
-        join: Any = max if logged.meta.is_max_reduction else min if logged.meta.is_min_reduction else sum
+        join: Any = (
+            max if logged.meta.is_max_reduction else min if logged.meta.is_min_reduction else sum
+        )
         logged.value = torch.tensor(join(values), dtype=torch.float64).to(logged.value)
         if logged.meta.is_mean_reduction:
             logged.cumulated_batch_size = torch.tensor(sum(counts), device=logged.value.device)
@@ -244,8 +297,13 @@ def of_rank_zero_alone(trainer: Trainer) -> list[str]:
     Buys a line about a wrong value. Public way missing: ``trainer.callback_metrics`` holds the training's values, too.
     """
     items = trainer._results.valid_items() if trainer._results is not None else ()
-    alone = [x for _, x in items if x.is_tensor and x.meta.fx.endswith("_end") and not x.meta.sync.should]
-    own = {x.meta.name: f"{float(x.value) / float(getattr(x, 'cumulated_batch_size', 1)):.5g}" for x in alone}
+    alone = [
+        x for _, x in items if x.is_tensor and x.meta.fx.endswith("_end") and not x.meta.sync.should
+    ]
+    own = {
+        x.meta.name: f"{float(x.value) / float(getattr(x, 'cumulated_batch_size', 1)):.5g}"
+        for x in alone
+    }
     ranks = of_all_ranks(own)
     return [name for name in own if any(rank.get(name) != own[name] for rank in ranks)]
 
@@ -255,7 +313,11 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
     read side by side. Public way missing: how they are read is the loop's secret.
     """
     loop: Any = trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop.val_loop
-    last = batch_idx + 1 == loop.max_batches[loader_idx] if loop._is_sequential else loop.batch_progress.is_last_batch
+    last = (
+        batch_idx + 1 == loop.max_batches[loader_idx]
+        if loop._is_sequential
+        else loop.batch_progress.is_last_batch
+    )
     return loop._combined_loader.flattened, last
 
 
@@ -264,7 +326,10 @@ def iterator_of(part: str) -> property:
     way missing: Lightning looks for this attribute of a loader alone.
     """
     owner = attrgetter(part)
-    return property(lambda self: owner(self)._iterator, lambda self, value: setattr(owner(self), "_iterator", value))
+    return property(
+        lambda self: owner(self)._iterator,
+        lambda self, value: setattr(owner(self), "_iterator", value),
+    )
 
 
 def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
@@ -275,7 +340,9 @@ def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
 
 
 @contextmanager  # feature: profiler
-def surround_calls(network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
+def surround_calls(
+    network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
+) -> Iterator[None]:
     """Inside, call ``before`` and ``after`` around every call of a network, compiled or not. Buys the time of its
     forward pass. Public way missing: ``nn.Module.compile`` would compile hooks as well.
     """
@@ -323,7 +390,9 @@ class LiveMemory(ExitStack):  # feature: tune, memory
         from torch.utils._pytree import tree_leaves
 
         class Results(TorchDispatchMode):
-            def __torch_dispatch__(_, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
+            def __torch_dispatch__(
+                _, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:  # noqa: N805
                 result = func(*args, **(kwargs or {}))
                 self.count(tree_leaves(result))
                 return result
@@ -336,12 +405,17 @@ class LiveMemory(ExitStack):  # feature: tune, memory
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                if storage not in self._counted:  # PyTorch keeps one Python object per storage while that lives
+                if (
+                    storage not in self._counted
+                ):  # PyTorch keeps one Python object per storage while that lives
                     self._counted.add(storage)
                     weakref.finalize(storage, self._add, -storage.nbytes())
                     self._add(storage.nbytes())
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-            used, limit = f"{self.live_bytes / 2**30:.3f} GiB", f"{self.limit_bytes / 2**30:.3f} GiB"
+            used, limit = (
+                f"{self.live_bytes / 2**30:.3f} GiB",
+                f"{self.limit_bytes / 2**30:.3f} GiB",
+            )
             raise torch.OutOfMemoryError(f"{used} of tensors, the limit is {limit}")
 
     def _add(self, size: int) -> None:

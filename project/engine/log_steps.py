@@ -7,7 +7,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
-SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # strategies in which a rank has a part of a weight
+SHARDING = (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+)  # strategies in which a rank has a part of a weight
 
 
 def is_optimizer_step(trainer: Trainer, batch_idx: int) -> bool:
@@ -30,7 +34,11 @@ def is_due(trainer: Trainer, steps: int) -> bool:
 
 def _counted(trainer: Trainer, steps: int) -> int:
     """``steps``, or in manual optimization, which may take several in a batch, the batches, as Lightning counts."""
-    return steps if trainer.lightning_module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
+    return (
+        steps
+        if trainer.lightning_module.automatic_optimization
+        else trainer.fit_loop.total_batch_idx + 1
+    )
 
 
 def log_values(trainer: Trainer, values: Mapping[str, float | Tensor]) -> None:
@@ -39,9 +47,13 @@ def log_values(trainer: Trainer, values: Mapping[str, float | Tensor]) -> None:
     takes a tenth of a millisecond for a value, and looks at each again at every later step.
     """
     numbers = {name: float(value) for name, value in values.items()}
-    trainer.callback_metrics.update({name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()})
+    trainer.callback_metrics.update(
+        {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}
+    )
     for logger in trainer.loggers:
-        logger.log_metrics({**numbers, "epoch": trainer.current_epoch}, _counted(trainer, trainer.global_step) - 1)
+        logger.log_metrics(
+            {**numbers, "epoch": trainer.current_epoch}, _counted(trainer, trainer.global_step) - 1
+        )
 
 
 def synchronize(device: torch.device) -> None:

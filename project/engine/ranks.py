@@ -10,7 +10,9 @@ from typing import Any
 
 from project.errors import UserError
 
-DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"  # Lightning's child ranks inherit what rank 0 decided
+DECISION_VARIABLE = (
+    "PROJECT_RANK_ZERO_DECISION"  # Lightning's child ranks inherit what rank 0 decided
+)
 
 
 def launched_world() -> tuple[int, int, int]:
@@ -22,7 +24,11 @@ def launched_world() -> tuple[int, int, int]:
     # an interactive shell inside an allocation has these variables, too, but is one process
     if "SLURM_STEP_ID" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         world = int(environ.get("SLURM_NTASKS", 1))
-        return int(environ.get("SLURM_PROCID", 0)), world, max(1, world // int(environ.get("SLURM_NNODES", 1)))
+        return (
+            int(environ.get("SLURM_PROCID", 0)),
+            world,
+            max(1, world // int(environ.get("SLURM_NNODES", 1))),
+        )
     return 0, 1, 1
 
 
@@ -65,10 +71,14 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
             return json.loads(os.environ[DECISION_VARIABLE])
         except ValueError:
             found = os.environ[DECISION_VARIABLE]
-            raise UserError(f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'. Unset it.") from None
+            raise UserError(
+                f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'. Unset it."
+            ) from None
     rank, world_size, _ = launched_world()
     if world_size == 1 and os.environ.get("NODE_RANK", "0") != "0":
-        raise UserError("NODE_RANK is set without a launcher. Start several machines with torchrun, see the README.")
+        raise UserError(
+            "NODE_RANK is set without a launcher. Start several machines with torchrun, see the README."
+        )
     if world_size == 1:
         decision = decide()
         os.environ[DECISION_VARIABLE] = json.dumps(decision, default=str)
@@ -81,9 +91,14 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
             from lightning.pytorch.plugins.environments import SLURMEnvironment
 
             slurm = SLURMEnvironment()
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = slurm.main_address, str(slurm.main_port)
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
+                slurm.main_address,
+                str(slurm.main_port),
+            )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30))
+        dist.init_process_group(
+            backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30)
+        )
         # NCCL warns of a group that is left behind; Lightning takes down only groups that it has made itself
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     try:

@@ -38,14 +38,39 @@ LATEST = "latest"
 RUN_ID = "run-id.txt"
 PACKAGE = __name__.split(".")[0]
 # What a checkpoint's configuration may name besides the user's own files
-TRUSTED: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("trusted.yaml").read_text(encoding="utf-8"))
+TRUSTED: dict[str, list[str]] = yaml.safe_load(
+    Path(__file__).with_name("trusted.yaml").read_text(encoding="utf-8")
+)
 FUNCTIONS = [f"{PACKAGE}.model", f"{PACKAGE}.data", *TRUSTED["functions"]]
 CLASSES = [PACKAGE, *TRUSTED["classes"]]
-COMMAND_LINES = (ArgumentParser, LightningCLI, CommandLine)  # not these: they make what a text names
-PATHS = ("class_path", "optimizer", "schedule", "loss")  # Arguments of a module that may hold an import path
+COMMAND_LINES = (
+    ArgumentParser,
+    LightningCLI,
+    CommandLine,
+)  # not these: they make what a text names
+PATHS = (
+    "class_path",
+    "optimizer",
+    "schedule",
+    "loss",
+)  # Arguments of a module that may hold an import path
 IMPORT_PATH = re.compile(r"\w[\w-]*(?:\.[\w-]+)+")  # importlib takes more than identifiers
 MOST_NESTED = 5000  # brackets, lines and the like in a text; the parser's loader is written in C and can overflow
-FILES = ("csv", "tsv", "txt", "json", "jsonl", "yaml", "yml", "npy", "npz", "parquet", "pt", "pth", "ckpt")  # endings
+FILES = (
+    "csv",
+    "tsv",
+    "txt",
+    "json",
+    "jsonl",
+    "yaml",
+    "yml",
+    "npy",
+    "npz",
+    "parquet",
+    "pt",
+    "pth",
+    "ckpt",
+)  # endings
 
 
 def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
@@ -54,13 +79,17 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
     run_name, ckpt_path = line.value("run_name"), line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     is_new = ckpt_path is None or (ckpt_path == "auto" and run_name is None)
-    config = configure(argv, prog) if is_new or line.asks_for_help else None  # a wrong flag leaves no folder behind
+    config = (
+        configure(argv, prog) if is_new or line.asks_for_help else None
+    )  # a wrong flag leaves no folder behind
     run = Run(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
     if run.checkpoint is None:
         return config or configure(argv, prog), run
     try:
         if line.value("init_weights") is not None:
-            raise UserError("--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away.")
+            raise UserError(
+                "--init_weights starts a new run, --ckpt_path goes on with one: leave one of them away."
+            )
         known = record(run.checkpoint, to_resume=True)
         base = dict(known["config"])
         refuse_foreign_classes(base, line.value("allow_imports"), run.checkpoint)
@@ -68,7 +97,9 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, Run]:
         if line.sets_a_length:  # the typed limit counts; the saved max_epochs could come first
             base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
         config = configure(argv, prog, base)
-        load_weights(config.module, run.checkpoint, late=True, again=True)  # here a misfit becomes one line
+        load_weights(
+            config.module, run.checkpoint, late=True, again=True
+        )  # here a misfit becomes one line
     except BaseException:
         run.discard()
         raise
@@ -88,7 +119,9 @@ class Loaded:
     config: Configuration
     run: dict[str, Any]  # run_name, data_source, precision, epoch, global_step, metrics, ...
     path: Path
-    changes: list[str] = field(default_factory=list)  # settings of model and data that differ from the checkpoint's
+    changes: list[str] = field(
+        default_factory=list
+    )  # settings of model and data that differ from the checkpoint's
 
 
 def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Loaded:
@@ -111,12 +144,18 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     data: Any = config.datamodule
     if isinstance(data, BatchedDataModule):  # feature: images
         data.describe(run.pop("data", {}))
-    if not (fits or again):  # layers are made in ``setup``: module and data are set up as for a test
-        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, limit_test_batches=0)
+    if not (
+        fits or again
+    ):  # layers are made in ``setup``: module and data are set up as for a test
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, limit_test_batches=0
+        )
         with contextlib.suppress(Exception):  # such as missing data: then the weights do not fit
             trainer.test(config.module, data)
         load_weights(config.module, path, again=True)
-    changes = [line for line in differences(base, config.resolved) if line.startswith(("model", "data"))]
+    changes = [
+        line for line in differences(base, config.resolved) if line.startswith(("model", "data"))
+    ]
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 
 
@@ -129,13 +168,19 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     module.configure_model()
     given = read(path)["state_dict"]
     own = {key: getattr(value, "shape", None) for key, value in module.state_dict().items()}
-    fitting = {key: value for key, value in given.items() if key in own and getattr(value, "shape", None) == own[key]}
+    fitting = {
+        key: value
+        for key, value in given.items()
+        if key in own and getattr(value, "shape", None) == own[key]
+    }
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
     said = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
     if left := sorted(own.keys() - fitting.keys()):
-        said.append(f"--init_weights: these keep their random start: {', '.join(left[:8])}{' ...' if left[8:] else ''}")
+        said.append(
+            f"--init_weights: these keep their random start: {', '.join(left[:8])}{' ...' if left[8:] else ''}"
+        )
     return said
 
 
@@ -146,23 +191,38 @@ def refuse_foreign_classes(config: dict[str, Any], allowed: str | None, path: Pa
     try:
         texts = [*_texts(config)]
     except RecursionError:
-        raise UserError(f"--ckpt_path {path}: its configuration is nested too deeply. Give another.") from None
+        raise UserError(
+            f"--ckpt_path {path}: its configuration is nested too deeply. Give another."
+        ) from None
     for key, text, _ in texts:
         holds_path = key in PATHS or key.startswith(("callbacks", "logger", "plugins"))
         # the parser also takes a class path, or YAML with one, where the type is not text
-        names = IMPORT_PATH.findall(text) if re.search(r"[{\[:\n]", text) else IMPORT_PATH.fullmatch(text) and [text]
+        names = (
+            IMPORT_PATH.findall(text)
+            if re.search(r"[{\[:\n]", text)
+            else IMPORT_PATH.fullmatch(text) and [text]
+        )
         for named in names or ():
             root, _, end = named.partition(".")
-            is_file = end in FILES and not holds_path  # test.csv; as a class it would run nothing: test is empty
+            is_file = (
+                end in FILES and not holds_path
+            )  # test.csv; as a class it would run nothing: test is empty
             reason, package = "", root
             if root not in trusted and _is_foreign(root, holds_path):
-                if not is_file or root not in {"test", *sys.stdlib_module_names & sys.modules.keys()}:
-                    which = "which is neither yours nor PyTorch's or Lightning's. Nothing was imported"
+                if not is_file or root not in {
+                    "test",
+                    *sys.stdlib_module_names & sys.modules.keys(),
+                }:
+                    which = (
+                        "which is neither yours nor PyTorch's or Lightning's. Nothing was imported"
+                    )
                     reason = f"the class {named}, {which}"
             elif not is_file and (package := _foreign_home(named, packages) or ""):
                 reason = f"{named}, which {package} defines: it is no part of a training, or writes files"
             if reason:
-                raise UserError(f"--ckpt_path {path} names {reason}. If you trust the file: --allow_imports {package}")
+                raise UserError(
+                    f"--ckpt_path {path} names {reason}. If you trust the file: --allow_imports {package}"
+                )
 
 
 def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run) -> None:
@@ -170,18 +230,26 @@ def refuse_writing_elsewhere(config: dict[str, Any], line: CommandLine, run: Run
     typed, folder = {text for _, text, _ in _texts(line.given)}, run.folder.resolve()
     for key, text, owner in _texts(config.get("trainer")):
         is_free = text in typed or key in ("class_path", "default_root_dir")
-        is_place = re.search("dir|path|root|folder", key) or re.search(r"^[/~]|:/|(^|/)\.\.(/|$)", text)
-        inside = "\0" not in text and Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(folder)
+        is_place = re.search("dir|path|root|folder", key) or re.search(
+            r"^[/~]|:/|(^|/)\.\.(/|$)", text
+        )
+        inside = "\0" not in text and Path(
+            os.path.realpath(os.path.expanduser(text))
+        ).is_relative_to(folder)
         if is_place and not (is_free or inside or text == _default(owner, key)):
             where = f"{key}: {text} in its configuration is outside the run's folder"
-            raise UserError(f"--ckpt_path {run.checkpoint}: {where}. Type that setting again if it is right.")
+            raise UserError(
+                f"--ckpt_path {run.checkpoint}: {where}. Type that setting again if it is right."
+            )
 
 
 def _default(class_path: str, name: str) -> Any:
     """The default of an argument of a class, also of one that it hands on; None where there is none."""
     (module, _, kind), parser = class_path.rpartition("."), ArgumentParser()
     with contextlib.suppress(ImportError, AttributeError, KeyError, TypeError, ValueError):
-        parser.add_class_arguments(getattr(importlib.import_module(module), kind), fail_untyped=False)
+        parser.add_class_arguments(
+            getattr(importlib.import_module(module), kind), fail_untyped=False
+        )
         return parser.get_default(name)
     return None
 
@@ -192,7 +260,11 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
         if len(re.findall(r"[\[{?\n]|- |: ", value)) > MOST_NESTED:
             raise RecursionError
         with contextlib.suppress(yaml.YAMLError, ValueError):
-            value = content if isinstance(content := get_loader("yaml")(value), (dict, list, set)) else value
+            value = (
+                content
+                if isinstance(content := get_loader("yaml")(value), (dict, list, set))
+                else value
+            )
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _texts(item, str(name), str(value.get("class_path", owner)))
@@ -205,7 +277,9 @@ def _texts(value: Any, key: str = "", owner: str = "") -> Iterator[tuple[str, st
 
 def _is_foreign(root: str, holds_path: bool) -> bool:
     """Whether a module that is not the user's can be imported, or shall be (``holds_path``). Nothing is imported."""
-    clone = Path(__file__).parents[2]  # the user's own are in the working folder, and in a clone beside this package
+    clone = Path(__file__).parents[
+        2
+    ]  # the user's own are in the working folder, and in a clone beside this package
     folders = [Path.cwd()] if "site-packages" in clone.parts else [Path.cwd(), clone]
     try:
         spec = importlib.util.find_spec(root)
@@ -214,7 +288,10 @@ def _is_foreign(root: str, holds_path: bool) -> bool:
     if spec is None:
         return holds_path
     # a package that is installed comes before a plain folder of its name
-    return any(Path(place).parent not in folders for place in spec.submodule_search_locations or [spec.origin or ""])
+    return any(
+        Path(place).parent not in folders
+        for place in spec.submodule_search_locations or [spec.origin or ""]
+    )
 
 
 def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
@@ -227,13 +304,24 @@ def _foreign_home(named: str, allowed: Collection[str]) -> str | None:
     if not callable(found):
         return None
     home = getattr(found, "__module__", None)  # None: of a builtin function
-    home = str(home or getattr(holder, "__name__" if inspect.ismodule(holder) else "__module__", "builtins"))
+    home = str(
+        home
+        or getattr(holder, "__name__" if inspect.ismodule(holder) else "__module__", "builtins")
+    )
     root, is_class = home.split(".")[0], inspect.isclass(found)
     end, room = getattr(found, "__name__", ""), home.partition(".")[2].partition(".")[0]
-    trusted = (*allowed, *FUNCTIONS, *(CLASSES if is_class and end not in TRUSTED["writers"] else ()))
+    trusted = (
+        *allowed,
+        *FUNCTIONS,
+        *(CLASSES if is_class and end not in TRUSTED["writers"] else ()),
+    )
     is_trusted = any(f"{home}.{end}.".startswith(f"{name}.") for name in trusted)
     is_trusted |= holder is torch and hasattr(torch.Tensor, end)  # tanh and the like
-    is_own = room not in TRUSTED["machinery"] if root == PACKAGE else not _is_foreign(root, holds_path=True)
+    is_own = (
+        room not in TRUSTED["machinery"]
+        if root == PACKAGE
+        else not _is_foreign(root, holds_path=True)
+    )
     is_command_line = is_class and issubclass(found, COMMAND_LINES) and root not in allowed
     return root if is_command_line or not (is_trusted or is_own) else None
 
@@ -248,12 +336,16 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what the user should know, a line each
     run_id: str = ""  # belongs to the folder; tells its checkpoints from another run's
     new_parents: int = -1  # folders above it that it makes; -1: those that are missing now
-    changes: list[str] = field(default_factory=list)  # settings that differ from the resumed checkpoint's
+    changes: list[str] = field(
+        default_factory=list
+    )  # settings that differ from the resumed checkpoint's
     _lock: Any = None
     _created: bool = False  # this process made the folder
 
     def __post_init__(self) -> None:
-        self.folder = Path(self.folder).absolute()  # W&B writes later, when the working folder may be another
+        self.folder = Path(
+            self.folder
+        ).absolute()  # W&B writes later, when the working folder may be another
         self.checkpoint = self.checkpoint and Path(self.checkpoint)
         if self.new_parents == -1:
             self.new_parents = sum(not os.path.exists(parent) for parent in self.folder.parents)
@@ -278,7 +370,9 @@ class Run:
             latest = self.folder.parent / LATEST
             if latest.is_symlink() and not latest.exists():  # it was this run
                 latest.unlink()
-                if others := sorted(self.folder.parent.glob("*/last.ckpt"), key=lambda path: path.stat().st_mtime):
+                if others := sorted(
+                    self.folder.parent.glob("*/last.ckpt"), key=lambda path: path.stat().st_mtime
+                ):
                     point_latest_at(others[-1].parent)
             with contextlib.suppress(OSError):  # another run is there
                 for parent in list(self.folder.parents)[: self.new_parents]:
@@ -297,10 +391,16 @@ class Run:
             handle = open(self.folder / ".lock", "a+")  # noqa: SIM115 - held until the process ends
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"run {self.name} is written by another process. Wait, or change --run_name.") from None
+            raise UserError(
+                f"run {self.name} is written by another process. Wait, or change --run_name."
+            ) from None
         except OSError as error:
-            raise UserError(f"--default_root_dir: {self.folder} cannot be written: {error.strerror}.") from None
-        os.register_at_fork(after_in_child=handle.close)  # a worker that outlives this process must not hold it
+            raise UserError(
+                f"--default_root_dir: {self.folder} cannot be written: {error.strerror}."
+            ) from None
+        os.register_at_fork(
+            after_in_child=handle.close
+        )  # a worker that outlives this process must not hold it
         self._lock, self._created = handle, is_new
         (self.folder / RUN_ID).write_text(self.run_id + "\n")
         for stale in self.folder.glob(".*.part"):
@@ -317,21 +417,35 @@ def point_latest_at(folder: Path) -> None:
 
 def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
     """The run that ``--run_name`` and ``--ckpt_path`` mean, or a UserError. Writes nothing but a new run's folder."""
-    require("\0" not in str(root), "--default_root_dir", "be a folder you may write in", repr(str(root)))
-    fits = run_name is None or (re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) and run_name != LATEST)
+    require(
+        "\0" not in str(root), "--default_root_dir", "be a folder you may write in", repr(str(root))
+    )
+    fits = run_name is None or (
+        re.fullmatch(r"[\w][\w.\-+=@ ]{0,99}", run_name) and run_name != LATEST
+    )
     must = f"be 1 to 100 letters, digits or .-_+=@, starting with a letter or digit, not '{LATEST}'"
     require(bool(fits), "--run_name", must, f"'{run_name}'")
     if ckpt_path == "auto" and run_name is not None:
         run = Run(root / run_name)
-        for path in filter(Path.exists, (root / run_name / "last.ckpt", root / run_name / "best.ckpt")):
+        for path in filter(
+            Path.exists, (root / run_name / "last.ckpt", root / run_name / "best.ckpt")
+        ):
             if (reason := damage(path)) is None:
                 return replace(run, checkpoint=path, finished=_is_finished(path))
             run.notes.append(f"skipped: {reason}")
-        run.notes += [f"run {run_name} has no whole checkpoint: it starts afresh."] if run.folder.exists() else []
+        run.notes += (
+            [f"run {run_name} has no whole checkpoint: it starts afresh."]
+            if run.folder.exists()
+            else []
+        )
         return run
     if ckpt_path is None or ckpt_path == "auto":
         run = _new(root, run_name)
-        run.notes += [f"--ckpt_path auto without --run_name: a new run starts, {run.name}."] if ckpt_path else []
+        run.notes += (
+            [f"--ckpt_path auto without --run_name: a new run starts, {run.name}."]
+            if ckpt_path
+            else []
+        )
         return run
     checkpoint = find_checkpoint(ckpt_path, root, run_name)
     folder = root / run_name if run_name else checkpoint.resolve().parent
@@ -342,22 +456,33 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> Run:
 
 
 def find_checkpoint(
-    ckpt_path: str | None = None, root: Path = ROOT, run_name: str | None = None, option: str = "--ckpt_path"
+    ckpt_path: str | None = None,
+    root: Path = ROOT,
+    run_name: str | None = None,
+    option: str = "--ckpt_path",
 ) -> Path:
     """The file that ``--ckpt_path`` means: a path, or ``best`` (default) or ``last`` of a run (default: the newest)."""
     kind = "best" if ckpt_path is None else ckpt_path  # nothing after the option is a mistake
     if kind not in ("best", "last"):
         if (path := Path(kind)).is_file():
             return path
-        hint = " A folder was given: add /best.ckpt or /last.ckpt." if kind and path.is_dir() else ""
+        hint = (
+            " A folder was given: add /best.ckpt or /last.ckpt." if kind and path.is_dir() else ""
+        )
         allowed = "best, last, or a file" + (" (fit: also auto)" if option == "--ckpt_path" else "")
-        raise UserError(f"{option}: there is no checkpoint {kind or repr(kind)}.{hint} Allowed: {allowed}.")
+        raise UserError(
+            f"{option}: there is no checkpoint {kind or repr(kind)}.{hint} Allowed: {allowed}."
+        )
     folder = root / (run_name or LATEST)
     if not folder.is_dir():
         known = [entry.name for entry in root.glob("*") if entry.is_dir()]
         if run_name:
-            raise UserError(f"--run_name {run_name}: there is no such run in {root}.{nearest(run_name, known)}")
-        raise UserError(f"{option} {kind}: there is no run in {root} yet. Train one: python -m project.fit")
+            raise UserError(
+                f"--run_name {run_name}: there is no such run in {root}.{nearest(run_name, known)}"
+            )
+        raise UserError(
+            f"{option} {kind}: there is no run in {root} yet. Train one: python -m project.fit"
+        )
     path = folder.resolve() / f"{kind}.ckpt"
     if not path.is_file():
         raise UserError(f"{option} {kind}: run {folder.resolve().name} has no {path.name} yet.")
@@ -367,26 +492,38 @@ def find_checkpoint(
 def _new(root: Path, run_name: str | None) -> Run:
     if run_name is not None:
         folder = root / run_name
-        if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-            raise UserError(f"--run_name {run_name}: {folder} already exists. To go on with it: --ckpt_path auto.")
+        if folder.is_symlink() or (
+            folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        ):
+            raise UserError(
+                f"--run_name {run_name}: {folder} already exists. To go on with it: --ckpt_path auto."
+            )
         return Run(folder)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     run = Run(root / stamp)  # notes which folders are missing
     try:
-        root.mkdir(parents=True, exist_ok=True)  # else, as a link to nowhere, it would be tried for ever
+        root.mkdir(
+            parents=True, exist_ok=True
+        )  # else, as a link to nowhere, it would be tried for ever
         for attempt in itertools.count(2):
-            with contextlib.suppress(FileExistsError):  # of two launches in the same second one gets the next number
+            with contextlib.suppress(
+                FileExistsError
+            ):  # of two launches in the same second one gets the next number
                 run.folder.mkdir()
                 break
             run = replace(run, folder=root / f"{stamp}_{attempt}", run_id="")
     except OSError as error:
-        raise UserError(f"--default_root_dir must be writable, got {root}: {error.strerror}.") from None
+        raise UserError(
+            f"--default_root_dir must be writable, got {root}: {error.strerror}."
+        ) from None
     return replace(run, _created=True)
 
 
 def _is_finished(checkpoint: Path) -> bool:
     """Whether this is the last.ckpt of a finished run: its step is the one that summary.json holds."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds no mapping
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError
+    ):  # AttributeError: it holds no mapping
         summary = json.loads((checkpoint.parent / "summary.json").read_text())
         if checkpoint.name == "last.ckpt" and summary.get("finished"):
             return bool(summary.get("steps") == read(checkpoint).get("global_step"))

@@ -30,10 +30,17 @@ class ShardedStrategy(FSDPStrategy):
     lightning_restore_optimizer = True
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=LARGE), **kwargs})
+        super().__init__(
+            **{
+                "auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=LARGE),
+                **kwargs,
+            }
+        )
 
     def setup(self, trainer: Trainer) -> None:
-        self.whole_parameters = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
+        self.whole_parameters = sum(
+            parameter.numel() for parameter in trainer.lightning_module.parameters()
+        )
         super().setup(trainer)
 
     @property
@@ -41,10 +48,14 @@ class ShardedStrategy(FSDPStrategy):
         config = super().mixed_precision_config
         if config is None or self.mixed_precision is not None:
             return config
-        buffers = torch.float32 if "mixed" in self.precision_plugin.precision else config.buffer_dtype
+        buffers = (
+            torch.float32 if "mixed" in self.precision_plugin.precision else config.buffer_dtype
+        )
         return replace(config, reduce_dtype=torch.float32, buffer_dtype=buffers)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -56,12 +67,16 @@ class ShardedStrategy(FSDPStrategy):
             state = FSDP.optim_state_dict(model, optimizer)
         if not self.is_global_zero:
             return state
-        return FSDP.rekey_optim_state_dict(state, fsdp.OptimStateKeyType.PARAM_ID, model, optim=optimizer)
+        return FSDP.rekey_optim_state_dict(
+            state, fsdp.OptimStateKeyType.PARAM_ID, model, optim=optimizer
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         by_name = fsdp.OptimStateKeyType.PARAM_NAME
         with whole_state(self) as model:
-            for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            for optimizer, saved in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=False
+            ):
                 names = FSDP.rekey_optim_state_dict(saved, by_name, model, optim=optimizer)
                 optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, names))
 

@@ -17,7 +17,9 @@ from types import FrameType
 from project.engine.ranks import is_child
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
-START_UP_PATIENCE_S = 1.5  # then a thread ends what waits inside a library, where Python runs no handler
+START_UP_PATIENCE_S = (
+    1.5  # then a thread ends what waits inside a library, where Python runs no handler
+)
 
 
 class Stopped(BaseException):
@@ -52,7 +54,9 @@ def install() -> None:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
                 signal.signal(number, _note)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank would train on without its agent, and nobody could stop it
+        if (
+            "TORCHELASTIC_RUN_ID" in os.environ
+        ):  # a rank would train on without its agent, and nobody could stop it
             end_with_parent()
 
 
@@ -71,7 +75,9 @@ def watch(clean_up: Callable[[], None] | None = None) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_stop_watching)  # a loader's worker must not write into this pipe
+    os.register_at_fork(
+        after_in_child=_stop_watching
+    )  # a loader's worker must not write into this pipe
     threading.Thread(target=_watch, args=(reading,), name="start-up-signals", daemon=True).start()
 
 
@@ -83,7 +89,9 @@ def defer() -> None:
 
 def _note(number: int, _: FrameType | None) -> None:
     is_first = not state.requested
-    signum = signal.SIGTERM if number == signal.SIGHUP else number  # and a number of its own for a save: stop.SAVE_DUE
+    signum = (
+        signal.SIGTERM if number == signal.SIGHUP else number
+    )  # and a number of its own for a save: stop.SAVE_DUE
     state.requested = signum
     if not state.begun and is_child() and _tell_rank_zero(signum):
         return  # rank 0 ends it, and would be killed if it ended first
@@ -98,7 +106,9 @@ def _note(number: int, _: FrameType | None) -> None:
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         told = f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n"
         with suppress(OSError, AttributeError):  # it may be closed
-            os.write(sys.stderr.fileno(), told.encode())  # a signal may interrupt print(), which cannot call itself
+            os.write(
+                sys.stderr.fileno(), told.encode()
+            )  # a signal may interrupt print(), which cannot call itself
 
 
 def _watch(reading: int) -> None:

@@ -23,7 +23,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.engine import signals
 from project.engine.exact_loading import ExactLoader, ExactLoading
-from project.engine.lightning_internals import evaluated, leave_signals_alone, of_rank_zero_alone, share_sums
+from project.engine.lightning_internals import (
+    evaluated,
+    leave_signals_alone,
+    of_rank_zero_alone,
+    share_sums,
+)
 from project.engine.ranks import say
 
 SAVE_DUE = 1  # a request that is lower than every signal's number
@@ -45,7 +50,10 @@ class Agreement:
         if self.group is None:
             return request
         before, value = self._pending, torch.tensor([request])
-        self._pending = (dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group, async_op=True), value)
+        self._pending = (
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group, async_op=True),
+            value,
+        )
         if before is None:
             return 0
         before[0].wait()
@@ -59,7 +67,9 @@ class GracefulStop(Callback):
     exits with 0 (issues 20806, 21406, 20542). Also installs exact loaders, and adds up over ranks what evaluations log.
     """
 
-    def __init__(self, requeue_signal: int | None = None, clean_up: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, requeue_signal: int | None = None, clean_up: Callable[[], None] | None = None
+    ) -> None:
         self.loading = ExactLoading()
         self.requeue_signal = requeue_signal
         self.agreement: Agreement
@@ -72,10 +82,14 @@ class GracefulStop(Callback):
             self.agreement = Agreement(trainer.world_size)
             self.loading.install(trainer)
         leave_signals_alone(trainer)
-        if isinstance(trainer.precision_plugin, DoublePrecision):  # Lightning does so after a checkpoint was loaded
+        if isinstance(
+            trainer.precision_plugin, DoublePrecision
+        ):  # Lightning does so after a checkpoint was loaded
             pl_module.double()
         if self.requeue_signal is not None:
-            signal.signal(self.requeue_signal, lambda number, _: setattr(signals.state, "requested", number))
+            signal.signal(
+                self.requeue_signal, lambda number, _: setattr(signals.state, "requested", number)
+            )
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
@@ -91,10 +105,16 @@ class GracefulStop(Callback):
     def save_in_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before a training's validation is left."""
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
         batch_idx, loader_idx = args[2], args[3] if args[3:] else 0
-        loaders, is_last = evaluated(trainer, batch_idx, loader_idx) if trainer.world_size > 1 else ([], False)
-        ranks_agree = all(isinstance(loader, ExactLoader) for loader in loaders)  # on the number of batches
+        loaders, is_last = (
+            evaluated(trainer, batch_idx, loader_idx) if trainer.world_size > 1 else ([], False)
+        )
+        ranks_agree = all(
+            isinstance(loader, ExactLoader) for loader in loaders
+        )  # on the number of batches
         if ranks_agree and is_last and not trainer.sanity_checking:
             share_sums(trainer)  # Lightning computes the values before the epoch's end
         if ranks_agree:
@@ -107,7 +127,9 @@ class GracefulStop(Callback):
     on_test_batch_end = on_validation_batch_end
 
 
-def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:  # feature: report, wandb
+def failure_within(
+    seconds: float | None, work: Callable[[], Any]
+) -> BaseException | None:  # feature: report, wandb
     """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong, None if nothing."""
     outcome: list[BaseException | None] = [TimeoutError(f"not done after {seconds} s")]
 
@@ -132,4 +154,6 @@ def requeue_job() -> None:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        rank_zero_warn(f"the job could not be queued again ({error}). Submit it once more: it goes on where it was.")
+        rank_zero_warn(
+            f"the job could not be queued again ({error}). Submit it once more: it goes on where it was."
+        )

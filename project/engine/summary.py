@@ -61,12 +61,20 @@ class Summary:
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))  # of its end
     hardware: str | None = None  # CPU model and cores, such as "AMD EPYC 9B14, 2 cores"
     versions: dict[str, str] = field(default_factory=lambda: versions())
-    metrics: dict[str, float] = field(default_factory=dict)  # val/* of the best epoch, test/*, throughput/*, memory/*
-    advice: str | None = None  # where the run's time went and what to try, in words: not in the file
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # val/* of the best epoch, test/*, throughput/*, memory/*
+    advice: str | None = (
+        None  # where the run's time went and what to try, in words: not in the file
+    )
 
     def to_plain(self) -> dict[str, Any]:
         """One flat dictionary, metrics beside the facts; what is None is left out."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("metrics", "best_score", "advice")}
+        facts = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("metrics", "best_score", "advice")
+        }
         if self.monitor is not None:
             facts[self.monitor] = self.best_score
         return {name: value for name, value in (facts | self.metrics).items() if value is not None}
@@ -94,7 +102,9 @@ class RunRecord:
     max_epochs: int | None = None
     breakdown: dict[str, float] = field(default_factory=dict)  # GiB of memory by use
     leaks: list[str] = field(default_factory=list)  # what looks like one, in words
-    confusion: np.ndarray | None = None  # int64 (classes, classes), row: label; None without a classifier's test
+    confusion: np.ndarray | None = (
+        None  # int64 (classes, classes), row: label; None without a classifier's test
+    )
     mistakes: list[Mistake] = field(default_factory=list)
 
     @property
@@ -108,7 +118,9 @@ class RunRecord:
         """(class, share of its test samples that were labelled right (0-1), samples), worst first."""
         rows = zip(self.names, () if self.confusion is None else self.confusion, strict=True)
         counts = [(name, int(row[place]), int(row.sum())) for place, (name, row) in enumerate(rows)]
-        return sorted(((name, right / n, n) for name, right, n in counts if n), key=lambda row: row[1])
+        return sorted(
+            ((name, right / n, n) for name, right, n in counts if n), key=lambda row: row[1]
+        )
 
     @property
     def confusions(self) -> list[tuple[str, str, int]]:
@@ -118,7 +130,9 @@ class RunRecord:
         return sorted(pairs, key=lambda pair: -pair[2])
 
 
-def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: report, wandb, test_predictions
+def read_series(
+    path: Path, epochs: int
+) -> dict[str, Series]:  # feature: report, wandb, test_predictions
     """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that cannot be drawn. Of a
     training metric either the means at the ends of the completed ``epochs``, or what was logged within, if more.
     """
@@ -130,7 +144,10 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: repor
     ends = {epoch: step for step, epoch in series.get("epoch", []) if epoch < epochs}.values()
     for name in series:
         if name.startswith("train/"):
-            parts = [[point for point in series[name] if (point[0] in ends) is at_end] for at_end in (False, True)]
+            parts = [
+                [point for point in series[name] if (point[0] in ends) is at_end]
+                for at_end in (False, True)
+            ]
             series[name] = max(parts, key=len)
     return series
 
@@ -158,7 +175,9 @@ class RunTimer(Callback):
         ]
         say(" | ".join(filter(None, parts)))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if not self.begun:
             self.begun = True
             with contextlib.suppress(psutil.Error):  # no /proc
@@ -169,7 +188,9 @@ class RunTimer(Callback):
 
     @property
     def fit_seconds(self) -> float:
-        return self._before + (0.0 if self._started_at is None else time.perf_counter() - self._started_at)
+        return self._before + (
+            0.0 if self._started_at is None else time.perf_counter() - self._started_at
+        )
 
     def state_dict(self) -> dict[str, float]:
         return {"seconds": self.fit_seconds}
@@ -191,7 +212,13 @@ class EpochLines(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.wants_bar and trainer.is_global_zero:
             steps = trainer.estimated_stepping_batches  # infinite where only a time ends the run
-            self._bar = tqdm(total=steps, initial=trainer.global_step, unit="step", leave=False, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=steps,
+                initial=trainer.global_step,
+                unit="step",
+                leave=False,
+                dynamic_ncols=True,
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._print_epoch(trainer)
@@ -202,8 +229,12 @@ class EpochLines(Callback):
         # asking at every step would cost a third of a small model's run, and wait for the device
         if not self._bar.disable and trainer.global_step >= self._bar.n + REFRESH_STEPS:
             logged = trainer.logged_metrics
-            name = next((name for name in logged if "loss" in name and not name.startswith("val")), None)
-            self._bar.set_postfix_str(f"{name} {float(logged[name]):.4f}" if name else "", refresh=False)
+            name = next(
+                (name for name in logged if "loss" in name and not name.startswith("val")), None
+            )
+            self._bar.set_postfix_str(
+                f"{name} {float(logged[name]):.4f}" if name else "", refresh=False
+            )
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -214,10 +245,14 @@ class EpochLines(Callback):
                 reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
                 say(f"stopped early: {' '.join(reason.split())}")
             if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
-                lines = stopped_lines(Path(trainer.default_root_dir), trainer.global_step, " --max_time DD:HH:MM:SS")
+                lines = stopped_lines(
+                    Path(trainer.default_root_dir), trainer.global_step, " --max_time DD:HH:MM:SS"
+                )
                 say("stopped early: --max_time is over.", *lines)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._bar.close()
 
     def _print_epoch(self, trainer: Trainer) -> None:
@@ -225,15 +260,23 @@ class EpochLines(Callback):
             return
         of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
         parts, metrics = [f"epoch {trainer.current_epoch}{of}"], trainer.callback_metrics
-        shown = [name for name in metrics if not name.startswith(MONITORED) and not name.endswith(("_step", "_epoch"))]
+        shown = [
+            name
+            for name in metrics
+            if not name.startswith(MONITORED) and not name.endswith(("_step", "_epoch"))
+        ]
         # training before validation, losses before the rest
         shown.sort(key=lambda name: (name.startswith("val"), "loss" not in name, name))
         parts += [f"{name} {float(metrics[name]):.4f}" for name in shown[:MOST_SHOWN]]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
         if self.wants_bar:
-            whole = "  ".join(part.replace(" ", "\u00a0") for part in parts)  # a name and its value stay together
-            lines = textwrap.fill(whole, shutil.get_terminal_size().columns, subsequent_indent="    ")
+            whole = "  ".join(
+                part.replace(" ", "\u00a0") for part in parts
+            )  # a name and its value stay together
+            lines = textwrap.fill(
+                whole, shutil.get_terminal_size().columns, subsequent_indent="    "
+            )
             tqdm.write(lines.replace("\u00a0", " "))
         else:
             say("  ".join(parts))
@@ -241,7 +284,10 @@ class EpochLines(Callback):
 
 def progress_callback(flags: dict[str, Any]) -> Callback | None:
     """Lines of epochs, with a bar on a terminal; None where switched off, or the user has a bar. Changes the flags."""
-    asked, own = flags["enable_progress_bar"], any(isinstance(each, ProgressBar) for each in flags["callbacks"])
+    asked, own = (
+        flags["enable_progress_bar"],
+        any(isinstance(each, ProgressBar) for each in flags["callbacks"]),
+    )
     flags["enable_progress_bar"] = own
     return None if asked is False or own else EpochLines(bar=sys.stdout.isatty())
 
@@ -259,7 +305,10 @@ def samples_of(loader: Any) -> int | None:
 
 def training_samples(trainer: Trainer) -> int | None:
     """Samples that an epoch draws from: of the dataset, with ``--overfit_batches`` of its first batches."""
-    samples, batches = samples_of(trainer.train_dataloader), getattr(trainer.train_dataloader, "sampler", None)
+    samples, batches = (
+        samples_of(trainer.train_dataloader),
+        getattr(trainer.train_dataloader, "sampler", None),
+    )
     if trainer.overfit_batches and samples and getattr(batches, "batch_size", None):  # type: ignore[attr-defined]
         return min(samples, int(trainer.num_training_batches) * batches.global_batch_size)  # type: ignore[union-attr]
     return samples
@@ -267,7 +316,9 @@ def training_samples(trainer: Trainer) -> int | None:
 
 def parameter_count(trainer: Trainer, module: LightningModule) -> int:
     """Parameters of a module, of the whole one where a strategy has cut it."""
-    return getattr(trainer.strategy, "whole_parameters", 0) or sum(p.numel() for p in module.parameters())
+    return getattr(trainer.strategy, "whole_parameters", 0) or sum(
+        p.numel() for p in module.parameters()
+    )
 
 
 def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, benchmark, export
@@ -280,7 +331,9 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     """The resolved configuration, whose ``--config`` repeats the run, and how the code differs from its commit."""
     text = yaml.safe_dump(config, sort_keys=False)
     write_atomically(f"# {command_line()}\n{text}", folder / "config.yaml")
-    if changes := git("status", "--porcelain"):  # names what git does not know; patch skips these lines
+    if changes := git(
+        "status", "--porcelain"
+    ):  # names what git does not know; patch skips these lines
         difference = git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""
         write_atomically(f"{changes}\n{difference}", folder / "uncommitted.diff")
 
@@ -289,7 +342,9 @@ def git(*words: str) -> str | None:
     """What a git command prints of the clone that this code lies in; None where it fails."""
     command = ["git", "-C", str(Path(__file__).parents[1]), *words]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=5).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=5
+        ).stdout
     return None
 
 
@@ -324,24 +379,36 @@ def stopped_lines(folder: Path, step: int, longer: str = "") -> list[str]:
     go_on = f"python -m project.fit --run_name {shlex.quote(folder.name)} --ckpt_path auto"
     root = os.path.relpath(folder.parent)
     go_on += ("" if root == "checkpoints" else f" --default_root_dir {shlex.quote(root)}") + longer
-    return [f"stopped after step {step:,}; saved in {os.path.relpath(folder)}/last.ckpt. To go on:", f"  {go_on}"]
+    return [
+        f"stopped after step {step:,}; saved in {os.path.relpath(folder)}/last.ckpt. To go on:",
+        f"  {go_on}",
+    ]
 
 
 def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
     """What is printed at the end of a run; ``commands`` are those that its best checkpoint can be used with."""
     shown = shlex.quote(os.path.relpath(folder))
-    tests = [f"{name} {value:.4f}" for name, value in summary.metrics.items() if name.startswith("test")]
+    tests = [
+        f"{name} {value:.4f}" for name, value in summary.metrics.items() if name.startswith("test")
+    ]
     lines = ["", "   ".join(tests)] if tests else [""]
     if summary.best_score is not None and summary.best_epoch is not None:
         of = f" of {summary.epochs}" if summary.epochs else ""
-        lines.append(f"{summary.monitor}  {summary.best_score:.4f}   (best, epoch {summary.best_epoch + 1}{of})")
+        lines.append(
+            f"{summary.monitor}  {summary.best_score:.4f}   (best, epoch {summary.best_epoch + 1}{of})"
+        )
     speed = summary.metrics.get("throughput/samples_per_sec")
-    lines.append(f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else ""))
+    lines.append(
+        f"trained {summary.fit_seconds:.1f} s" + (f" at {speed:,.0f} samples/s" if speed else "")
+    )
     if round(summary.busy_seconds or 0):  # feature: waiting
         lines[-1] += f"; for {summary.busy_seconds:.0f} s other processes took cores"
     if summary.advice:
         lines.append(summary.advice)
     lines.append(f"everything in {shown}/")
     if commands and (folder / "best.ckpt").exists():
-        lines += ["next:", *(f"  python -m project.{each} --ckpt_path {shown}/best.ckpt" for each in commands)]
+        lines += [
+            "next:",
+            *(f"  python -m project.{each} --ckpt_path {shown}/best.ckpt" for each in commands),
+        ]
     return "\n".join(lines)

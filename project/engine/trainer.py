@@ -55,10 +55,14 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
     flags["plugins"] = [*as_list(flags["plugins"]), AtomicCheckpointIO()]
     flags["callbacks"] = as_list(flags["callbacks"])
     flags["logger"] = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
-    flags["enable_model_summary"] = bool(flags["enable_model_summary"])  # the run's first line says the same
+    flags["enable_model_summary"] = bool(
+        flags["enable_model_summary"]
+    )  # the run's first line says the same
     if (precision := config.options.matmul_precision) is not None:
         torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision != "highest"  # convolutions: not set by the call above
+        torch.backends.cudnn.allow_tf32 = (
+            precision != "highest"
+        )  # convolutions: not set by the call above
     return flags
 
 
@@ -75,30 +79,53 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     """Raise a UserError for flags that Lightning accepts but that lead to a crash, a hang or swapping."""
     devices, strategy = str(flags["devices"]), flags["strategy"]
     most = 4 * threads.available_cores()
-    on_cpu = flags["accelerator"] == "cpu" or (flags["accelerator"] == "auto" and not torch.accelerator.is_available())
+    on_cpu = flags["accelerator"] == "cpu" or (
+        flags["accelerator"] == "auto" and not torch.accelerator.is_available()
+    )
     must = f"be at most {most} on this machine's {threads.available_cores()} CPU cores"
     require(not (on_cpu and devices.isdigit() and int(devices) > most), "--devices", must, devices)
     if world_size == 1 and flags["num_nodes"] > 1:  # rank 0 would wait half an hour for the others
-        raise UserError(f"--num_nodes {flags['num_nodes']} needs a launcher, torchrun or SLURM: see the README.")
+        raise UserError(
+            f"--num_nodes {flags['num_nodes']} needs a launcher, torchrun or SLURM: see the README."
+        )
     if isinstance(strategy, str) and re.search("spawn|fork|notebook", strategy):
-        raise UserError(f"--strategy {strategy} starts ranks in functions, and what they reach is lost. Use ddp.")
+        raise UserError(
+            f"--strategy {strategy} starts ranks in functions, and what they reach is lost. Use ddp."
+        )
     if isinstance(strategy, FSDPStrategy) or str(strategy).startswith("fsdp"):  # feature: fsdp
-        if flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value":  # no norm over shards
-            raise UserError("--gradient_clip_val clips by norm, fsdp cannot. Add --gradient_clip_algorithm value.")
+        if (
+            flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value"
+        ):  # no norm over shards
+            raise UserError(
+                "--gradient_clip_val clips by norm, fsdp cannot. Add --gradient_clip_algorithm value."
+            )
         if any(isinstance(callback, WeightAveraging) for callback in as_list(flags["callbacks"])):
-            raise UserError("--strategy fsdp cannot average weights. Use --strategy ddp, or --trainer.callbacks null.")
+            raise UserError(
+                "--strategy fsdp cannot average weights. Use --strategy ddp, or --trainer.callbacks null."
+            )
     for name, further in COUNTS.items():
         value = flags[name]
         must = f"be at least 1 and at most {MOST}" + ("" if further is None else f", or {further}")
-        require(not isinstance(value, int) or 0 < value <= MOST or value == further, f"--{name}", must, value)
+        require(
+            not isinstance(value, int) or 0 < value <= MOST or value == further,
+            f"--{name}",
+            must,
+            value,
+        )
     require(str(flags["gradient_clip_val"]) != "nan", "--gradient_clip_val", "be a number", "nan")
     if flags["val_check_interval"] in (0, "0"):
-        raise UserError("--val_check_interval must be above 0, got 0. --limit_val_batches 0 turns validation off.")
+        raise UserError(
+            "--val_check_interval must be above 0, got 0. --limit_val_batches 0 turns validation off."
+        )
 
 
 def build_trainer(flags: dict[str, Any]) -> Trainer:
     """``Trainer(**flags)``, its refusals as a :class:`UserError`; its ranks on this machine share the cores."""
-    flags = flags | {"enable_checkpointing": any(isinstance(each, Checkpoint) for each in as_list(flags["callbacks"]))}
+    flags = flags | {
+        "enable_checkpointing": any(
+            isinstance(each, Checkpoint) for each in as_list(flags["callbacks"])
+        )
+    }
     try:
         trainer = Trainer(**flags)
     except (MisconfigurationException, ValueError, RuntimeError, TypeError, ImportError) as error:
@@ -129,33 +156,49 @@ def refusals_as_errors(checkpoint: Path | None, timer: RunTimer | None = None) -
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        lacks, owner = str(getattr(error, "name", "")), str(type(getattr(error, "obj", None)))  # feature: wandb
+        lacks, owner = (
+            str(getattr(error, "name", "")),
+            str(type(getattr(error, "obj", None))),
+        )  # feature: wandb
         if lacks.startswith("add_") and "'wandb." in owner:  # feature: wandb
-            raise UserError(f"self.logger.experiment is W&B's, without {lacks}. Add --tensorboard true.") from None
+            raise UserError(
+                f"self.logger.experiment is W&B's, without {lacks}. Add --tensorboard true."
+            ) from None
         begun = timer is not None and timer.begun
-        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        modules = [
+            frame.f_globals.get("__name__", "")
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
         raised_in, text = modules[-1], " ".join(str(error).split())
         if RESTORING in modules and "loading state_dict" in text:
             raise UserError(f"--ckpt_path: {text[:300]}") from None
         # what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint say
         unknown = "which is not available" in text or "could not find the monitored key" in text
-        refused = not begun and isinstance(error, (MisconfigurationException, ValueError, OverflowError))
+        refused = not begun and isinstance(
+            error, (MisconfigurationException, ValueError, OverflowError)
+        )
         if raised_in.startswith("lightning.") and (unknown or refused):
-            text += " Raise --max_epochs." if "restored a checkpoint with current_epoch" in text else ""
+            text += (
+                " Raise --max_epochs." if "restored a checkpoint with current_epoch" in text else ""
+            )
             raise UserError(text if unknown else f"the Trainer refuses a flag: {text}") from None
         starting = timer is not None and not begun and raised_in.startswith(("lightning", ENGINE))
         restoring = RESTORING in modules and raised_in.startswith(MACHINERY)
         if checkpoint and (starting or restoring or raised_in.startswith("torch.optim")):
             why = f"it holds something else than such a run saves ({type(error).__name__}: {text})"
             used = "tested" if timer is None else "resumed"
-            raise UserError(f"--ckpt_path {checkpoint} cannot be {used}: {why}. Give another checkpoint.") from None
+            raise UserError(
+                f"--ckpt_path {checkpoint} cannot be {used}: {why}. Give another checkpoint."
+            ) from None
         raise
 
 
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
     """Metrics of best.ckpt on the test set, or where there is none of the weights as they are, at a run's end."""
     if best_path is not None and not best_path.exists():
-        raise UserError("--ckpt_path: that checkpoint has trained as long as it should. Raise --max_epochs.")
+        raise UserError(
+            "--ckpt_path: that checkpoint has trained as long as it should. Raise --max_epochs."
+        )
     module, data = config.module, config.datamodule
     if lacks_for_test(module, data):
         return {}
@@ -164,16 +207,22 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         from project.engine.sharding import for_float32_test
 
         module = for_float32_test(trainer.strategy, config.fresh_module())
-    if isinstance(trainer.precision_plugin, (MixedPrecision, HalfPrecision)):  # not of float64, which data may need
+    if isinstance(
+        trainer.precision_plugin, (MixedPrecision, HalfPrecision)
+    ):  # not of float64, which data may need
         trainer.strategy.precision_plugin = Precision()
         module.float()
     try:  # eagerly: for one pass a compiled network would be compiled once more
         with float32_products(), torch.compiler.set_stance("force_eager"):
-            found = trainer.test(module, datamodule=data, ckpt_path=best_path, weights_only=True, verbose=False)
+            found = trainer.test(
+                module, datamodule=data, ckpt_path=best_path, weights_only=True, verbose=False
+            )
     except MisconfigurationException as error:
         if "limit_test_batches" not in str(error):
             raise
-        say(f"not tested: {error}")  # a share of less than a batch, known only here; the run itself is done
+        say(
+            f"not tested: {error}"
+        )  # a share of less than a batch, known only here; the run itself is done
         return {}
     return {name: float(value) for metrics in found for name, value in metrics.items()}
 

@@ -23,17 +23,30 @@ class Panel:
     title: str
     lines: dict[str, str]  # metric → label
     unit: str = ""
-    axis: Literal["from zero", "fitting", "log"] = "from zero"  # vertical; log only where values span a factor of ten
+    axis: Literal["from zero", "fitting", "log"] = (
+        "from zero"  # vertical; log only where values span a factor of ten
+    )
     in_report: bool = True  # False: one run shows it elsewhere, but runs are compared by it
 
 
-PARTS = {"train": "train", "val": "validation", "test": "test"}  # first word of a metric's name → label
-PANELS = [Panel(**each) for each in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text(encoding="utf-8"))]
+PARTS = {
+    "train": "train",
+    "val": "validation",
+    "test": "test",
+}  # first word of a metric's name → label
+PANELS = [
+    Panel(**each)
+    for each in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text(encoding="utf-8"))
+]
 # end feature: report, dashboard
 
 
 # feature: wandb
-MEANINGS = {"online": "runs go online", "offline": "runs are kept offline, for wandb sync", "disabled": "switched off"}
+MEANINGS = {
+    "online": "runs go online",
+    "offline": "runs are kept offline, for wandb sync",
+    "disabled": "switched off",
+}
 MEANINGS["refused"] = "but WANDB_MODE wants online runs, fit will refuse"
 
 

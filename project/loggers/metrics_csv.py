@@ -23,18 +23,25 @@ class MetricsCSV(Logger):
     """
 
     name, version = "csv", ""
-    experiment = property(lambda self: DummyExperiment())  # for code that logs to another kind of logger
+    experiment = property(
+        lambda self: DummyExperiment()
+    )  # for code that logs to another kind of logger
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         rows = self._read()
-        self._columns, self._before = columns_of([FIRST, *rows]), len(rows)  # rows before the one being gathered
+        self._columns, self._before = (
+            columns_of([FIRST, *rows]),
+            len(rows),
+        )  # rows before the one being gathered
         self._row: dict[str, Any] = {}  # being gathered
         self._row_start = 0  # where it begins in the file, in bytes
         self._row_changed = False
 
-    save_dir = log_dir = property(lambda self: str(self.path.parent))  # where a module's own code puts its files
+    save_dir = log_dir = property(
+        lambda self: str(self.path.parent)
+    )  # where a module's own code puts its files
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run's config.yaml holds them."""
@@ -45,7 +52,11 @@ class MetricsCSV(Logger):
         if not self._row or self._row["step"] != metrics["step"]:
             self._before, self._row = self.save(), {}
             self._row_start = self.path.stat().st_size if self.path.exists() else 0
-        self._row |= {k: int(x) if k in FIRST else float(x) for k, x in metrics.items() if not isinstance(x, str)}
+        self._row |= {
+            k: int(x) if k in FIRST else float(x)
+            for k, x in metrics.items()
+            if not isinstance(x, str)
+        }
         self._row_changed = True
 
     def save(self, to_disk: bool = False) -> int:  # type: ignore[override] # finalize calls it, too
@@ -77,9 +88,18 @@ class MetricsCSV(Logger):
 
     def _read(self) -> list[dict[str, Any]]:
         try:
-            return [row | {name: int(row[name]) for name in FIRST if name in row} for row in read_rows(self.path)]
-        except (ValueError, TypeError, csv.Error) as error:  # TypeError: a row has more values than there are names
-            raise UserError(f"{self.path} is damaged ({error}). Move it away and go on: its rows begin anew.") from None
+            return [
+                row | {name: int(row[name]) for name in FIRST if name in row}
+                for row in read_rows(self.path)
+            ]
+        except (
+            ValueError,
+            TypeError,
+            csv.Error,
+        ) as error:  # TypeError: a row has more values than there are names
+            raise UserError(
+                f"{self.path} is damaged ({error}). Move it away and go on: its rows begin anew."
+            ) from None
 
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the whole file anew. Its last row may still grow."""

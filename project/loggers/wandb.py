@@ -30,9 +30,18 @@ from project.errors import UserError, require
 from project.loggers import STEP, wandb_state
 
 DEFAULT_PROJECT = "mnist-lightning"
-MODES = ("online", "offline", "disabled", "run", "dryrun")  # the last two are old names of the first two
+MODES = (
+    "online",
+    "offline",
+    "disabled",
+    "run",
+    "dryrun",
+)  # the last two are old names of the first two
 REFUSED_IN_PROJECT = "/\\#?%:"
-END_PATIENCE, STOP_PATIENCE = 7.0, 4.0  # seconds that the end of a run waits for a server; a stopped one has ten in all
+END_PATIENCE, STOP_PATIENCE = (
+    7.0,
+    4.0,
+)  # seconds that the end of a run waits for a server; a stopped one has ten in all
 SETTINGS: dict[str, Any] = {
     "x_save_requirements": False,  # reads the metadata of every installed package: half a second; the lock file has it
     "init_timeout": 15.0,  # seconds for the server to answer, while training goes on
@@ -46,17 +55,32 @@ def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLo
     mode, project = "disabled", os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
     if is_rank_zero():
         asked = os.environ.get("WANDB_MODE", "")
-        require(not asked or asked.lower() in MODES, "WANDB_MODE", f"be one of {', '.join(MODES[:3])}", asked)
+        require(
+            not asked or asked.lower() in MODES,
+            "WANDB_MODE",
+            f"be one of {', '.join(MODES[:3])}",
+            asked,
+        )
         finish_timeout()
         mode = wandb_state().mode
         if mode == "refused":
-            raise UserError("WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it.")
-        os.environ["WANDB_MODE"] = mode  # W&B takes no other spelling; without it a user's WandbLogger asks for a key
+            raise UserError(
+                "WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it."
+            )
+        os.environ["WANDB_MODE"] = (
+            mode  # W&B takes no other spelling; without it a user's WandbLogger asks for a key
+        )
         fits = mode == "disabled" or not set(project) & set(REFUSED_IN_PROJECT)
         require(fits, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
-    logger = WandbRunLogger(run, project, config.resolved, mode, best)  # its settings serve the user's, too
+    logger = WandbRunLogger(
+        run, project, config.resolved, mode, best
+    )  # its settings serve the user's, too
     chosen = config.trainer["logger"]
-    return None if chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen)) else logger
+    return (
+        None
+        if chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
+        else logger
+    )
 
 
 class WandbRunLogger(WandbLogger, Callback):
@@ -66,22 +90,42 @@ class WandbRunLogger(WandbLogger, Callback):
     disabled (a stand-in). W&B sums up the metric of ``best`` by its best value, others by their last.
     """
 
-    def __init__(self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None) -> None:
+    def __init__(
+        self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None
+    ) -> None:
         folder, self.offline = str(run.folder), mode == "offline"
-        super().__init__(name=run.name, save_dir=folder, id=run.run_id, project=project, offline=self.offline)
+        super().__init__(
+            name=run.name, save_dir=folder, id=run.run_id, project=project, offline=self.offline
+        )
         self.folder, self.config, self.best = run.folder, {**config}, best
         # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
-        self.options = {"name": run.name, "project": project, "dir": folder, "id": run.run_id, "resume": "allow"}
-        self.record: RunRecord | None = None  # what the report shows: W&B gets its pictures at the end
+        self.options = {
+            "name": run.name,
+            "project": project,
+            "dir": folder,
+            "id": run.run_id,
+            "resume": "allow",
+        }
+        self.record: RunRecord | None = (
+            None  # what the report shows: W&B gets its pictures at the end
+        )
         self._run: Future[Any] = Future()
         self._begun, self._given_up = mode == "disabled", False
-        self._rows: list[dict[str, Any]] = [{}]  # wait for the run to be up; the last, of this step, may still grow
+        self._rows: list[dict[str, Any]] = [
+            {}
+        ]  # wait for the run to be up; the last, of this step, may still grow
         if mode == "disabled":
             self._run.set_result(DummyExperiment())
             return
-        os.environ.setdefault("WANDB_SILENT", "true")  # the run's last lines say where its files lie
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # offline, too, it would wait for a server at the exit
-        os.environ.setdefault("HOME", os.path.expanduser("~"))  # without it W&B's process prints its log
+        os.environ.setdefault(
+            "WANDB_SILENT", "true"
+        )  # the run's last lines say where its files lie
+        os.environ.setdefault(
+            "WANDB_ERROR_REPORTING", "false"
+        )  # offline, too, it would wait for a server at the exit
+        os.environ.setdefault(
+            "HOME", os.path.expanduser("~")
+        )  # without it W&B's process prints its log
         import wandb  # noqa: F401 - here, so that the thread's part is short; never where W&B is disabled
 
     log_dir = property(lambda self: str(self.folder))  # where a module's own code puts its files
@@ -93,8 +137,15 @@ class WandbRunLogger(WandbLogger, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
-        self.config |= {"device": trainer.strategy.root_device.type, "parameters": parameter_count(trainer, pl_module)}
-        self.config |= {"precision": trainer.precision, "world_size": trainer.world_size, "data_source": source}
+        self.config |= {
+            "device": trainer.strategy.root_device.type,
+            "parameters": parameter_count(trainer, pl_module),
+        }
+        self.config |= {
+            "precision": trainer.precision,
+            "world_size": trainer.world_size,
+            "data_source": source,
+        }
         self.begin()
 
     def begin(self) -> None:
@@ -117,7 +168,9 @@ class WandbRunLogger(WandbLogger, Callback):
         if step is not None and self._rows[-1].get(STEP, step) != step:
             self._rows.append({})
         self._rows[-1] |= metrics if step is None else {**metrics, STEP: step}
-        with suppress(Exception):  # W&B's own process has died: the last row fails, too, and the end tells
+        with suppress(
+            Exception
+        ):  # W&B's own process has died: the last row fails, too, and the end tells
             while self._run.done() and len(self._rows) > 1:
                 self._run.result().log(self._rows.pop(0))
 
@@ -125,7 +178,9 @@ class WandbRunLogger(WandbLogger, Callback):
         """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
         if not self._begun:
             return
-        patience = STOP_PATIENCE if exit_code else (None if self.offline else finish_timeout())  # files need no server
+        patience = (
+            STOP_PATIENCE if exit_code else (None if self.offline else finish_timeout())
+        )  # files need no server
         if failure_within(patience, lambda: self._finish(exit_code)):
             import wandb
 
@@ -135,8 +190,12 @@ class WandbRunLogger(WandbLogger, Callback):
                 place = shlex.quote(os.path.relpath(Path(self._run.result().dir).parent))
                 lost = f"W&B did not take everything. To complete it: wandb sync {place}"
             rank_zero_warn(lost)
-            failure_within(0.5, wandb.teardown)  # takes back W&B's exit hook, which would wait for its server
-        if os.environ.get("WANDB_DATA_DIR") == str(self.folder / "wandb"):  # later runs of this process have others
+            failure_within(
+                0.5, wandb.teardown
+            )  # takes back W&B's exit hook, which would wait for its server
+        if os.environ.get("WANDB_DATA_DIR") == str(
+            self.folder / "wandb"
+        ):  # later runs of this process have others
             del os.environ["WANDB_DATA_DIR"]
 
     def _finish(self, exit_code: int) -> None:
@@ -147,7 +206,9 @@ class WandbRunLogger(WandbLogger, Callback):
             try:
                 log_record(run, self.record, self.folder)
             except Exception as error:
-                rank_zero_warn(f"W&B got no pictures ({type(error).__name__}: {error}). The run is not affected.")
+                rank_zero_warn(
+                    f"W&B got no pictures ({type(error).__name__}: {error}). The run is not affected."
+                )
         run.finish(exit_code=exit_code)
 
     def _start(self) -> None:
@@ -160,15 +221,25 @@ class WandbRunLogger(WandbLogger, Callback):
                 run.define_metric(self.best.monitor, step_metric=STEP, summary=self.best.mode)
         except Exception as error:
             if not self._given_up:
-                rank_zero_warn(f"W&B could not start and records nothing ({type(error).__name__}: {error}).")
+                rank_zero_warn(
+                    f"W&B could not start and records nothing ({type(error).__name__}: {error})."
+                )
             run = DummyExperiment()
         self._run.set_result(run)
 
     def _init(self) -> Any:
         import wandb
 
-        settings = {key: value for key, value in SETTINGS.items() if f"WANDB_{key.upper()}" not in os.environ}
-        options: dict[str, Any] = {**self.options, "config": self.config, "settings": wandb.Settings(**settings)}
+        settings = {
+            key: value
+            for key, value in SETTINGS.items()
+            if f"WANDB_{key.upper()}" not in os.environ
+        }
+        options: dict[str, Any] = {
+            **self.options,
+            "config": self.config,
+            "settings": wandb.Settings(**settings),
+        }
         if not self.offline:
             try:
                 run = wandb.init(**options, mode="online")
@@ -177,7 +248,9 @@ class WandbRunLogger(WandbLogger, Callback):
             except Exception as error:
                 if self._given_up:
                     raise
-                rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())}).")
+                rank_zero_warn(
+                    f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())})."
+                )
                 wandb.teardown()  # its process still holds the run that did not start
         return wandb.init(**options, mode="offline")
 
@@ -218,16 +291,28 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
         pictures["report"] = wandb.Html(folder / "report.html", inject=False)
     if record.confusion is not None:
         names = record.names
-        table = wandb.Table(columns=["class", "accuracy", "samples"], data=[*map(list, record.class_accuracy)])
-        pictures["test/class_accuracy"] = wandb.plot.bar(table, "class", "accuracy", title="Accuracy per class")
-        table = pictures["test/mistakes"] = wandb.Table(columns=["image", "label", "prediction", "probability"])
+        table = wandb.Table(
+            columns=["class", "accuracy", "samples"], data=[*map(list, record.class_accuracy)]
+        )
+        pictures["test/class_accuracy"] = wandb.plot.bar(
+            table, "class", "accuracy", title="Accuracy per class"
+        )
+        table = pictures["test/mistakes"] = wandb.Table(
+            columns=["image", "label", "prediction", "probability"]
+        )
         for each in record.mistakes:
             picture = wandb.Image(each.image.squeeze())
             table.add_data(picture, names[each.label], names[each.prediction], each.probability)
         if len(names) <= MOST_CLASSES:
-            pairs = np.indices(record.confusion.shape).reshape(2, -1).repeat(record.confusion.ravel(), axis=1)
+            pairs = (
+                np.indices(record.confusion.shape)
+                .reshape(2, -1)
+                .repeat(record.confusion.ravel(), axis=1)
+            )
             labels, guesses = pairs.tolist()
-            matrix = wandb.plot.confusion_matrix(None, labels, guesses, class_names=names, title="Confusion matrix")
+            matrix = wandb.plot.confusion_matrix(
+                None, labels, guesses, class_names=names, title="Confusion matrix"
+            )
             pictures["test/confusion_matrix"] = matrix
     if record.breakdown:
         table = wandb.Table(columns=["use", "GiB"], data=[*map(list, record.breakdown.items())])
@@ -240,5 +325,7 @@ def log_record(run: Any, record: RunRecord, folder: Path) -> None:
     if record.stopped_by is None and best.exists():
         plain = {key: value for key, value in facts.items() if isinstance(value, (int, float, str))}
         artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=plain)
-        artifact.add_file(str(best), policy="mutable")  # a copy: a resumed run writes another best.ckpt before a sync
+        artifact.add_file(
+            str(best), policy="mutable"
+        )  # a copy: a resumed run writes another best.ckpt before a sync
         run.log_artifact(artifact, aliases=["best"])

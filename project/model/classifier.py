@@ -40,20 +40,42 @@ class ImageClassifier(SupervisedModule):
         channels_last: bool = True,
         **kwargs: Any,
     ) -> None:
-        require(0 <= label_smoothing < 1, "--model.label_smoothing", "be at least 0 and below 1", label_smoothing)
+        require(
+            0 <= label_smoothing < 1,
+            "--model.label_smoothing",
+            "be at least 0 and below 1",
+            label_smoothing,
+        )
         loss_args = {"label_smoothing": label_smoothing, "weight": class_weights}
         loss_args = {name: value for name, value in loss_args.items() if value}
         # micro: the number of classes is not needed to count what is right
-        metrics = {"accuracy": MulticlassAccuracy(num_classes=None, average="micro", validate_args=False), **metrics}
+        metrics = {
+            "accuracy": MulticlassAccuracy(num_classes=None, average="micro", validate_args=False),
+            **metrics,
+        }
         super().__init__(
-            network, "CrossEntropyLoss", loss_args, metrics, monitor, mode, lr=lr, channels_last=channels_last, **kwargs
+            network,
+            "CrossEntropyLoss",
+            loss_args,
+            metrics,
+            monitor,
+            mode,
+            lr=lr,
+            channels_last=channels_last,
+            **kwargs,
         )
-        self.save_hyperparameters(ignore=["network", "metrics", "loss", "loss_args"])  # the last two follow from others
+        self.save_hyperparameters(
+            ignore=["network", "metrics", "loss", "loss_args"]
+        )  # the last two follow from others
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         datamodule = getattr(self.trainer, "datamodule", None)
-        if stage == "fit" and getattr(datamodule, "class_names", None) and hasattr(datamodule, "image_shape"):
+        if (
+            stage == "fit"
+            and getattr(datamodule, "class_names", None)
+            and hasattr(datamodule, "image_shape")
+        ):
             check_fit(self.network, datamodule)
 
     def metric_targets(self, targets: Tensor) -> Tensor:
@@ -71,7 +93,10 @@ class MNISTClassifier(ImageClassifier):  # feature: mnist
 
     def __init__(self, network: nn.Module | None = None, **kwargs: Any) -> None:
         super().__init__(network if network is not None else ConvNet(), **kwargs)
-        self.mean, self.std = torch.tensor([0.1307]), torch.tensor([0.3081])  # older checkpoints lack them
+        self.mean, self.std = (
+            torch.tensor([0.1307]),
+            torch.tensor([0.3081]),
+        )  # older checkpoints lack them
 
 
 def check_fit(network: nn.Module, datamodule: Any) -> None:
@@ -85,7 +110,9 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
         network.eval()  # changes no batch statistics, draws no random number
         with torch.no_grad():
             # .forward: a compiled network would compile itself for this one image
-            logits = network.forward(torch.zeros(1, *image_shape, device=weight.device, dtype=weight.dtype))
+            logits = network.forward(
+                torch.zeros(1, *image_shape, device=weight.device, dtype=weight.dtype)
+            )
         if logits.shape == (1, classes):
             return
         found = f"shape {tuple(logits.shape)} for one"
@@ -95,7 +122,13 @@ def check_fit(network: nn.Module, datamodule: Any) -> None:
         for part in training:
             part.training = True
     flags = {"image_shape": f"[{','.join(map(str, image_shape))}]", "num_classes": classes}
-    known = inspect.signature(type(network)).parameters  # this project's names for a network's sizes
-    typed = " ".join(f"--model.network.{name} {value}" for name, value in flags.items() if name in known)
+    known = inspect.signature(
+        type(network)
+    ).parameters  # this project's names for a network's sizes
+    typed = " ".join(
+        f"--model.network.{name} {value}" for name, value in flags.items() if name in known
+    )
     must = f"must give {classes} logits for {type(datamodule).__name__}'s images of shape {image_shape}, got {found}."
-    raise UserError(f"--model.network {type(network).__name__} {must}{' Try ' if typed else ''}{typed}")
+    raise UserError(
+        f"--model.network {type(network).__name__} {must}{' Try ' if typed else ''}{typed}"
+    )

@@ -32,7 +32,11 @@ class MLP(nn.Module):
         size = math.prod(image_shape)
         for next_size in hidden:
             # Identity keeps the names of the weights the same, with or without dropout
-            layers += [nn.Linear(size, next_size), nn.ReLU(), nn.Dropout(dropout) if dropout else nn.Identity()]
+            layers += [
+                nn.Linear(size, next_size),
+                nn.ReLU(),
+                nn.Dropout(dropout) if dropout else nn.Identity(),
+            ]
             size = next_size
         layers.append(nn.Linear(size, num_classes))
         self.blocks = nn.Sequential(*layers)
@@ -83,7 +87,9 @@ class ConvNet(nn.Module):
                 layers.append(nn.MaxPool2d(2))
                 height, width = height // 2, width // 2
             if min(height, width) < 1:
-                raise UserError(f"--model.network: the stages leave nothing of images of {tuple(image_shape)}.")
+                raise UserError(
+                    f"--model.network: the stages leave nothing of images of {tuple(image_shape)}."
+                )
             stages.append(nn.Sequential(*layers, nn.BatchNorm2d(out), nn.ReLU()))
             channels = out
         self.blocks = nn.Sequential(*stages)

@@ -87,7 +87,12 @@ class SupervisedModule(LightningModule):
         is_shape = schedule in SHAPES
         require(0 < lr < math.inf, "--model.lr", "be above 0", lr)
         require(0 <= weight_decay < math.inf, "--model.weight_decay", "be at least 0", weight_decay)
-        require(0 <= warmup_fraction < 1, "--model.warmup_fraction", "be at least 0 and below 1", warmup_fraction)
+        require(
+            0 <= warmup_fraction < 1,
+            "--model.warmup_fraction",
+            "be at least 0 and below 1",
+            warmup_fraction,
+        )
         must = f"be empty: {schedule} has none"
         require(not (is_shape and schedule_args), "--model.schedule_args", must, schedule_args)
         must = "be without reduction: the mean is trained"
@@ -95,7 +100,11 @@ class SupervisedModule(LightningModule):
         self.save_hyperparameters(ignore=["network", "metrics"])
         self.network, self.network_text = network, str(network)  # as it was given
         self.monitor, self.mode, self.lr, self.warmup_fraction = monitor, mode, lr, warmup_fraction
-        self.optimizer_name, self.weight_decay, self.optimizer_args = optimizer, weight_decay, optimizer_args
+        self.optimizer_name, self.weight_decay, self.optimizer_args = (
+            optimizer,
+            weight_decay,
+            optimizer_args,
+        )
         self.schedule, self.schedule_args = schedule, schedule_args
         self.schedule_interval = "step" if is_shape else schedule_interval
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -106,13 +115,22 @@ class SupervisedModule(LightningModule):
         if compile:
             network.compile()  # in place: torch.compile(network) would prefix every key with `_orig_mod.`
         loss_class = named_class("--model.loss", loss, nn, nn.Module)
-        trained = {k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v for k, v in loss_args.items()}
-        measured = {key: value for key, value in trained.items() if key not in ("weight", "label_smoothing")}
+        trained = {
+            k: torch.tensor(v, dtype=torch.float32) if isinstance(v, list) else v
+            for k, v in loss_args.items()
+        }
+        measured = {
+            key: value for key, value in trained.items() if key not in ("weight", "label_smoothing")
+        }
         # a loss of the subclass's own is logged as it is trained
-        self.measures_apart = len(measured) < len(trained) and type(self).loss is SupervisedModule.loss
+        self.measures_apart = (
+            len(measured) < len(trained) and type(self).loss is SupervisedModule.loss
+        )
         if "reduction" in inspect.signature(loss_class).parameters:
             measured["reduction"] = "none"  # a value per sample
-        self.trained_loss, self.measured_loss = (make("--model.loss", loss_class, args) for args in (trained, measured))
+        self.trained_loss, self.measured_loss = (
+            make("--model.loss", loss_class, args) for args in (trained, measured)
+        )
         if any(True for _ in self.trained_loss.parameters()):  # only these weights are trained
             self.measured_loss, self.measures_apart = self.trained_loss, False
         # compute groups would share one metric's sums, and checkpoints would miss the others'
@@ -122,8 +140,12 @@ class SupervisedModule(LightningModule):
         self.register_buffer("std", torch.ones(1))
         self.register_load_state_dict_pre_hook(take_over_standardization)
         self.undecayed: list[bool] = []  # which of parameters() are spared weight decay
-        self.window: list[tuple[Tensor, Tensor, Tensor]] = []  # uncounted batches: loss, outputs, targets
-        self.sums: dict[str, Tensor] = {}  # loss and samples, (2,): "recent" (log step), "epoch", "eval"
+        self.window: list[
+            tuple[Tensor, Tensor, Tensor]
+        ] = []  # uncounted batches: loss, outputs, targets
+        self.sums: dict[
+            str, Tensor
+        ] = {}  # loss and samples, (2,): "recent" (log step), "epoch", "eval"
 
     # What a subclass may change
 
@@ -139,14 +161,20 @@ class SupervisedModule(LightningModule):
         """The loss of a batch, yours to override: a scalar, the mean, or a value per sample (batch, ...). In training
         (``self.training``) its mean is minimised; in evaluation its exact sum over samples is logged.
         """
-        return self._loss(self.trained_loss if self.training else self.measured_loss, outputs, self.targets(batch))
+        return self._loss(
+            self.trained_loss if self.training else self.measured_loss, outputs, self.targets(batch)
+        )
 
     def predictions(self, outputs: Tensor) -> Tensor:
         """What metrics and ``predict`` see: probabilities where the loss takes logits, else the outputs."""
-        outputs = outputs.float() if outputs.dtype in HALF else outputs  # probabilities would be coarse
+        outputs = (
+            outputs.float() if outputs.dtype in HALF else outputs
+        )  # probabilities would be coarse
         if isinstance(self.trained_loss, nn.CrossEntropyLoss | nn.NLLLoss):
             return outputs.softmax(dim=1)
-        takes_logits = isinstance(self.trained_loss, nn.BCEWithLogitsLoss | nn.MultiLabelSoftMarginLoss)
+        takes_logits = isinstance(
+            self.trained_loss, nn.BCEWithLogitsLoss | nn.MultiLabelSoftMarginLoss
+        )
         return outputs.sigmoid() if takes_logits else outputs
 
     def metric_targets(self, targets: Tensor) -> Tensor:
@@ -159,17 +187,23 @@ class SupervisedModule(LightningModule):
         """Before training: take over ``mean`` and ``std`` of the data module, forget a training that was broken off."""
         widest = exact(torch.empty(0, device=self.trainer.strategy.root_device)).dtype
         for metrics in (self.train_metrics, self.eval_metrics):
-            metrics.set_dtype(widest)  # a resumed run counts its batches in other groups; the sums must not tell
+            metrics.set_dtype(
+                widest
+            )  # a resumed run counts its batches in other groups; the sums must not tell
         if stage != "fit":
             return
         self.window, self.sums = [], {}
         self.train_metrics.reset()
-        self.undecayed = [parameter.ndim < 2 for parameter in self.parameters()]  # before a strategy wraps them
+        self.undecayed = [
+            parameter.ndim < 2 for parameter in self.parameters()
+        ]  # before a strategy wraps them
         datamodule = getattr(self.trainer, "datamodule", None)
         mean, std = getattr(datamodule, "mean", None), getattr(datamodule, "std", None)
         if mean is not None and std is not None:
             require(min(std) > 0, f"{type(datamodule).__name__}.std", "be above 0", std)
-            self.mean, self.std = (torch.tensor(x, dtype=self.mean.dtype, device=self.device) for x in (mean, std))
+            self.mean, self.std = (
+                torch.tensor(x, dtype=self.mean.dtype, device=self.device) for x in (mean, std)
+            )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Inputs as the data module gives them (batch, ...), raw → outputs of the network (batch, ...)."""
@@ -184,13 +218,17 @@ class SupervisedModule(LightningModule):
         one_per_channel = (-1, *[1] * (inputs.ndim - 2))
         mean, std = ((x.to(wide) * whole).view(one_per_channel) for x in (self.mean, self.std))
         standard = inputs.sub(mean).div_(std).to(self.mean.dtype)
-        return standard.contiguous(memory_format=self.memory_format) if inputs.ndim == 4 else standard
+        return (
+            standard.contiguous(memory_format=self.memory_format) if inputs.ndim == 4 else standard
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         outputs, targets = self._answer(batch)
         loss = self.loss(outputs, batch)
         loss = loss.mean() if loss.ndim else loss
-        if self.window and outputs.shape != self.window[-1][1].shape:  # batches are counted as one tensor
+        if (
+            self.window and outputs.shape != self.window[-1][1].shape
+        ):  # batches are counted as one tensor
             self.count_window()
         self.window.append((loss.detach(), outputs.detach(), targets))
         # log steps may be far apart, and outputs may be large
@@ -244,13 +282,22 @@ class SupervisedModule(LightningModule):
             cls = named_class("--model.schedule", self.schedule, lr_scheduler, LRScheduler, SHAPES)
             mode = {"mode": self.mode} if issubclass(cls, ReduceLROnPlateau) else {}
             schedule = make("--model.schedule", cls, mode | self.schedule_args, optimizer)
-        settings = {"scheduler": schedule, "interval": self.schedule_interval, "monitor": self.monitor}
+        settings = {
+            "scheduler": schedule,
+            "interval": self.schedule_interval,
+            "monitor": self.monitor,
+        }
         return {"optimizer": optimizer, "lr_scheduler": settings}
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do not decay."""
         cls = named_class("--model.optimizer", self.optimizer_name, torch.optim, Optimizer)
-        require(cls is not torch.optim.SparseAdam, "--model.optimizer", "take dense gradients", cls.__name__)
+        require(
+            cls is not torch.optim.SparseAdam,
+            "--model.optimizer",
+            "take dense gradients",
+            cls.__name__,
+        )
         # A fused optimizer unscales gradients by itself, too late for clipping and for the gradient norm; Lightning's
         # mixed precision refuses to clip for it, also where there is no scaler.
         plugin = self.trainer.precision_plugin
@@ -259,9 +306,16 @@ class SupervisedModule(LightningModule):
         if len(self.undecayed) != len(parameters):  # without setup(), or there are new ones since
             self.undecayed = [parameter.ndim < 2 for parameter in parameters]
         arguments: dict[str, Any] = {"lr": self.lr}
-        trained = [(p, spared) for p, spared in zip(parameters, self.undecayed, strict=True) if p.requires_grad]
+        trained = [
+            (p, spared)
+            for p, spared in zip(parameters, self.undecayed, strict=True)
+            if p.requires_grad
+        ]
         decayed = [p for p, spared in trained if not spared]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": [p for p, spared in trained if spared]}]
+        groups: list[dict[str, Any]] = [
+            {"params": decayed},
+            {"params": [p for p, spared in trained if spared]},
+        ]
         if "fused" in accepted and getattr(plugin, "scaler", None) is None and not clips:
             arguments["fused"] = True
         if "weight_decay" in accepted:
@@ -275,7 +329,9 @@ class SupervisedModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Warn of another network's weights: where their shapes are equal, they would load without a word."""
         if checkpoint.get("network", self.network_text) != self.network_text:
-            rank_zero_warn("the checkpoint's network is another than this module's: load_from_checkpoint(network=...).")
+            rank_zero_warn(
+                "the checkpoint's network is another than this module's: load_from_checkpoint(network=...)."
+            )
 
     def metric_state(self) -> dict[str, Tensor]:
         """What a resumed run goes on from: the sums of ``train/loss``. Those of torchmetrics are saved elsewhere."""
@@ -288,18 +344,25 @@ class SupervisedModule(LightningModule):
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Outputs and targets of a batch. Outputs (batch, 1) become (batch,) if the targets are (batch,)."""
         outputs, targets = self(self.inputs(batch)), self.targets(batch)
-        if outputs.shape == (*targets.shape, 1):  # (batch, 1) and (batch,) would broadcast to (batch, batch)
+        if outputs.shape == (
+            *targets.shape,
+            1,
+        ):  # (batch, 1) and (batch,) would broadcast to (batch, batch)
             outputs = outputs.squeeze(-1)
         if targets.is_floating_point() and outputs.shape != targets.shape:
             shapes = f"{tuple(targets.shape)}, got {tuple(outputs.shape)}"
-            raise UserError(f"--model.network {type(self.network).__name__} must give the targets' shape {shapes}.")
+            raise UserError(
+                f"--model.network {type(self.network).__name__} must give the targets' shape {shapes}."
+            )
         return outputs, targets
 
     def _loss(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dtype in HALF:
             outputs, loss = outputs.float(), loss.float()
         # class numbers stay integers; targets of the outputs' shape get the outputs' type
-        return loss(outputs, targets.to(outputs.dtype) if outputs.shape == targets.shape else targets)
+        return loss(
+            outputs, targets.to(outputs.dtype) if outputs.shape == targets.shape else targets
+        )
 
     @torch.no_grad()
     def count_window(self) -> None:
@@ -309,25 +372,42 @@ class SupervisedModule(LightningModule):
         losses, outputs, targets = zip(*self.window, strict=True)
         self.window = []
         together, wanted = torch.cat(outputs), torch.cat(targets)
-        loss = self._loss(self.measured_loss, together, wanted) if self.measures_apart else torch.stack(losses)
+        loss = (
+            self._loss(self.measured_loss, together, wanted)
+            if self.measures_apart
+            else torch.stack(losses)
+        )
         self._count(["recent", "epoch"], self.train_metrics, loss, together, wanted)
 
-    def _count(self, names: list[str], metrics: Any, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+    def _count(
+        self, names: list[str], metrics: Any, loss: Tensor, outputs: Tensor, targets: Tensor
+    ) -> None:
         # the loss is the mean of all samples, the mean of each of several equal parts, or has values for each sample
         total = exact(loss.detach()).sum() * (len(targets) / loss.numel())
         for name in names:
-            self.sums[name] = self.sums.get(name, 0) + torch.stack([total, torch.full_like(total, len(targets))])
+            self.sums[name] = self.sums.get(name, 0) + torch.stack(
+                [total, torch.full_like(total, len(targets))]
+            )
         both = self.predictions(outputs), self.metric_targets(targets)
         metrics.update(*(map(exact, both) if both[1].is_floating_point() else both))
 
     def _log(self, split: str, counted: str, metrics: Any = None) -> None:
         """The mean loss and the metrics, over all ranks; what was counted for them is then forgotten."""
         sums = self.sums.pop(counted, exact(torch.zeros(2, device=self.device)))
-        updated = sums.new_tensor([any(getattr(x, "update_called", 0) for x in (metrics.modules() if metrics else ()))])
+        updated = sums.new_tensor(
+            [any(getattr(x, "update_called", 0) for x in (metrics.modules() if metrics else ()))]
+        )
         # every rank must meet the others; a step of one's own may have counted no loss, or filled no metric
-        loss, samples, updated = self.trainer.strategy.reduce(torch.cat([sums, updated]), reduce_op="sum")
-        values = ({"loss": loss / samples} if samples else {}) | (metrics.compute() if updated else {})
-        self.log_dict({f"{split}/{name}": value.float() for name, value in values.items()}, prog_bar=split == "val")
+        loss, samples, updated = self.trainer.strategy.reduce(
+            torch.cat([sums, updated]), reduce_op="sum"
+        )
+        values = ({"loss": loss / samples} if samples else {}) | (
+            metrics.compute() if updated else {}
+        )
+        self.log_dict(
+            {f"{split}/{name}": value.float() for name, value in values.items()},
+            prog_bar=split == "val",
+        )
         if metrics:
             metrics.reset()
 
@@ -337,7 +417,9 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
-def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def take_over_standardization(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Before weights are loaded: give ``mean`` and ``std`` the checkpoint's size; older files lack them."""
     for name in ("mean", "std"):
         mine = getattr(module, name)
@@ -348,18 +430,27 @@ def take_over_standardization(module: nn.Module, state_dict: dict[str, Any], pre
         raise RuntimeError(f"mean has {len(module.mean)} channels, std {len(module.std)}")  # type: ignore[arg-type]
 
 
-def named_class(option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()) -> Any:
+def named_class(
+    option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()
+) -> Any:
     """The subclass of ``base`` called ``name`` in ``home``, or with this import path. Errors name the ``option``."""
     module_name, _, class_name = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name) if module_name else home, class_name, None)
+        found = getattr(
+            importlib.import_module(module_name) if module_name else home, class_name, None
+        )
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(f"{option} {name}: {error}.") from None
     if inspect.isclass(found) and issubclass(found, base) and found is not base:
         return found
-    known = [*also, *(n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base))]
+    known = [
+        *also,
+        *(n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base)),
+    ]
     allowed = ", ".join([*also, f"a class of {home.__name__}"])
-    raise UserError(f"{option} must be {allowed} or an import path, got {name}.{nearest(name, known)}")
+    raise UserError(
+        f"{option} must be {allowed} or an import path, got {name}.{nearest(name, known)}"
+    )
 
 
 def make(option: str, cls: Any, arguments: dict[str, Any], *first: Any) -> Any:
@@ -368,11 +459,15 @@ def make(option: str, cls: Any, arguments: dict[str, Any], *first: Any) -> Any:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name in arguments:
         if name not in accepted and not takes_any:
-            raise UserError(f"{option}_args.{name} is no argument of {cls.__name__}.{nearest(name, accepted)}")
+            raise UserError(
+                f"{option}_args.{name} is no argument of {cls.__name__}.{nearest(name, accepted)}"
+            )
     try:
         return cls(*first, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{option} {cls.__name__} refuses its arguments {arguments}: {error}.") from None
+        raise UserError(
+            f"{option} {cls.__name__} refuses its arguments {arguments}: {error}."
+        ) from None
 
 
 def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: int) -> float:
@@ -386,7 +481,11 @@ def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: in
     height = done / warmup_fraction if climbs else (1 - done) / (1 - warmup_fraction)
     cosine = (1 - math.cos(math.pi * height)) / 2
     if climbs:
-        return 0.04 + 0.96 * cosine if shape == "onecycle" else max(height, 1 / max(1, warmup_fraction * total_steps))
+        return (
+            0.04 + 0.96 * cosine
+            if shape == "onecycle"
+            else max(height, 1 / max(1, warmup_fraction * total_steps))
+        )
     return {"constant": 1.0, "linear": height}.get(shape, cosine)
 
 
@@ -397,7 +496,9 @@ def recompute_activations(network: nn.Module) -> None:
     """
     for child in getattr(network, "blocks", network).children():
         if any(True for _ in child.parameters()):
-            child.forward = partial(_recomputed, child, child.forward)  # no closure: a copy must call its own layers
+            child.forward = partial(
+                _recomputed, child, child.forward
+            )  # no closure: a copy must call its own layers
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:

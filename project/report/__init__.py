@@ -30,7 +30,12 @@ MOST_OTHERS = 24  # charts of metrics that no panel names
 MOST_CLASSES = 25  # that are listed with their accuracy, the worst ones
 PREDICTIONS = "Predictions on the test set"
 # Not drawn under "Other metrics": a panel shows them, or the same in another unit
-SHOWN = {"epoch", "throughput/device_samples_per_sec", "throughput/batches_per_sec", "memory/reserved_gib"}
+SHOWN = {
+    "epoch",
+    "throughput/device_samples_per_sec",
+    "throughput/batches_per_sec",
+    "memory/reserved_gib",
+}
 SHOWN |= {metric for panel in PANELS for metric in panel.lines}
 
 MOST_EPOCHS, MOST_POINTS = 8, 300  # marked in a chart; per line
@@ -48,10 +53,15 @@ def render(record: RunRecord) -> str:
     return fill_page(
         "report.html.j2",
         record=record,
-        tested=sorted(tested, key=lambda name: name.partition("/")[2] != monitored),  # the monitored metric first
+        tested=sorted(
+            tested, key=lambda name: name.partition("/")[2] != monitored
+        ),  # the monitored metric first
         sections=chart_sections(record),
         left_out=len(other_metrics(record)) - MOST_OTHERS,
-        mistakes=[(png(m.image), record.names[m.label], record.names[m.prediction], m) for m in record.mistakes],
+        mistakes=[
+            (png(m.image), record.names[m.label], record.names[m.prediction], m)
+            for m in record.mistakes
+        ],
         parts=PARTS,
         timedelta=timedelta,
     )
@@ -59,7 +69,9 @@ def render(record: RunRecord) -> str:
 
 def fill_page(template: str, **facts: Any) -> str:
     """One of the templates beside this file, filled in; every text is escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.loader = FileSystemLoader(HERE)
     return environment.get_template(template).render(facts)
 
@@ -73,9 +85,15 @@ def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
 
     last_step = max((series[-1][0] for series in record.series.values()), default=0)
     rows = record.series.get("epoch", [])
-    epochs = {int(epoch) + 1: step for step, epoch in rows if epoch < record.summary.epochs}  # trained to their ends
+    epochs = {
+        int(epoch) + 1: step for step, epoch in rows if epoch < record.summary.epochs
+    }  # trained to their ends
     for panel in PANELS:
-        lines = {label: record.series[metric] for metric, label in panel.lines.items() if metric in record.series}
+        lines = {
+            label: record.series[metric]
+            for metric, label in panel.lines.items()
+            if metric in record.series
+        }
         if lines and panel.in_report:
             classifier = panel.title == "Loss" and record.confusion is not None
             unit = "cross-entropy (nats)" if classifier else panel.unit or panel.title.lower()
@@ -87,8 +105,12 @@ def chart_sections(record: RunRecord) -> dict[str, list[tuple[str, Markup]]]:
         add("Other metrics", title, curves, lines, "value", "fitting", last_step, epochs)
     if record.confusion is not None:
         add(PREDICTIONS, "Confusion matrix", confusion_matrix, record.confusion, record.names)
-        title = "Accuracy per class" + (f", the {MOST_CLASSES} worst" if len(record.names) > MOST_CLASSES else "")
-        classes = [(shortened(name), share) for name, share, _ in record.class_accuracy[:MOST_CLASSES]]
+        title = "Accuracy per class" + (
+            f", the {MOST_CLASSES} worst" if len(record.names) > MOST_CLASSES else ""
+        )
+        classes = [
+            (shortened(name), share) for name, share, _ in record.class_accuracy[:MOST_CLASSES]
+        ]
         add(PREDICTIONS, title, amounts, classes, "accuracy on the test set (fraction)", False)
     return sections
 
@@ -106,7 +128,9 @@ def other_metrics(record: RunRecord) -> dict[str, dict[str, Series]]:
 
 def png(pixels: np.ndarray) -> str:
     """An image, uint8 (height, width, channels), as a ``data:`` address."""
-    picture = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels[..., :3]))
+    picture = Image.fromarray(
+        pixels[..., 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels[..., :3])
+    )
     picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
     file = io.BytesIO()
     picture.save(file, "PNG", optimize=True)
@@ -118,19 +142,27 @@ def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
     with rc_context({"svg.hashsalt": name}, HERE / "report.mplstyle"):
         figure, text = Figure(), io.StringIO()  # without pyplot: no window, no global state
         paint(figure.subplots(), *facts)
-        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
     viewbox, body = re.findall(r'(?s)<svg[^>]*(viewBox="[^"]+")[^>]*>(.*)', text.getvalue())[0]
-    body = re.sub(r' id="[a-z]\w*_\d+"', "", body)  # matplotlib's group names are the same in every chart
+    body = re.sub(
+        r' id="[a-z]\w*_\d+"', "", body
+    )  # matplotlib's group names are the same in every chart
     for colour, variable in THEME.items():
         body = body.replace(colour, f"var(--{variable})")
     return Markup(f'<svg {viewbox} role="img" aria-label="{escape(name)}">{body}')
 
 
-def curves(ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: int, epochs: dict[int, int]) -> None:
+def curves(
+    ax: Axes, lines: dict[str, Series], unit: str, axis: str, last_step: int, epochs: dict[int, int]
+) -> None:
     """Metrics by label over optimizer steps. ``axis`` is a :class:`Panel`'s; ``epochs``: number from 1 → last step."""
     for label, series in lines.items():
         # where there are more points than could be told apart, each is the mean of neighbours
-        parts = np.array_split(np.array(series, dtype=float), min(len(series), MOST_POINTS))  # of (points, 2)
+        parts = np.array_split(
+            np.array(series, dtype=float), min(len(series), MOST_POINTS)
+        )  # of (points, 2)
         steps, values = np.array([part.mean(axis=0) for part in parts]).T
         # few values, such as one per epoch, get dots: a single one would not be seen as a line
         marker, size = ("D", 5) if len(steps) == 1 else ("o", 3) if len(steps) <= 12 else (None, 0)
@@ -200,7 +232,9 @@ def confusion_matrix(ax: Axes, counts: np.ndarray, names: Sequence[str]) -> None
     size = min(8, 84 / classes)
     for (row, column), count in np.ndenumerate(counts) if classes <= MOST_COUNTED_CLASSES else ():
         colour = "white" if 4 * count > counts.max() else None  # shade above 0.63
-        ax.text(column, row, str(count or ""), ha="center", va="center", fontsize=size, color=colour)
+        ax.text(
+            column, row, str(count or ""), ha="center", va="center", fontsize=size, color=colour
+        )
     ax.set(xlabel="predicted class", ylabel="true class", xticks=[], yticks=[])
     if classes <= MOST_NAMED_CLASSES:
         turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 2 else {}

@@ -22,26 +22,50 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("project.tune", __doc__)
     parser.add_argument("what", metavar="lr|batch_size", help="what to find")
     add_output(parser)
-    add_output(parser, "--plot", (".png",), "the picture (default: tune_lr.png or tune_batch_size.png)")
+    add_output(
+        parser, "--plot", (".png",), "the picture (default: tune_lr.png or tune_batch_size.png)"
+    )
     add = parser.add_argument_group("lr").add_argument
     add("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
     add("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
     add("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
     add = parser.add_argument_group("batch_size").add_argument
     add("--max_batch_size", type=int, help="largest size to try (default: the training set)")
-    add("--memory_limit_gib", type=float, help="memory to stay within (default: all of a GPU's, 60 %% of free RAM)")
-    add("--max_step_seconds", type=float, default=2.0, help="try no size whose step takes longer (default: 2)")
+    add(
+        "--memory_limit_gib",
+        type=float,
+        help="memory to stay within (default: all of a GPU's, 60 %% of free RAM)",
+    )
+    add(
+        "--max_step_seconds",
+        type=float,
+        default=2.0,
+        help="try no size whose step takes longer (default: 2)",
+    )
     what, rest = take_word(argv, WHAT)
     options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
     if options.what not in WHAT:
-        raise UserError(f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}")
+        raise UserError(
+            f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}"
+        )
     for name in ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds"):
         value = getattr(options, name)
         require(value is None or 0 < value < math.inf, f"--{name}", "be above 0", value)
-    require(options.min_lr < options.max_lr, "--min_lr", f"be below --max_lr ({options.max_lr:g})", options.min_lr)
-    require(options.steps >= 20, "--steps", "be at least 20", f"{options.steps} (fewer make no curve)")
-    for name in (word.split("=")[0] for word in fit_flags):  # a misspelt option, which fit would not know
-        close = difflib.get_close_matches(name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85)
+    require(
+        options.min_lr < options.max_lr,
+        "--min_lr",
+        f"be below --max_lr ({options.max_lr:g})",
+        options.min_lr,
+    )
+    require(
+        options.steps >= 20, "--steps", "be at least 20", f"{options.steps} (fewer make no curve)"
+    )
+    for name in (
+        word.split("=")[0] for word in fit_flags
+    ):  # a misspelt option, which fit would not know
+        close = difflib.get_close_matches(
+            name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85
+        )
         if close and name != "--max_steps":  # a Trainer flag
             raise UserError(f"unknown option {name}. Did you mean {close[0]}? See --help.")
     options.plot = options.plot or check_output(f"tune_{options.what}.png", (".png",), "--plot")

@@ -1,0 +1,188 @@
+"""What the engine and the commands may ask of your classes. Everything here is optional.
+
+A module, data module, dataset, loader or callback that has these names is asked for them; one that lacks them is used
+as it is. Nothing has to be inherited: ``isinstance(thing, contract.FollowsMetric)`` is true for any object that has the
+names of the protocol. A type checker compares the arguments as well.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+# What a LightningModule may have
+
+
+@runtime_checkable
+class FollowsMetric(Protocol):
+    """A module that names the metric by which checkpoints are compared. ``--monitor`` and ``--mode`` win over it."""
+
+    monitor: str
+    mode: Literal["min", "max"]
+
+
+@runtime_checkable
+class KeepsSums(Protocol):
+    """A module that adds up values outside of torchmetrics and ``self.log``, and wants them in a checkpoint."""
+
+    def metric_state(self) -> dict[str, Tensor]:
+        """The sums so far: tensors by name."""
+        ...
+
+    def load_metric_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from what :meth:`metric_state` returned."""
+        ...
+
+
+@runtime_checkable
+class HasNetwork(Protocol):
+    """A module whose trained network is one part of it: what ``export`` writes and tables name."""
+
+    network: nn.Module
+
+
+@runtime_checkable
+class NamesClasses(Protocol):
+    """A module or data module that names the classes that it tells apart, in the order of the outputs."""
+
+    class_names: list[str]
+
+
+@runtime_checkable
+class ComparesOutputs(Protocol):
+    """A module that knows how far the outputs of its exported form may be from its own."""
+
+    def outputs_agree(self, ours: Any, theirs: Any) -> bool:
+        """Whether ``theirs``, of the exported file, are as good as ``ours``."""
+        ...
+
+
+# What a LightningDataModule may have
+
+
+@runtime_checkable
+class NamesSource(Protocol):
+    """A data module that says where its samples come from, such as ``mnist`` or ``sample``."""
+
+    data_source: str | None
+
+
+@runtime_checkable
+class StaysWithSource(Protocol):
+    """A data module with several sources. A run that goes on must use the source that it began with."""
+
+    def stay_with(self, data_source: str | None) -> None:
+        """Use this source and no other."""
+        ...
+
+
+@runtime_checkable
+class MayDownload(Protocol):
+    """A data module that fetches files. What a checkpoint alone names is not downloaded into."""
+
+    may_download: bool
+
+
+@runtime_checkable
+class DescribesData(Protocol):
+    """A data module that learns facts from its files, such as class names. ``predict`` needs them without the files."""
+
+    def description(self) -> dict[str, Any]:
+        """The facts, as plain values. A checkpoint holds them."""
+        ...
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Take the facts over from a checkpoint."""
+        ...
+
+
+@runtime_checkable
+class ShapesImages(Protocol):
+    """A data module of images, all of one shape."""
+
+    image_shape: tuple[int, int, int]  # channels, height, width
+
+
+@runtime_checkable
+class PreparesFiles(Protocol):
+    """A data module that turns a file into an input of the network, for ``predict``."""
+
+    def prepare_file(self, path: Path) -> Tensor:
+        """The input, without a batch dimension."""
+        ...
+
+
+@runtime_checkable
+class PreparesImages(Protocol):
+    """A data module that turns the pixels of a picture into an input of the network, for ``predict``."""
+
+    def prepare_image(self, pixels: Tensor) -> Tensor:
+        """``pixels``: float32 (height, width, 3) in 0-1. Returns the input, without a batch dimension."""
+        ...
+
+
+@runtime_checkable
+class HoldsDataOnDevice(Protocol):
+    """A data module that keeps whole splits in the device's memory."""
+
+    bytes_on_device: dict[str, int]  # by split
+
+
+# What a dataset may have
+
+
+@runtime_checkable
+class GathersBatches(Protocol):
+    """A dataset in memory that gives a whole batch in one call, ready for the step."""
+
+    def gather(self, indices: Tensor) -> Any:
+        """``indices``: int64 (batch,). Returns the batch."""
+        ...
+
+
+@runtime_checkable
+class LivesOnDevice(Protocol):
+    """A dataset whose tensors lie on a device, where its batches are gathered."""
+
+    device: torch.device
+
+
+# What a sampler, a loader or a dataset may have
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A sampler, loader or dataset that can be saved and gone on with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is, as plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        ...
+
+
+@runtime_checkable
+class OrdersByEpoch(Protocol):
+    """A sampler, loader or dataset whose order is a function of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is of this epoch, counted from 0."""
+        ...
+
+
+# What a callback may have
+
+
+@runtime_checkable
+class PausesWhileSaving(Protocol):
+    """A callback that measures time, and leaves out what a checkpoint takes."""
+
+    def pause(self) -> AbstractContextManager[Any]:
+        """What happens inside does not count."""
+        ...
