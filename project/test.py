@@ -15,7 +15,7 @@ from project import tables
 from project.engine.cli import CommandLine, configure
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
 from project.engine.restore import ROOT, find_checkpoint, load
-from project.engine.stop import GracefulStop
+from project.engine.exact_checkpoint import ExactCheckpoint
 from project.engine.summary import device_name, samples_of
 from project.engine.trainer import (
     build_trainer,
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     flags["precision"] = flags["precision"] or (
         "64-true" if loaded.run.get("precision") == "64-true" else None
     )
-    trainer = build_trainer(flags | {"callbacks": [GracefulStop(), *flags["callbacks"]]})
+    trainer = build_trainer(flags | {"callbacks": [ExactCheckpoint(None), *flags["callbacks"]]})
     with (
         refusals_as_errors(path),
         float32_products(),

@@ -1,7 +1,7 @@
 """What the engine and the commands may ask of your classes. Everything here is optional.
 
 A module, data module, dataset, loader or callback that has these names is asked for them; one that lacks them is used
-as it is. Nothing has to be inherited: ``isinstance(thing, contract.FollowsMetric)`` is true for any object that has the
+as it is. Nothing has to be inherited: ``isinstance(thing, contract.NamesMetric)`` is true for any object that has the
 names of the protocol. A type checker compares the arguments as well.
 """
 
@@ -18,10 +18,16 @@ from torch import Tensor, nn
 
 
 @runtime_checkable
-class FollowsMetric(Protocol):
-    """A module that names the metric by which checkpoints are compared. ``--monitor`` and ``--mode`` win over it."""
+class NamesMetric(Protocol):
+    """A module that names the metric by which checkpoints are compared. ``--monitor`` wins over it."""
 
     monitor: str
+
+
+@runtime_checkable
+class NamesMode(Protocol):
+    """A module that says whether a small or a large value of its metric is good. ``--mode`` wins over it."""
+
     mode: Literal["min", "max"]
 
 
@@ -59,6 +65,16 @@ class ComparesOutputs(Protocol):
     def outputs_agree(self, ours: Any, theirs: Any) -> bool:
         """Whether ``theirs``, of the exported file, are as good as ``ours``."""
         ...
+
+
+@runtime_checkable
+class ValidatesTrainedWeights(Protocol):
+    """A module or callback that says whether its hooks at a validation's start leave the weights as they are.
+
+    Where a hook may put other weights in, a stop inside a validation needs a copy of the trained ones.
+    """
+
+    validates_trained_weights: bool
 
 
 # What a LightningDataModule may have

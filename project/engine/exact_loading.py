@@ -411,6 +411,7 @@ class ExactLoading:
             int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         )  # seed_everything recorded it
         self.start = Start()
+        self.shares = True
         self.anywhere = True  # whether training can start inside an epoch
         self.notes: list[str] = []  # what could not be made exact; several loaders may say the same
         self.training: list[Passes] = []

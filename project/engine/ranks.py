@@ -1,4 +1,4 @@
-"""The rank of this process before Lightning knows it, and decisions that rank 0 makes for all ranks."""
+"""The rank of this process before Lightning knows it, and decisions that rank zero makes for all ranks."""
 
 import atexit
 import json
@@ -10,31 +10,31 @@ from typing import Any
 
 from project.errors import UserError
 
-DECISION_VARIABLE = (
-    "PROJECT_RANK_ZERO_DECISION"  # Lightning's child ranks inherit what rank 0 decided
-)
+# Lightning's child ranks inherit what rank zero has decided.
+DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
 
 
 def launched_world() -> tuple[int, int, int]:
     """Rank, world size and ranks per machine as torchrun or SLURM (srun) announce them; (0, 1, 1) outside of both."""
     environ = os.environ
-    if "TORCHELASTIC_RUN_ID" in environ or ("RANK" in environ and "WORLD_SIZE" in environ):
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    by_variables = "RANK" in environ and "WORLD_SIZE" in environ
+    if by_torchrun or by_variables:
         world = int(environ["WORLD_SIZE"])
         return int(environ["RANK"]), world, int(environ.get("LOCAL_WORLD_SIZE", world))
-    # an interactive shell inside an allocation has these variables, too, but is one process
-    if "SLURM_STEP_ID" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+    # An interactive shell inside an allocation has these variables, too, but is one process.
+    is_interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if "SLURM_STEP_ID" in environ and not is_interactive:
         world = int(environ.get("SLURM_NTASKS", 1))
-        return (
-            int(environ.get("SLURM_PROCID", 0)),
-            world,
-            max(1, world // int(environ.get("SLURM_NNODES", 1))),
-        )
+        nodes = int(environ.get("SLURM_NNODES", 1))
+        return int(environ.get("SLURM_PROCID", 0)), world, max(1, world // nodes)
     return 0, 1, 1
 
 
 def is_child() -> bool:
     """Whether Lightning's launcher started this process as a further rank of another one."""
-    return DECISION_VARIABLE in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+    by_another_launcher = launched_world()[1] > 1
+    return not by_another_launcher and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def is_rank_zero() -> bool:
@@ -43,7 +43,7 @@ def is_rank_zero() -> bool:
 
 
 def say(*lines: str) -> None:
-    """Print lines, on rank 0. Where the reader has gone (``... | head``) they go nowhere, and the run goes on."""
+    """Print lines, on rank zero. Where the reader has gone (``... | head``) they go nowhere, and the run goes on."""
     if lines and is_rank_zero():
         try:
             print(*lines, sep="\n", flush=True)
@@ -63,49 +63,63 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
 
 
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
-    """``decide()`` of rank 0, known to every rank: JSON, whose paths may become text, or the UserError raised. Ranks
-    started by torchrun or SLURM meet here, early; Lightning finds the process group and uses it.
+    """``decide()`` of rank zero, known to every rank: JSON, whose paths may become text, or the UserError raised.
+
+    Ranks that torchrun or SLURM has started meet here, early. Lightning finds the process group and uses it.
     """
     if is_child():
-        try:
-            return json.loads(os.environ[DECISION_VARIABLE])
-        except ValueError:
-            found = os.environ[DECISION_VARIABLE]
-            raise UserError(
-                f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'. Unset it."
-            ) from None
+        return inherited_decision()
     rank, world_size, _ = launched_world()
     if world_size == 1 and os.environ.get("NODE_RANK", "0") != "0":
-        raise UserError(
-            "NODE_RANK is set without a launcher. Start several machines with torchrun, see the README."
-        )
+        how = "Start several machines with torchrun, see the README."
+        raise UserError(f"NODE_RANK is set without a launcher. {how}")
     if world_size == 1:
         decision = decide()
         os.environ[DECISION_VARIABLE] = json.dumps(decision, default=str)
         return decision
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        if "MASTER_ADDR" not in os.environ:
-            from lightning.pytorch.plugins.environments import SLURMEnvironment
-
-            slurm = SLURMEnvironment()
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
-                slurm.main_address,
-                str(slurm.main_port),
-            )
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(
-            backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=30)
-        )
-        # NCCL warns of a group that is left behind; Lightning takes down only groups that it has made itself
-        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    meet(rank, world_size)
+    decision = None
     try:
-        decision = decide() if rank == 0 else None
+        if rank == 0:
+            decision = decide()
     except UserError as error:
         decision = error
     decision = of_all_ranks(decision)[0]
     if isinstance(decision, UserError):
         raise decision
     return decision
+
+
+def inherited_decision() -> Any:
+    """What rank zero has decided, before it started this process."""
+    found = os.environ.get(DECISION_VARIABLE, "")
+    try:
+        return json.loads(found)
+    except ValueError:
+        what = f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'"
+        raise UserError(f"{what}. Unset it.") from None
+
+
+def meet(rank: int, world_size: int) -> None:
+    """Make the process group of all ranks, if there is none yet."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    if "MASTER_ADDR" not in os.environ:
+        from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+        slurm = SLURMEnvironment()
+        os.environ["MASTER_ADDR"] = slurm.main_address
+        os.environ["MASTER_PORT"] = str(slurm.main_port)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    patience = timedelta(minutes=30)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=patience)
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # NCCL warns of a group that is left behind. Lightning takes down only groups that it has made itself.
+    atexit.register(leave)

@@ -1,7 +1,9 @@
 """SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary (see ``stop.py``).
 
-Before training has begun there is nothing to save, and the process ends right away. Rank 0 ends the ranks that it
-started first, since they would fail without it; a signal to one of them is passed on to rank 0.
+Before training has begun there is nothing to save, and the process ends right away. Rank zero first ends the ranks that
+it has started, since they would fail without it. A signal to one of them is passed on to rank zero.
+
+This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
 
 import ctypes
@@ -13,31 +15,44 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from project.engine.ranks import is_child
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
-START_UP_PATIENCE_S = (
-    1.5  # then a thread ends what waits inside a library, where Python runs no handler
-)
+# SIGHUP: the terminal was closed. SIGBREAK: Ctrl-Break on Windows. A platform has those of these that it knows.
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+# A process that is asked to stop while it starts has so long to end by itself. Then a thread ends it: inside a library
+# Python runs no handler.
+START_UP_PATIENCE_S = 1.5
 
 
-class Stopped(BaseException):
-    """The run was asked to stop and has done so. Not an Exception, so that no ``except Exception`` swallows it."""
+class Stopped(SystemExit):
+    """The run was asked to stop and has done so. Where nobody catches it, the process ends with its exit code.
+
+    It is no ``Exception``, so that no ``except Exception`` swallows it.
+    """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        super().__init__(128 + signum)
         self.signum = signum
         self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signum).name}"
 
 
 class State:
     """What this process was asked to do. It is global because a signal handler has no other place to note it."""
 
-    requested: int = 0  # the signal that was received
-    importing: bool = False  # a signal ends the process; later it is raised as Stopped
-    deferring: bool = False  # a signal waits for the next step boundary
-    begun: bool = False  # training or a test
+    # The signal that was received.
+    requested: int = 0
+    # While torch and Lightning are imported: a signal ends the process. Later it is raised as Stopped.
+    importing: bool = False
+    # A signal waits for the next step boundary.
+    deferring: bool = False
+    # Training or a test has begun.
+    begun: bool = False
     watched: bool = False
     clean_up: Callable[[], None] | None = None
 
@@ -46,69 +61,122 @@ state = State()
 
 
 def install() -> None:
-    """Take over the signals in the main thread. Until :func:`project.engine.command.run` they end the process: an
-    exception inside an import would show up as an ImportError.
+    """Take over the signals in the main thread of a command.
+
+    Until :func:`project.command_line.start.run` they end the process: an exception inside an import would show up as an
+    ImportError.
     """
     if threading.current_thread() is threading.main_thread():
         state.importing = True
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
+            # nohup wants no SIGHUP.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _note)
-        if (
-            "TORCHELASTIC_RUN_ID" in os.environ
-        ):  # a rank would train on without its agent, and nobody could stop it
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # A rank would train on without its agent, and nobody could stop it.
             end_with_parent()
+
+
+class TakenOver:
+    """The signals of a script, notebook or test while a Trainer runs. A command has taken them over for good."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """Note a signal from now on, where this is the main thread and no command has seen to it."""
+        if threading.current_thread() is not threading.main_thread() or self._handlers:
+            return
+        for number in STOP_SIGNALS:
+            handler = signal.getsignal(number)
+            # None: a handler that was not set from Python.
+            if handler not in (signal.SIG_IGN, _note, None):
+                self._handlers[number] = handler
+                signal.signal(number, _note)
+
+    def end(self) -> None:
+        """Let the script have its own handlers again."""
+        if not self._handlers:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        state.requested = 0
+        state.begun = False
+        state.deferring = False
 
 
 def end_with_parent() -> None:
     """Linux: SIGTERM for this process when its parent dies, also by SIGKILL. Elsewhere it runs to its end."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def watch(clean_up: Callable[[], None] | None = None) -> None:
-    """Until training begins, end the process soon after a signal, also inside a library; ``clean_up`` removes files."""
+    """Until training begins, end the process soon after a signal, also inside a library.
+
+    ``clean_up`` removes what the start has made. Where a pipe cannot wake a thread (Windows), the handler alone acts.
+    """
     state.clean_up = clean_up
-    if state.watched or state.begun or signal.getsignal(signal.SIGTERM) is not _note:
+    is_ours = signal.getsignal(signal.SIGTERM) is _note
+    if state.watched or state.begun or not is_ours or sys.platform == "win32":
         return
     state.watched = True
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    os.register_at_fork(
-        after_in_child=_stop_watching
-    )  # a loader's worker must not write into this pipe
+    # A loader's worker must not write into this pipe.
+    os.register_at_fork(after_in_child=_stop_watching)
     threading.Thread(target=_watch, args=(reading,), name="start-up-signals", daemon=True).start()
 
 
 def defer() -> None:
     """Training or a test has begun: from now on a signal waits for the next step boundary."""
-    state.deferring = state.begun = True
+    state.deferring = True
+    state.begun = True
     _stop_watching()
+
+
+def note_requeue(number: int) -> None:
+    """Note SLURM's signal like a stop, under its own number."""
+
+    def note(received: int, _: FrameType | None) -> None:
+        state.requested = received
+
+    signal.signal(number, note)
+
+
+def as_stop(number: int) -> int:
+    """SIGINT or SIGTERM: what a received signal is handled as."""
+    if number == signal.SIGINT or number == getattr(signal, "SIGBREAK", None):
+        return signal.SIGINT
+    # SIGHUP's own number is 1, which means that a save is due: stop.SAVE_DUE.
+    return signal.SIGTERM
 
 
 def _note(number: int, _: FrameType | None) -> None:
     is_first = not state.requested
-    signum = (
-        signal.SIGTERM if number == signal.SIGHUP else number
-    )  # and a number of its own for a save: stop.SAVE_DUE
+    signum = as_stop(number)
     state.requested = signum
     if not state.begun and is_child() and _tell_rank_zero(signum):
-        return  # rank 0 ends it, and would be killed if it ended first
+        # Rank zero ends this process, and would be killed itself if this one ended first.
+        return
     if state.importing:
         os._exit(Stopped(signum).exit_code)
     if not state.begun:
-        if not is_first:  # it is ending
+        if not is_first:
+            # It is ending already.
             return
         _end_ranks()
     if not state.deferring:
         raise Stopped(signum)
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         told = f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n"
-        with suppress(OSError, AttributeError):  # it may be closed
-            os.write(
-                sys.stderr.fileno(), told.encode()
-            )  # a signal may interrupt print(), which cannot call itself
+        # The stream may be closed.
+        with suppress(OSError, AttributeError):
+            # Not print(): a signal may interrupt it, and it cannot call itself.
+            os.write(sys.stderr.fileno(), told.encode())
 
 
 def _watch(reading: int) -> None:
@@ -116,25 +184,30 @@ def _watch(reading: int) -> None:
         number = os.read(reading, 1)[0]
         if number not in STOP_SIGNALS or state.begun:
             continue
+        patience = START_UP_PATIENCE_S
         if is_child():
             _tell_rank_zero(number)
-        time.sleep(START_UP_PATIENCE_S * (2 if is_child() else 1))  # rank 0 is the first to act
+            # Rank zero is the first to act.
+            patience *= 2
+        time.sleep(patience)
         if not state.begun:
             _end_ranks()
             if state.clean_up is not None:
                 state.clean_up()
-            os._exit(130 if number == signal.SIGINT else 143)
+            os._exit(Stopped(as_stop(number)).exit_code)
 
 
 def _stop_watching() -> None:
     if state.watched:
-        with suppress(ValueError):  # in another thread than the main one
+        # In another thread than the main one it cannot be done, and need not.
+        with suppress(ValueError):
             signal.set_wakeup_fd(-1)
 
 
 def _tell_rank_zero(signum: int) -> bool:
-    """Pass a signal on to rank 0; returns whether it is still there."""
-    if (parent := os.getppid()) != 1:
+    """Pass a signal on to rank zero; returns whether it is still there."""
+    parent = os.getppid()
+    if parent != 1:
         with suppress(ProcessLookupError):
             os.kill(parent, signum)
             return True

@@ -1,0 +1,733 @@
+"""The engine's one callback: exact resume, clean stop, whole files and exact evaluation in any Trainer.
+
+    keep = ExactCheckpoint("checkpoints/mine", monitor="val_loss", mode="min", every="60s")
+    trainer = Trainer(max_epochs=10, callbacks=[keep])
+    trainer.fit(module, datamodule, ckpt_path=keep.resume_from)
+
+Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and logging steps. It
+forgets the best when its folder changes, and numbers its files (Lightning issues 17543, 21800, 11379). Here every
+checkpoint is taken between two optimizer steps: the last step, its validation and its logging are done, and no hook of
+the next step has been called.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins import DoublePrecision
+
+from project.engine import contract, lightning_internals, signals
+from project.engine.checkpoint_files import RUN_KEY, AtomicCheckpointIO, damage, read
+from project.engine.files import write_atomically
+from project.engine.following import Best
+from project.engine.loading import ExactLoader, ExactLoading, Start
+from project.engine.log_steps import is_optimizer_step
+from project.engine.parts import standard_parts
+from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
+from project.engine.parts.loaders import LoaderPositions
+from project.engine.parts.loops import Place, clean_counters
+from project.engine.parts.module import PlainBuffers, give_plain_buffers
+from project.engine.parts.part import Part
+from project.engine.ranks import of_all_ranks, say
+from project.engine.resume import Resume, call_epoch_start_again, share_buffers, uses_hooks
+from project.engine.seams import Seams
+from project.engine.shared_metrics import RankZeroAlone, share_sums
+from project.engine.slurm import requeue_job
+from project.engine.snapshot import BeforeHooks, Snapshot
+from project.engine.stop import SAVE_DUE, Agreement
+from project.errors import UserError
+
+# Hooks of these change no weights for a validation. The user's own may validate other weights than are trained.
+KEEPS_WEIGHTS = ("lightning.", __name__.rpartition(".")[0])
+# Lightning's callbacks with which a resume is not exact, and why.
+NOT_EXACT: dict[type[Callback], str] = {
+    callbacks.BatchSizeFinder: "it searches again at every start",
+    callbacks.LearningRateFinder: "it searches again at every start",
+    callbacks.ModelPruning: "a checkpoint holds the pruned weights without their masks",
+    callbacks.SpikeDetection: "Lightning cannot load its state, so its mean begins anew",
+}
+
+
+class ExactCheckpoint(callbacks.Checkpoint):
+    """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly when it is asked to.
+
+    What happens at which hook, in the order of a run:
+
+    | hook | what happens |
+    | --- | --- |
+    | setup | this callback becomes the first; loaders, signals and three seams (seams.py) are taken over |
+    | on_load_checkpoint | the checkpoint's state is read; where training goes on in its loaders is set |
+    | on_fit_start | what optimizers and schedules start with is noted, before the checkpoint's states come |
+    | on_train_start | changed hyperparameters win over the checkpoint; the user's hooks come after this |
+    | (seam) after all on_train_start | RESTORE: on_train_epoch_start again if inside an epoch, then every part |
+    | (seam) before each batch | SAVE if it is due or asked for, and the stop |
+    | on_train_batch_end | the ranks agree whether to save or stop before the next batch |
+    | on_validation_start | a snapshot, for a stop inside the validation |
+    | on_validation_batch_end, on_test_batch_end | the ranks agree; the stop inside an evaluation; sums over ranks |
+    | on_validation_end | the followed metric is compared with the best so far |
+    | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
+    | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
+
+    Args:
+        folder: Where ``last.ckpt`` and ``best.ckpt`` are. None: nothing is saved, and the rest works.
+        monitor: The metric that ``best.ckpt`` follows. None: the module's own ``monitor``; else ``val/accuracy``,
+            ``val/loss`` or ``val_loss``, the first that is logged; else the last checkpoint is the best.
+        mode: ``max`` or ``min``. None: the module's own ``mode``, else what the metric's name says.
+        every: How often ``last.ckpt`` is saved: seconds (``60s``) or optimizer steps (``500``).
+        parts: Further parts of a checkpoint, for state that your own code keeps.
+        run_id: Tells the checkpoints of this run from another's in the same folder.
+        changed: Whether the user has changed settings since the checkpoint. Then the hyperparameters of optimizers and
+            schedules that are made now win over the checkpoint's.
+        requeue_signal: SLURM's signal, at which the job is saved and queued again. See :mod:`project.engine.slurm`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        monitor: str | None = None,
+        mode: str | None = None,
+        every: str = "60s",
+        parts: Sequence[Part] = (),
+        *,
+        run_id: str | None = None,
+        changed: bool = False,
+        requeue_signal: int | None = None,
+    ) -> None:
+        self.saves = folder is not None
+        # W&B and others may change the working folder later.
+        self.folder = Path(folder if folder is not None else ".").absolute()
+        self.best = Best.of(None, monitor, mode)
+        self.every_seconds, self.every_steps = parse_interval(every)
+        self.run_id = run_id
+        self.changed = changed
+        self.requeue_signal = requeue_signal
+        self.loading = ExactLoading()
+        self.agreement: Agreement | None = None
+        self._further_parts = list(parts)
+        self._signals = signals.TakenOver()
+        self._seams: Seams | None = None
+        self._alone = RankZeroAlone()
+        self._begin_training()
+
+    def _begin_training(self) -> None:
+        """Forget a training that was before, of the same object."""
+        self.loading = ExactLoading()
+        self._hyperparameters = StartingHyperparameters()
+        self._buffers = PlainBuffers()
+        self._positions = LoaderPositions(self.loading)
+        own = {part.name: part for part in (self._hyperparameters, self._buffers, self._positions)}
+        standard = [own.get(part.name, part) for part in standard_parts(self.loading)]
+        self.parts = [*standard, *self._further_parts]
+        # Agreed upon by all ranks: the signal to stop by, or SAVE_DUE.
+        self._request = 0
+        self._best_due = False
+        self._last_save = time.monotonic()
+        self._steps = 0
+        # What is written now. None: another callback saves a checkpoint.
+        self._saving: Snapshot | None = None
+        # For a stop inside the validation that runs.
+        self._before_validation: Snapshot | None = None
+        # Where the run ends inside an epoch.
+        self._inside_epoch: Snapshot | None = None
+        # Whether a validation has followed the last batch, which ended a step.
+        self._validated = False
+        # Whether validations log the followed metric. None before the first validation.
+        self._followed: bool | None = None
+        # Weights and buffers as a validation began, where a hook may have changed them.
+        self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What a resumed run still has to get back, and what it read in validations before.
+        self._resume: Resume | None = None
+        self._validated_batches: dict[int, int] = {}
+        self._before_hooks: BeforeHooks | None = None
+
+    # What others ask for, by the names of ModelCheckpoint
+
+    @property
+    def best_path(self) -> Path:
+        return self.folder / "best.ckpt"
+
+    @property
+    def last_path(self) -> Path:
+        return self.folder / "last.ckpt"
+
+    @property
+    def dirpath(self) -> str:
+        return str(self.folder)
+
+    @property
+    def best_model_path(self) -> str:
+        return str(self.best_path) if self.best_path.exists() else ""
+
+    @property
+    def last_model_path(self) -> str:
+        return str(self.last_path) if self.last_path.exists() else ""
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        return None if self.best.score is None else torch.tensor(self.best.score)
+
+    @property
+    def monitor(self) -> str | None:
+        return self.best.monitor
+
+    @property
+    def mode(self) -> str:
+        return self.best.mode
+
+    @property
+    def resume_from(self) -> str | None:
+        """The newest whole checkpoint, for ``trainer.fit(..., ckpt_path=...)``; None the first time.
+
+        A damaged file is skipped, and a line says so.
+        """
+        for path in (self.last_path, self.best_path):
+            if path.exists():
+                reason = damage(path)
+                if reason is None:
+                    return str(path)
+                say(f"skipped: {reason}")
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.best.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best.load_state_dict(state_dict)
+
+    # The start
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "predict":
+            return
+        if stage == "fit":
+            self._begin_training()
+            self.best.ask(pl_module)
+        self._come_first(trainer)
+        if self.agreement is None:
+            self.agreement = Agreement(trainer.world_size)
+        self._end_seams(trainer)
+        self.loading.shares = lightning_internals.take_over_sharing(trainer)
+        self._seams = Seams(trainer)
+        self._seams.process_loaders(lambda loader: self.loading.exact(loader, trainer))
+        lightning_internals.leave_signals_alone(trainer)
+        self._signals.begin()
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            # Lightning does so after a checkpoint was loaded, into weights of half the size.
+            pl_module.double()
+        if self.requeue_signal is not None:
+            signals.note_requeue(self.requeue_signal)
+
+    def _come_first(self, trainer: Trainer) -> None:
+        """Stand before all other callbacks: what they do for a step must come after this one's save."""
+        others = [
+            each
+            for each in trainer.callbacks  # type: ignore[attr-defined]
+            if each is not self and not isinstance(each, EpochEnds)
+        ]
+        trainer.callbacks[:] = [EpochEnds(self), self, *others]  # type: ignore[attr-defined]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        saved = checkpoint.get(RUN_KEY) or {}
+        if trainer.state.fn != "fit":
+            # Its state dict lacks buffers that are not persistent.
+            give_plain_buffers(pl_module, Resume.buffers_in(saved, trainer.global_rank))
+            return
+        self._correct_states_of_lightnings(trainer, checkpoint)
+        if saved.get("state") is None:
+            batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            self.loading.start = Start(checkpoint["epoch"], batches["current"]["ready"])
+            self.loading.notes.append(
+                "that checkpoint was not saved between two steps: the resume is not exact."
+            )
+            return
+        resume = Resume.of(checkpoint, trainer, self.changed)
+        self._resume = resume
+        self.run_id = self.run_id or resume.run_id
+        self.loading.start = resume.start
+        # It had stopped early, and nothing was changed since.
+        trainer.should_stop = resume.should_stop
+
+    def _correct_states_of_lightnings(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Mend states of Lightning's own callbacks that it could not load, or that would hide what the user typed."""
+        states = checkpoint["callbacks"]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, callbacks.SpikeDetection):
+                states.pop(callback.state_key, None)
+            if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
+                states[callback.state_key]["patience"] = callback.patience
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._seams is not None
+        self._hyperparameters.begin(trainer)
+        self._buffers.begin(pl_module)
+        lightning_internals.average_on_the_device(trainer)
+        if self._resume is not None:
+            trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
+            if uses_hooks(trainer):
+                self._before_hooks = BeforeHooks()
+                self._before_hooks.take_weights(trainer)
+        self._seams.after_train_start(lambda: self._restore(trainer))
+        self._seams.before_each_batch(lambda: self._between_steps(trainer))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.defer()
+        self._last_save = time.monotonic()
+        self._steps = trainer.global_step
+        if self._resume is not None:
+            self._followed = self._resume.shared.get("followed")
+            before = self._resume.shared.get("start")
+            apply_changes(trainer, self._hyperparameters.now, before, self.changed)
+            if self._before_hooks is not None:
+                self._before_hooks.take_training(trainer)
+        notes = self.loading.notes
+        if self.best.asked and self.best.named_mode is None:
+            notes.append(f"--mode {self.best.mode} is taken for {self.best.monitor}, by its name.")
+        notes += self._what_is_not_exact(trainer)
+
+    def _what_is_not_exact(self, trainer: Trainer) -> list[str]:
+        """A line for everything with which a resume is not exact, or not exact inside an epoch."""
+        notes: list[str] = []
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            name = type(callback).__name__
+            if isinstance(callback, callbacks.StochasticWeightAveraging):
+                # It acts at an epoch's start, which is not repeated.
+                self.loading.anywhere = False
+                notes.append(f"with {name} a run resumes from its last epoch's end.")
+            for kind, reason in NOT_EXACT.items():
+                if isinstance(callback, kind):
+                    notes.append(f"a resume is not exact with {name}: {reason}.")
+        if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
+            notes.append(
+                "a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew."
+            )
+        return notes
+
+    # The restore
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Put every part back. All hooks of the start are done: what they do must change nothing of it."""
+        resume = self._resume
+        if resume is not None and resume.place == "epoch":
+            lightning_internals.end_restart(trainer)
+        elif resume is not None:
+            for loader in self.loading.training:
+                loader.set_epoch(trainer.current_epoch)
+            call_epoch_start_again(trainer)
+        if not self.loading.read_early:
+            # The module's own hooks may have read whole epochs.
+            self.loading.begin()
+        if resume is not None:
+            if self._before_hooks is not None:
+                self._before_hooks.give_back(trainer)
+                self._before_hooks = None
+            resume.settle_place(trainer, self.loading)
+            resume.give_back(trainer, [part for part in self.parts if not part.is_a_file])
+            self._validated_batches = dict(lightning_internals.validated_batches(trainer))
+            # Files are changed last: what cannot be restored is refused before.
+            self._set_aside_unusable_best(trainer)
+            resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
+        say(*dict.fromkeys(self.loading.notes))
+
+    def _set_aside_unusable_best(self, trainer: Trainer) -> None:
+        """Rename a ``best.ckpt`` that is damaged or belongs to another run, and look for the best anew."""
+        reason = None
+        path = self.best_path
+        if self.best.score is not None and trainer.is_global_zero:
+            if not path.exists():
+                reason = f"{path} is missing;"
+            else:
+                reason = damage(path)
+                if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.run_id:
+                    reason = f"{path} belongs to another run."
+                if reason is not None:
+                    os.replace(path, path.with_suffix(".ckpt.set-aside"))
+                    reason += " It was set aside;"
+        reason = trainer.strategy.broadcast(reason)
+        if reason:
+            say(f"{reason} the best is looked for anew.")
+            self.best.forget()
+
+    # Steps
+
+    def _between_steps(self, trainer: Trainer) -> None:
+        """Called before each batch of the training, when nothing of its step has been done."""
+        if self._resume is not None and self._resume.steps_more:
+            # The run went on only for a validation, and that is not wanted any more. This ends the epoch.
+            raise StopIteration
+        if self._request or self._best_due:
+            self._save_and_stop(trainer, self._take(trainer, "batch"))
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # A training_step that reads its batches itself (dataloader_iter) passes no seam.
+        self._between_steps(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._resume = None
+        self._validated = False
+        if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
+            # A step that is partly accumulated is not the place for a checkpoint.
+            return
+        request = signals.state.requested or self._overdue(trainer)
+        agreed = self._agree(request)
+        # Every rank counts the same steps. A batch may have several.
+        before = self._steps
+        self._steps = trainer.global_step
+        every = self.every_steps
+        is_due = every is not None and before // every < self._steps // every
+        self._request = max(self._request, agreed, SAVE_DUE if is_due else 0)
+
+    def _overdue(self, trainer: Trainer) -> int:
+        """SAVE_DUE on rank zero when the seconds between two saves are over."""
+        if self.every_steps is not None or not trainer.is_global_zero:
+            return 0
+        return SAVE_DUE if time.monotonic() - self._last_save >= self.every_seconds else 0
+
+    def _agree(self, request: int) -> int:
+        assert self.agreement is not None
+        return self.agreement.latest(request)
+
+    # Epochs
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
+            # Lightning does so, too, but later.
+            lightning_internals.validated_batches(trainer).clear()
+        if trainer.current_epoch > 0 and self._resume is None:
+            self._follow_training(trainer)
+            self._save_and_stop(trainer, self._take(trainer, "epoch"))
+
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """Called first of all when an epoch's batches are over, before any other hook for its end.
+
+        Where the run ends inside an epoch (``--max_steps``, ``--max_time``, an early stop), a later start with more to
+        do goes on inside it. So the state is taken now.
+        """
+        is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        is_cut = is_last_step or trainer.should_stop
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        is_done = batches.current.completed >= trainer.num_training_batches
+        if not is_cut or is_done or batches.is_last_batch:
+            return
+        if not self.loading.anywhere or not self.saves:
+            return
+        self._inside_epoch = self._take(trainer, "batch")
+        self._inside_epoch.add_entries(trainer)
+        loops = trainer.fit_loop.state_dict()
+        # Lightning has counted the epoch as processed by now.
+        for counters in loops["epoch_progress"].values():
+            counters["processed"] -= 1
+        clean_counters(loops, "batch", self._validated)
+        self._inside_epoch.loops = loops
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resume is not None:
+            # It went on in the epoch's last validation.
+            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
+            self._resume = None
+        share_sums(trainer)
+        lightning_internals.end_restart(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.agreement is not None
+        requests = of_all_ranks(signals.state.requested, self.agreement.group)
+        self._request = max(self._request, *requests)
+        self._follow_training(trainer)
+        if self.best.score is None:
+            # No metric was followed: the last is the best.
+            self._best_due = True
+            if self.best.monitor is None and trainer.callback_metrics:
+                say(
+                    "nothing was logged that could be followed: best.ckpt is the last."
+                    " Name a metric with --monitor."
+                )
+        self._save_and_stop(trainer, self._take(trainer, "epoch"))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resume is not None:
+            # Nothing was left to train. Only the test is repeated.
+            self._resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
+            # The run was resumed from best.ckpt after its end: replace the damaged last.ckpt, for nothing else would.
+            is_damaged = trainer.is_global_zero and damage(self.last_path) is not None
+            if self.saves and is_damaged and self.best_path.exists():
+                write_atomically(self.best_path.read_bytes(), self.last_path)
+
+    def _follow_training(self, trainer: Trainer) -> None:
+        """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
+        logged = trainer.callback_metrics
+        best = self.best
+        if self._followed or not best.asked:
+            # What is followed comes from validations, or nobody has named it.
+            return
+        is_typed_without_validation = best.asked == "typed" and trainer.limit_val_batches == 0
+        must_be_there = self._followed is not None or is_typed_without_validation
+        if must_be_there and best.monitor not in logged:
+            names = ", ".join(sorted(logged))
+            raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
+        if best.take(logged, trainer.current_epoch - 1):
+            self._best_due = True
+
+    # Evaluations
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.defer()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            signals.defer()
+            return
+        assert self.agreement is not None
+        share_buffers(trainer, pl_module, self.agreement.group)
+        # Lightning may have begun to count anew.
+        lightning_internals.validated_batches(trainer).update(self._validated_batches)
+        if trainer.sanity_checking:
+            return
+        snapshot = Snapshot("validation")
+        self._set_epoch_is_over(trainer, "validation")
+        snapshot.add(trainer, [part for part in self.parts if part.changes_in_validation])
+        snapshot.shared["followed"] = self._followed
+        snapshot.add_entries(trainer)
+        self._before_validation = snapshot
+        if not self._keeps_weights(trainer):
+            tensors = (*pl_module.parameters(), *pl_module.buffers())
+            self._trained = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def _keeps_weights(self, trainer: Trainer) -> bool:
+        """Whether no hook of the user's may validate other weights than are trained."""
+        for part in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
+            for name in ("on_validation_start", "on_validation_epoch_start"):
+                hook = getattr(part, name)
+                if not hook.__module__.startswith(KEEPS_WEIGHTS) and not says_so(part):
+                    return False
+        return True
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        ranks_agree = True
+        if trainer.world_size > 1:
+            loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
+            # Only exact loaders have equally many batches on all ranks.
+            ranks_agree = all(isinstance(loader, ExactLoader) for loader in loaders)
+            if ranks_agree and is_last and not trainer.sanity_checking:
+                # Lightning computes the values before the epoch's end.
+                share_sums(trainer)
+        if ranks_agree:
+            self._request = max(self._request, self._agree(signals.state.requested))
+        if self._request > SAVE_DUE:
+            if self._before_validation is not None:
+                self._stop_in_validation(trainer)
+            raise signals.Stopped(self._request)
+
+    on_test_batch_end = on_validation_batch_end
+
+    def _stop_in_validation(self, trainer: Trainer) -> None:
+        """Save the state as it was when the validation began: a resumed run begins it again."""
+        snapshot = self._before_validation
+        assert snapshot is not None
+        module = trainer.lightning_module
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, callbacks.WeightAveraging):
+                # Put the trained weights back before they are saved.
+                callback.on_validation_epoch_end(trainer, module)
+        for tensor, value in self._trained:
+            tensor.data = value
+        snapshot.add(trainer, [part for part in self.parts if not part.changes_in_validation])
+        self._save_and_stop(trainer, snapshot)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._alone.tell(trainer)
+        if trainer.state.fn != "fit":
+            return
+        if self._resume is not None:
+            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
+            self._resume.steps_more = 0
+        self._trained = []
+        self._before_validation = None
+        self._validated_batches = {}
+        if trainer.sanity_checking:
+            return
+        self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
+        if self.best.take(trainer.callback_metrics, trainer.current_epoch):
+            self._best_due = True
+        self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._alone.tell(trainer)
+
+    # The save
+
+    def _take(self, trainer: Trainer, place: Place) -> Snapshot:
+        """Every part, as it is now."""
+        snapshot = Snapshot(place)
+        self._set_epoch_is_over(trainer, place)
+        snapshot.add(trainer, self.parts)
+        snapshot.shared["followed"] = self._followed
+        return snapshot
+
+    def _set_epoch_is_over(self, trainer: Trainer, place: Place) -> None:
+        after_the_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        in_last_validation = place == "validation" and after_the_last
+        self._positions.epoch_is_over = place == "epoch" or in_last_validation
+
+    def _save_and_stop(self, trainer: Trainer, snapshot: Snapshot) -> None:
+        """Save, and stop if asked to."""
+        stop = self._request if self._request > SAVE_DUE else 0
+        with ExitStack() as pauses:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, contract.PausesWhileSaving):
+                    pauses.enter_context(callback.pause())
+            # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best.
+            can_go_on = snapshot.place == "epoch" or self.loading.anywhere
+            if self.saves and (can_go_on or self._best_due):
+                self._save(trainer, snapshot, can_go_on)
+            if stop and stop == self.requeue_signal:
+                if trainer.is_global_zero:
+                    requeue_job()
+                stop = signal.SIGTERM
+        self._request = 0
+        self._best_due = False
+        if stop:
+            lightning_internals.release_child_processes()
+            raise signals.Stopped(stop)
+
+    def _save(self, trainer: Trainer, snapshot: Snapshot, can_go_on: bool) -> None:
+        """Write the files. What goes wrong on rank zero ends all ranks, with one line."""
+        assert self.agreement is not None
+        path = self.best_path if self._best_due else self.last_path
+        failure = None
+        is_saved = False
+        self._saving = snapshot
+        theirs = trainer.strategy.checkpoint_io
+        try:
+            if not isinstance(theirs, AtomicCheckpointIO):
+                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            trainer.save_checkpoint(path, weights_only=False)
+            is_saved = True
+            if self._best_due and trainer.is_global_zero and can_go_on:
+                # The best comes first: a run that is killed in between repeats the steps to the best. last.ckpt is a
+                # copy, for damage to one file must not damage the other.
+                write_atomically(self.best_path.read_bytes(), self.last_path)
+        except (UserError, TypeError) as error:
+            # On rank zero alone. The others wait in save_checkpoint.
+            failure = str(error)
+            if not is_saved:
+                trainer.strategy.barrier()
+        finally:
+            self._saving = None
+            trainer.strategy.checkpoint_io = theirs
+        failures = [reason for reason in of_all_ranks(failure, self.agreement.group) if reason]
+        if failures:
+            reason = failures[0].rstrip(".")
+            raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
+        self._last_save = time.monotonic()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        snapshot = self._saving
+        if snapshot is None:
+            # A checkpoint of another callback, saved inside a hook: a resume from it is not exact.
+            return
+        assert self.agreement is not None
+        clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, self._validated)
+        for part in self.parts:
+            part.flush()
+        # Hooks of the validation have changed them since.
+        snapshot.put_entries_into(checkpoint)
+        state = self._state_of(snapshot)
+        inside = self._inside_epoch
+        if inside is not None and snapshot.place == "epoch":
+            state["inside_epoch"] = {
+                "state": self._state_of(inside),
+                "loops": inside.loops,
+                "entries": inside.entries,
+            }
+        record = checkpoint.setdefault(RUN_KEY, {})
+        record["state"] = state
+        record["run_id"] = self._id()
+
+    def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
+        """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of all."""
+        assert self.agreement is not None
+        return {
+            "place": snapshot.place,
+            "ranks": of_all_ranks(snapshot.mine, self.agreement.group),
+            "samples_per_batch": self.loading.samples_per_batch,
+            **snapshot.shared,
+        }
+
+    def _id(self) -> str:
+        """The run's id. A run without one gets it at its first save."""
+        if self.run_id is None:
+            self.run_id = os.urandom(4).hex()
+        return self.run_id
+
+    # The end
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end_seams(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # Lightning calls no teardown then.
+        self._end_seams(trainer)
+
+    def _end_seams(self, trainer: Trainer) -> None:
+        if self._seams is not None:
+            self._seams.put_back()
+            self._seams = None
+            lightning_internals.let_lightning_share(trainer, self.loading.shares)
+        self._signals.end()
+
+
+class EpochEnds(Callback):
+    """Tells :class:`ExactCheckpoint` first that an epoch's batches are over.
+
+    Lightning calls this one hook of checkpoint callbacks last, after the module's own, whatever their place is.
+    """
+
+    def __init__(self, checkpoint: ExactCheckpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.epoch_ends(trainer)
+
+
+def says_so(part: Any) -> bool:
+    """Whether a module or callback says that it validates the weights that are trained."""
+    return isinstance(part, contract.ValidatesTrainedWeights) and part.validates_trained_weights
+
+
+def parse_interval(text: str) -> tuple[float, int | None]:
+    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500). Anything else is a UserError."""
+    seconds = re.fullmatch(r"\s*(\d{1,9}\.?\d*|\.\d+)\s*s\s*", str(text))
+    if seconds and 0 < float(seconds[1]) < math.inf:
+        return float(seconds[1]), None
+    steps = re.fullmatch(r"\s*(\d{1,9})\s*(?:steps?)?\s*", str(text))
+    if steps and int(steps[1]) > 0:
+        return 60.0, int(steps[1])
+    must = "be optimizer steps (500) or seconds (60s), above 0"
+    raise UserError(f"--checkpoint_every must {must}, got {text}.")

@@ -1,0 +1,44 @@
+"""What a checkpoint holds beyond Lightning's own: one class for each thing.
+
+Lightning saves weights, optimizers, schedules, the states of callbacks and of the data module, and the counters of its
+loops. An exact resume needs more. :func:`standard_parts` is the list of what more a checkpoint of this project holds.
+Each part has ``take(trainer)`` and ``give_back(trainer, value)`` one below the other. A part of your own, for state
+that your code keeps, is a subclass of :class:`Part` that you give to ``ExactCheckpoint(..., parts=[...])``.
+"""
+
+from project.engine.loading import ExactLoading
+from project.engine.parts.generators import RandomGenerators
+from project.engine.parts.hyperparameters import StartingHyperparameters
+from project.engine.parts.loaders import LoaderPositions
+from project.engine.parts.loops import EarlyStop, ValidatedBatches
+from project.engine.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
+from project.engine.parts.module import (
+    EvalModes,
+    FrozenParameters,
+    Gradients,
+    PlainBuffers,
+    UntrackedStatistics,
+)
+from project.engine.parts.part import Part
+
+
+def standard_parts(loading: ExactLoading) -> list[Part]:
+    """Every part, in the order in which they are taken and given back."""
+    return [
+        # A module's own sums come first: to ask for them may add uncounted batches to its metrics.
+        ModuleSums(),
+        MetricStates(),
+        LoggedSums(),
+        CallbackMetrics(),
+        ValidatedBatches(),
+        LoaderPositions(loading),
+        PlainBuffers(),
+        Gradients(),
+        FrozenParameters(),
+        EvalModes(),
+        UntrackedStatistics(),
+        StartingHyperparameters(),
+        EarlyStop(),
+        # The generators come last: to give back another part may draw a random number.
+        RandomGenerators(),
+    ]

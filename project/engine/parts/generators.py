@@ -1,0 +1,52 @@
+"""The generators of random numbers."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+
+from project.engine.parts.part import Part
+
+
+class RandomGenerators(Part):
+    """Python's, NumPy's, torch's CPU and the device's generator. Lightning's checkpoint holds none of them."""
+
+    name = "random"
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        device = trainer.strategy.root_device
+        return {**random_state(device), "device": device.type}
+
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        device = trainer.strategy.root_device
+        # On a device of another type the numbers differ anyway.
+        if value.get("device", device.type) == device.type:
+            restore_random_state(value, device)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of all generators, as plain values and tensors."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        # A tensor is saved in microseconds, a list of its 625 numbers in milliseconds.
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+    }
+    if device.type in ("cuda", "mps"):
+        state[device.type] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator where :func:`random_state` found it. A device of another type keeps its own."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])

@@ -1,0 +1,154 @@
+"""What a module has beside its weights: gradients, modes, and buffers that its state dict leaves out."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from project.engine import lightning_internals
+from project.engine.parts.part import Part
+
+
+class Gradients(Part):
+    """Gradients that were added up but not yet used: between the batches of one step, or in manual optimization."""
+
+    name = "gradients"
+    changes_in_validation = False
+
+    def take(self, trainer: Trainer) -> dict[str, Tensor]:
+        module = trainer.lightning_module
+        if module.automatic_optimization and not is_inside_step(trainer):
+            return {}
+        # Nobody knows where the steps of manual optimization end. So all of its gradients are kept.
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad.cpu()
+        return gradients
+
+    def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
+        for name, gradient in value.items():
+            parameter = trainer.lightning_module.get_parameter(name)
+            parameter.grad = gradient.to(trainer.strategy.root_device)
+
+
+def is_inside_step(trainer: Trainer) -> bool:
+    """Whether the batches that are done so far are a part of an accumulated step."""
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    is_partial = done % trainer.accumulate_grad_batches != 0
+    return is_partial and done < trainer.num_training_batches
+
+
+class FrozenParameters(Part):
+    """The parameters that are not trained now. A callback or hook may have thawed others in an earlier epoch."""
+
+    name = "frozen"
+    of_each_rank = False
+    changes_in_validation = False
+
+    def take(self, trainer: Trainer) -> list[str]:
+        parameters = trainer.lightning_module.named_parameters()
+        return [name for name, parameter in parameters if not parameter.requires_grad]
+
+    def give_back(self, trainer: Trainer, value: list[str]) -> None:
+        for name, parameter in trainer.lightning_module.named_parameters():
+            parameter.requires_grad = name not in value
+
+
+class EvalModes(Part):
+    """The parts of a module that are trained in eval mode, such as a frozen backbone with batch norms."""
+
+    name = "eval"
+    of_each_rank = False
+    changes_in_validation = False
+
+    def take(self, trainer: Trainer) -> list[str]:
+        modes = None
+        if trainer.validating:
+            modes = lightning_internals.modes_before_validation(trainer)
+        if not modes:
+            modes = {n: part.training for n, part in trainer.lightning_module.named_modules()}
+        return [name for name, is_training in modes.items() if not is_training]
+
+    def give_back(self, trainer: Trainer, value: list[str]) -> None:
+        for name, part in trainer.lightning_module.named_modules():
+            part.training = name not in value
+
+
+class UntrackedStatistics(Part):
+    """The normalisation layers whose running statistics were switched off, as ``BaseFinetuning`` does."""
+
+    name = "untracked"
+    of_each_rank = False
+    changes_in_validation = False
+
+    def take(self, trainer: Trainer) -> list[str]:
+        return [name for name, part in tracking(trainer) if not part.track_running_stats]
+
+    def give_back(self, trainer: Trainer, value: list[str]) -> None:
+        for name, part in tracking(trainer):
+            part.track_running_stats = name not in value
+
+
+def tracking(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """The layers that may track running statistics, by name."""
+    for name, part in trainer.lightning_module.named_modules():
+        if hasattr(part, "track_running_stats"):
+            yield name, part
+
+
+class PlainBuffers(Part):
+    """Buffers that are not persistent and have changed since the start, such as a queue or a running mean.
+
+    A state dict leaves them out. One that has not changed is left out here, too: it may be a large constant table, and
+    the module makes it again.
+    """
+
+    name = "buffers"
+
+    def __init__(self) -> None:
+        self.fresh: dict[str, Tensor] = {}
+
+    def begin(self, module: LightningModule) -> None:
+        """Note the buffers as the module has made them."""
+        self.fresh = {
+            name: buffer.detach().cpu().clone() for name, buffer in plain_buffers(module).items()
+        }
+
+    def take(self, trainer: Trainer) -> dict[str, Tensor]:
+        changed: dict[str, Tensor] = {}
+        for name, buffer in plain_buffers(trainer.lightning_module).items():
+            value = buffer.detach().cpu()
+            if not is_same(value, self.fresh.get(name)):
+                changed[name] = value
+        return changed
+
+    def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
+        give_plain_buffers(trainer.lightning_module, value)
+
+
+def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The dense buffers of a module that its state dict leaves out, by name."""
+    buffers = dict(module.named_buffers())
+    if buffers:
+        for name in module.state_dict():
+            buffers.pop(name, None)
+    return {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
+
+
+def give_plain_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Put buffers that are not persistent back into a module that has them."""
+    there = dict(module.named_buffers())
+    for name, value in values.items():
+        if name in there:
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, value.to(there[name].device))
+
+
+def is_same(value: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors on the CPU hold the same numbers."""
+    if other is None or value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return torch.equal(value, other)

@@ -1,0 +1,189 @@
+"""What a resumed run gets back, and when: read with the checkpoint, given back after all hooks of the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from project.engine import lightning_internals
+from project.engine.checkpoint_files import RUN_KEY
+from project.engine.loading import ExactLoading, Start
+from project.engine.parts.loops import Place
+from project.engine.parts.part import Part
+from project.engine.snapshot import users_callbacks
+
+# These are called again by a resumed run, though the run that was killed had called them.
+START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+
+
+@dataclass
+class Resume:
+    """The state of a checkpoint, as far as Lightning does not restore it."""
+
+    place: Place
+    # The kept parts of every rank, by name, and those that are of all ranks.
+    ranks: list[dict[str, Any]]
+    shared: dict[str, Any]
+    samples_per_batch: int
+    # Where training goes on in its loaders.
+    start: Start
+    # Whether the run had stopped early and is to stay so.
+    should_stop: bool
+    # Steps added to max_steps: the run stopped in the validation after its last step, and Lightning must enter the
+    # epoch once more to repeat it.
+    steps_more: int
+    run_id: str | None
+
+    @classmethod
+    def of(cls, checkpoint: dict[str, Any], trainer: Trainer, changed: bool) -> Resume:
+        """Read a checkpoint's state. Where the run ended inside an epoch and has more to do, it is that of inside.
+
+        Then the checkpoint's own entries are changed, in place, before Lightning restores them.
+        """
+        saved = checkpoint[RUN_KEY]
+        state = as_written_now(saved)
+        should_stop = bool(state.get("should_stop")) and not changed
+        inside = state.pop("inside_epoch", None)
+        if inside is not None and not should_stop and has_more_steps(trainer, checkpoint):
+            state = inside["state"]
+            checkpoint["loops"]["fit_loop"] = inside["loops"]
+            checkpoint["callbacks"].update(inside["entries"]["callbacks"])
+        ranks = state.pop("ranks")
+        place = state.pop("place")
+        samples_per_batch = state.pop("samples_per_batch")
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        # On more devices than before a new rank goes on where an earlier one was.
+        loaders = ranks[trainer.global_rank % len(ranks)]["loaders"]
+        start = Start(
+            epoch=epoch_of(checkpoint, place),
+            batches=0 if place == "epoch" else batches["current"]["completed"],
+            samples_per_batch=samples_per_batch,
+            loaders=loaders,
+            over=batches["is_last_batch"],
+        )
+        ended = checkpoint["global_step"] == trainer.max_steps
+        return cls(
+            place=place,
+            ranks=ranks,
+            shared=state,
+            samples_per_batch=samples_per_batch,
+            start=start,
+            should_stop=should_stop,
+            steps_more=int(place == "validation" and ended),
+            run_id=saved.get("run_id"),
+        )
+
+    @staticmethod
+    def buffers_in(saved: dict[str, Any], rank: int) -> dict[str, Any]:
+        """The buffers that a state dict leaves out, from the record in a checkpoint; for a test."""
+        ranks = (saved.get("state") or {}).get("ranks") or [{}]
+        return dict(ranks[rank % len(ranks)].get("buffers", {}))
+
+    def give_back(self, trainer: Trainer, parts: Sequence[Part]) -> None:
+        """Give parts back, in the order of the list. What an older checkpoint lacks stays as it is."""
+        mine: dict[str, Any] = {}
+        if len(self.ranks) == trainer.world_size:
+            mine = self.ranks[trainer.global_rank]
+        for part in parts:
+            values = mine if part.of_each_rank else self.shared
+            if part.name in values:
+                part.give_back(trainer, values[part.name])
+
+    def settle_place(self, trainer: Trainer, loading: ExactLoading) -> None:
+        """Where a run had other ranks or batches, make Lightning's count of batches agree with the loader's."""
+        ranks_before = len(self.ranks)
+        size_before = self.samples_per_batch
+        ranks_now = trainer.world_size
+        size_now = loading.samples_per_batch
+        is_known = size_before and size_now
+        if not is_known or (ranks_before, size_before) == (ranks_now, size_now):
+            return
+        counters = trainer.fit_loop.epoch_loop.batch_progress.current
+        done = loading.training[0].start_batch  # type: ignore[attr-defined]
+        counters.ready = done
+        counters.started = done
+        counters.processed = done
+        counters.completed = done
+        now = f"{ranks_now} device(s) and global batch {size_now}"
+        before = f"{ranks_before} and {size_before}"
+        loading.notes.append(
+            f"resumed with {now} instead of {before}: it goes on from the right sample, not exactly."
+        )
+
+
+def as_written_now(saved: dict[str, Any]) -> dict[str, Any]:
+    """The state in a checkpoint, in today's form. Earlier code kept some parts under other names."""
+    state = dict(saved["state"])
+    if "groups" in state:
+        start = {"groups": state.pop("groups"), "schedules": state.pop("schedules")}
+        state["start"] = start if start["groups"] else None
+    if "kinds" in state:
+        kinds = state.pop("kinds")
+        metrics = saved.get("metrics", {})
+        state["callback_metrics"] = {
+            name: torch.tensor(float(metrics[name]), dtype=kind) for name, kind in kinds.items()
+        }
+    for name in ("frozen", "eval", "untracked"):
+        if name not in state and name in state["ranks"][0]:
+            state[name] = state["ranks"][0][name]
+    return state
+
+
+def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
+    """Whether the Trainer's ``max_steps`` is not reached."""
+    return trainer.max_steps == -1 or checkpoint["global_step"] < trainer.max_steps
+
+
+def epoch_of(checkpoint: dict[str, Any], place: Place) -> int:
+    """The epoch that a checkpoint goes on with. Lightning's own number is that at the save, after the last epoch."""
+    if place == "epoch":
+        return int(checkpoint["epoch"])
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    return int(epochs["current"]["processed"])
+
+
+def uses_hooks(trainer: Trainer) -> bool:
+    """Whether the module or a callback of the user's has a hook that a resumed run calls again."""
+    if any(is_overridden(name, trainer.lightning_module) for name in START_HOOKS):
+        return True
+    for callback in users_callbacks(trainer):
+        for name in START_HOOKS:
+            if getattr(type(callback), name) is not getattr(Callback, name):
+                return True
+    return False
+
+
+def call_epoch_start_again(trainer: Trainer) -> None:
+    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on.
+
+    It brings what they set for an epoch, such as frozen layers in eval mode. Lightning leaves the hook out there. What
+    else they do is undone by :class:`project.engine.snapshot.BeforeHooks`.
+    """
+    module = trainer.lightning_module
+    again = users_callbacks(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler) and callback not in again:
+            again.append(callback)
+    for callback in again:
+        callback.on_train_epoch_start(trainer, module)
+    lightning_internals.call_module_hook(trainer, "on_train_epoch_start")
+
+
+def share_buffers(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
+    """Give all ranks rank zero's buffers before a validation, as a resumed run has them.
+
+    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged weights. NCCL takes
+    nothing from the CPU; ``cpu_group`` does.
+    """
+    if trainer.world_size == 1:
+        return
+    for part in (module, *lightning_internals.averaged_models(trainer)):
+        for buffer in part.buffers():
+            group = cpu_group if buffer.device.type == "cpu" else None
+            torch.distributed.broadcast(buffer, src=0, group=group)

@@ -1,0 +1,152 @@
+"""A state between two optimizer steps: every kept part, and how Lightning's own entries were at that moment."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.memory import recursive_detach
+
+from project.engine.parts.loops import Place
+from project.engine.parts.part import Part
+
+
+@dataclass
+class Snapshot:
+    """The state at one place in the loops. A save writes it, at once or a little later."""
+
+    place: Place
+    # By name of the part: this rank's own, and those of which rank zero's counts.
+    mine: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    # Lightning's own entries as they are now. Empty where the save follows at once.
+    entries: dict[str, Any] = field(default_factory=dict)
+    # The counters of the fit loop, where they are not those at the save.
+    loops: dict[str, Any] | None = None
+
+    def add(self, trainer: Trainer, parts: Sequence[Part]) -> None:
+        """Take parts. They are copied, for the training goes on and changes sums in place."""
+        for part in parts:
+            value = copy.deepcopy(part.take(trainer))
+            if part.of_each_rank:
+                self.mine[part.name] = value
+            else:
+                self.shared[part.name] = value
+
+    def add_entries(self, trainer: Trainer) -> None:
+        """Take what hooks may change before the save, of what Lightning saves itself.
+
+        Those are the states of callbacks and of the data module, and the buffers of the module.
+        """
+        states = {}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            states[callback.state_key] = callback.state_dict()
+        entries: dict[str, Any] = {"callbacks": states}
+        entries["state_dict"] = dict(trainer.lightning_module.named_buffers())
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if data is not None:
+            entries[type(data).__qualname__] = data.state_dict()
+        self.entries = copy.deepcopy(recursive_detach(entries))
+
+    def put_entries_into(self, checkpoint: dict[str, Any]) -> None:
+        """Let Lightning's own entries in a checkpoint be those of this moment."""
+        for key, before in self.entries.items():
+            saved = checkpoint.get(key, {})
+            for name, value in before.items():
+                if name in saved:
+                    saved[name] = value
+
+
+class BeforeHooks:
+    """What Lightning has restored, as it is before the user's hooks of the start, to be given back after them.
+
+    A resumed run calls ``on_fit_start`` and ``on_train_start`` again, and ``on_train_epoch_start`` for the epoch that
+    goes on. The run that was killed had called them long ago. So what they do to weights, optimizers, schedules,
+    callbacks and the data module must be undone: else a rate that is halved at each epoch's start would be halved
+    twice.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.optimizers: list[Any] = []
+        self.schedules: list[Any] = []
+        self.callbacks: list[tuple[Any, Any]] = []
+        self.data: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
+
+    def take_weights(self, trainer: Trainer) -> None:
+        """Note weights and buffers, on the CPU."""
+        module = trainer.lightning_module
+        self.weights = []
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.weights.append((tensor, tensor.detach().to("cpu", copy=True)))
+
+    def take_training(self, trainer: Trainer) -> None:
+        """Note what belongs to the training: optimizers, schedules, the user's callbacks, data, the module's own."""
+        self.optimizers = [copy.deepcopy(each.state_dict()) for each in trainer.optimizers]
+        configs = trainer.lr_scheduler_configs
+        self.schedules = [copy.deepcopy(config.scheduler.state_dict()) for config in configs]
+        self.callbacks = []
+        for callback in users_callbacks(trainer):
+            self.callbacks.append((callback, copy.deepcopy(callback.state_dict())))
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if data is not None:
+            self.data = copy.deepcopy(data.state_dict())
+        self.own = saved_by_module(trainer)
+
+    def give_back(self, trainer: Trainer) -> None:
+        """Undo what the hooks have changed."""
+        with torch.no_grad():
+            for tensor, value in self.weights:
+                tensor.copy_(value)
+        for optimizer, state in zip(trainer.optimizers, self.optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        for config, state in zip(trainer.lr_scheduler_configs, self.schedules, strict=True):
+            config.scheduler.load_state_dict(state)
+        for callback, state in self.callbacks:
+            if state:
+                callback.load_state_dict(state)
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if self.data:
+            data.load_state_dict(self.data)
+        if not same(saved_by_module(trainer), self.own):
+            # The hooks count something that the module itself saves and loads.
+            trainer.lightning_module.on_load_checkpoint(self.own)
+
+
+def saved_by_module(trainer: Trainer) -> dict[str, Any]:
+    """What the module's own ``on_save_checkpoint`` adds to a checkpoint."""
+    added: dict[str, Any] = {}
+    try:
+        trainer.lightning_module.on_save_checkpoint(added)
+        return copy.deepcopy(added)
+    except Exception:
+        # It changes entries of Lightning's, which are not there.
+        return {}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested values are equal, tensors by their numbers."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and bool(torch.equal(one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        if len(one) != len(other):
+            return False
+        return all(same(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def users_callbacks(trainer: Trainer) -> list[Any]:
+    """The callbacks that neither Lightning nor the engine brings."""
+    ours = __name__.rpartition(".")[0]
+    found = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not type(callback).__module__.startswith(("lightning.", ours)):
+            found.append(callback)
+    return found
