@@ -350,7 +350,9 @@ def assert_same_run(one: Path, other: Path) -> None:
 def without_measured(state: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint's state without what no two runs have alike: the time and memory that monitors measured."""
     logged = state["callback_metrics"]
-    kept = {name: x for name, x in logged.items() if not name.startswith(("throughput/", "memory/"))}
+    kept = {
+        name: x for name, x in logged.items() if not name.startswith(("throughput/", "memory/"))
+    }
     # The outline is a hash of all the rest, also of those names.
     others = {name: x for name, x in state.items() if name != "outline"}
     if "inside_epoch" in others:

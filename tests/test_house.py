@@ -1,20 +1,28 @@
-"""The plan of the house: which room may import which, where private names of other packages stand."""
+"""The plan of the house: which room may import which, and where private names of others stand."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from torch.utils.data import DataLoader
 
 import project
-from project.engine import lightning_internals
+from project.engine import lightning_internals, seams
 from project.errors import UserError
 
 PACKAGE = Path(project.__file__).parent
 CLONE = PACKAGE.parent
 INTERNALS = PACKAGE / "engine" / "lightning_internals.py"
+SEAMS = PACKAGE / "engine" / "seams.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # With an underscore, and documented: in os, and of named tuples
 PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
@@ -41,8 +49,8 @@ def is_private(name: str) -> bool:
 def private_names(text: str) -> Iterator[str]:
     """Uses of private names that are not this file's own, as ``line: name``.
 
-    Own is ``self._name`` that a class of the file defines, and a plain name. What another object keeps for itself is
-    not, be it of this package or of another.
+    Own is ``self._name`` that a class of the file defines, and a plain name. What another object
+    keeps for itself is not, be it of this package or of another.
     """
     tree = ast.parse(text)
     own = set(names_of_classes(tree))
@@ -66,6 +74,12 @@ def private_names(text: str) -> Iterator[str]:
 
 def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_own(node: ast.expr) -> bool:
+    """``self``, or a part that a class has made for itself."""
+    is_part = isinstance(node, ast.Attribute) and is_self(node.value)
+    return is_self(node) or (is_part and node.attr not in ("trainer", "network"))
 
 
 def called(call: ast.Call) -> str:
@@ -132,39 +146,85 @@ def test_public_and_own_names_are_not(text: str) -> None:
 
 
 def test_every_private_name_of_lightning_internals_is_looked_up_at_start() -> None:
-    """Attributes that only instances have cannot be; the file that defines their class is, by another of its names."""
-    listed = {
-        part
-        for names in lightning_internals.NAMES.values()
-        for name in names
-        for part in name.split(".")
-    }
-    listed |= {part for module in lightning_internals.NAMES for part in module.split(".")}
+    """Attributes that only instances have cannot be; the file of their class stands for them, by
+    another name.
+    """
+    listed = {part for module in lightning_internals.NAMES for part in module.split(".")}
+    for names in lightning_internals.NAMES.values():
+        listed |= {part for name in names for part in name.split(".")}
     of_instances = {
-        *(
-            "_signal_connector",
-            "_results",
-            "_child_processes",
-            "_average_model",
-            "_update_count",
-            "_lightning_module",
-        ),
-        *(
-            "_restarting",
-            "_device",
-            "_combined_loader",
-            "_module_mode",
-            "_seen_batches_per_dataloader",
-        ),
-        *("_logger_connector", "_first_loop_iter", "_forward_cache", "_iterator"),
+        "_accelerator_connector",
+        "_average_model",
+        "_child_processes",
+        "_combined_loader",
+        "_device",
+        "_first_loop_iter",
+        "_iterator",
+        "_lightning_module",
+        "_logger_connector",
+        "_module_mode",
+        "_restarting",
+        "_results",
+        "_seen_batches_per_dataloader",
+        "_signal_connector",
     }
-    own = {
-        node.name
-        for node in ast.parse(INTERNALS.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    used = {line.partition(": ")[2] for line in private_names(INTERNALS.read_text())}
+    text = INTERNALS.read_text()
+    own = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    used = {line.partition(": ")[2] for line in private_names(text)}
     assert used - listed - of_instances - own == set()
+
+
+# What a live object of these has as a method, nobody else may replace.
+OF_LIVE_OBJECTS = (Trainer, Strategy, Precision, Profiler, LightningModule, DataLoader, Logger)
+METHODS = {
+    name
+    for kind in OF_LIVE_OBJECTS
+    for name in dir(kind)
+    if callable(getattr(kind, name, None)) and not name.startswith("__")
+}
+
+
+def replaced_methods(text: str) -> Iterator[str]:
+    """Methods that a file sets on objects that are not its own, as ``line: name``."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign):
+            targets = [each for each in node.targets if isinstance(each, ast.Attribute)]
+            for target in targets:
+                if target.attr in METHODS and not is_own(target.value):
+                    yield f"{target.lineno}: {target.attr}"
+        if isinstance(node, ast.Call) and called(node) == "setattr" and len(node.args) == 3:
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and name.value in METHODS:
+                yield f"{node.lineno}: {name.value}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_methods_of_live_objects_are_replaced_in_two_files_alone(path: Path) -> None:
+    if path not in (INTERNALS, SEAMS):
+        assert list(replaced_methods(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "strategy.process_dataloader = lambda loader: loader",
+        "trainer.profiler.start = mine",
+        "setattr(module, 'training_step', mine)",
+        "trainer.strategy.on_train_start = partial(f, 1)",
+    ],
+)
+def test_a_replaced_method_is_found(text: str) -> None:
+    assert len(list(replaced_methods(text))) == 1
+
+
+def test_every_seam_is_listed_and_looked_up_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name for _, name in seams.SEAMS}
+    text = SEAMS.read_text()
+    used = re.findall(r"self\._replace\(\w+, \"(\w+)\"", text)
+    assert sorted(used) == sorted(names)
+    monkeypatch.setattr(seams, "SEAMS", [*seams.SEAMS, (Precision, "gone")])
+    with pytest.raises(UserError, match="Precision lacks gone"):
+        seams.check()
 
 
 @pytest.mark.parametrize("missing", ["lightning.pytorch.loops.nowhere", "torch.nn"])

@@ -2,8 +2,8 @@
 
     from project.engine import ExactCheckpoint
 
-Names are imported when they are asked for. A command takes over signals and threads, with files of this package, before
-it imports torch.
+Names are imported when they are asked for. A command takes over signals and threads, with files of
+this package, before it imports torch.
 """
 
 from importlib import import_module

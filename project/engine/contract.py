@@ -1,8 +1,9 @@
 """What the engine and the commands may ask of your classes. Everything here is optional.
 
-A module, data module, dataset, loader or callback that has these names is asked for them; one that lacks them is used
-as it is. Nothing has to be inherited: ``isinstance(thing, contract.NamesMetric)`` is true for any object that has the
-names of the protocol. A type checker compares the arguments as well.
+A module, data module, dataset, loader or callback that has these names is asked for them; one that
+lacks them is used as it is. Nothing has to be inherited: ``isinstance(thing,
+contract.NamesMetric)`` is true for any object that has the names of the protocol. A type checker
+compares the arguments as well.
 """
 
 from __future__ import annotations
@@ -19,21 +20,29 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class NamesMetric(Protocol):
-    """A module that names the metric by which checkpoints are compared. ``--monitor`` wins over it."""
+    """A module that names the metric by which checkpoints are compared.
+
+    ``--monitor`` wins over it.
+    """
 
     monitor: str
 
 
 @runtime_checkable
 class NamesMode(Protocol):
-    """A module that says whether a small or a large value of its metric is good. ``--mode`` wins over it."""
+    """A module that says whether a small or a large value of its metric is good.
+
+    ``--mode`` wins over it.
+    """
 
     mode: Literal["min", "max"]
 
 
 @runtime_checkable
 class KeepsSums(Protocol):
-    """A module that adds up values outside of torchmetrics and ``self.log``, and wants them in a checkpoint."""
+    """A module that adds up values outside of torchmetrics and ``self.log``, and wants them in a
+    checkpoint.
+    """
 
     def metric_state(self) -> dict[str, Tensor]:
         """The sums so far: tensors by name."""
@@ -53,7 +62,9 @@ class HasNetwork(Protocol):
 
 @runtime_checkable
 class NamesClasses(Protocol):
-    """A module or data module that names the classes that it tells apart, in the order of the outputs."""
+    """A module or data module that names the classes that it tells apart, in the order of the
+    outputs.
+    """
 
     class_names: list[str]
 
@@ -69,9 +80,11 @@ class ComparesOutputs(Protocol):
 
 @runtime_checkable
 class ValidatesTrainedWeights(Protocol):
-    """A module or callback that says whether its hooks at a validation's start leave the weights as they are.
+    """A module or callback that says whether its hooks at a validation's start leave the weights as
+    they are.
 
-    Where a hook may put other weights in, a stop inside a validation needs a copy of the trained ones.
+    Where a hook may put other weights in, a stop inside a validation needs a copy of the trained
+    ones.
     """
 
     validates_trained_weights: bool
@@ -89,7 +102,10 @@ class NamesSource(Protocol):
 
 @runtime_checkable
 class StaysWithSource(Protocol):
-    """A data module with several sources. A run that goes on must use the source that it began with."""
+    """A data module with several sources.
+
+    A run that goes on must use the source that it began with.
+    """
 
     def stay_with(self, data_source: str | None) -> None:
         """Use this source and no other."""
@@ -105,7 +121,10 @@ class MayDownload(Protocol):
 
 @runtime_checkable
 class DescribesData(Protocol):
-    """A data module that learns facts from its files, such as class names. ``predict`` needs them without the files."""
+    """A data module that learns facts from its files, such as class names.
+
+    ``predict`` needs them without the files.
+    """
 
     def description(self) -> dict[str, Any]:
         """The facts, as plain values. A checkpoint holds them."""
@@ -134,10 +153,15 @@ class PreparesFiles(Protocol):
 
 @runtime_checkable
 class PreparesImages(Protocol):
-    """A data module that turns the pixels of a picture into an input of the network, for ``predict``."""
+    """A data module that turns the pixels of a picture into an input of the network, for
+    ``predict``.
+    """
 
     def prepare_image(self, pixels: Tensor) -> Tensor:
-        """``pixels``: float32 (height, width, 3) in 0-1. Returns the input, without a batch dimension."""
+        """``pixels``: float32 (height, width, 3) in 0-1.
+
+        Returns the input, without a batch dimension.
+        """
         ...
 
 

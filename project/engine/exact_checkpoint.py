@@ -1,13 +1,14 @@
-"""The engine's one callback: exact resume, clean stop, whole files and exact evaluation in any Trainer.
+"""The engine's one callback: exact resume, clean stop, whole files and exact evaluation in any
+Trainer.
 
     keep = ExactCheckpoint("checkpoints/mine", monitor="val_loss", mode="min", every="60s")
     trainer = Trainer(max_epochs=10, callbacks=[keep])
     trainer.fit(module, datamodule, ckpt_path=keep.resume_from)
 
-Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and logging steps. It
-forgets the best when its folder changes, and numbers its files (Lightning issues 17543, 21800, 11379). Here every
-checkpoint is taken between two optimizer steps: the last step, its validation and its logging are done, and no hook of
-the next step has been called.
+Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and
+logging steps. It forgets the best when its folder changes, and numbers its files (Lightning issues
+17543, 21800, 11379). Here every checkpoint is taken between two optimizer steps: the last step, its
+validation and its logging are done, and no hook of the next step has been called.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,8 @@ from project.engine.snapshot import BeforeHooks, Snapshot
 from project.engine.stop import SAVE_DUE, Agreement
 from project.errors import UserError
 
-# Hooks of these change no weights for a validation. The user's own may validate other weights than are trained.
+# Hooks of these change no weights for a validation. The user's own may validate other weights than
+# are trained.
 KEEPS_WEIGHTS = ("lightning.", __name__.rpartition(".")[0])
 # Lightning's callbacks with which a resume is not exact, and why.
 NOT_EXACT: dict[type[Callback], str] = {
@@ -59,36 +62,40 @@ NOT_EXACT: dict[type[Callback], str] = {
 
 
 class ExactCheckpoint(callbacks.Checkpoint):
-    """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly when it is asked to.
+    """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly
+    when it is asked to.
 
     What happens at which hook, in the order of a run:
 
     | hook | what happens |
     | --- | --- |
-    | setup | this callback becomes the first; loaders, signals and three seams (seams.py) are taken over |
-    | on_load_checkpoint | the checkpoint's state is read; where training goes on in its loaders is set |
-    | on_fit_start | what optimizers and schedules start with is noted, before the checkpoint's states come |
-    | on_train_start | changed hyperparameters win over the checkpoint; the user's hooks come after this |
-    | (seam) after all on_train_start | RESTORE: on_train_epoch_start again if inside an epoch, then every part |
-    | (seam) before each batch | SAVE if it is due or asked for, and the stop |
+    | setup | becomes the first callback; takes over loaders, signals, three seams (seams.py) |
+    | on_load_checkpoint | reads the state; sets where training goes on in its loaders |
+    | on_fit_start | notes what optimizers and schedules start with, before their states come |
+    | on_train_start | lets changed hyperparameters win; the user's hooks come after this |
+    | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
+    | (seam) before each batch | SAVE if one is due or asked for; the stop |
     | on_train_batch_end | the ranks agree whether to save or stop before the next batch |
-    | on_validation_start | a snapshot, for a stop inside the validation |
-    | on_validation_batch_end, on_test_batch_end | the ranks agree; the stop inside an evaluation; sums over ranks |
-    | on_validation_end | the followed metric is compared with the best so far |
+    | on_validation_start | takes a snapshot, for a stop inside the validation |
+    | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks |
+    | on_validation_end | compares the followed metric with the best so far |
     | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
 
     Args:
-        folder: Where ``last.ckpt`` and ``best.ckpt`` are. None: nothing is saved, and the rest works.
-        monitor: The metric that ``best.ckpt`` follows. None: the module's own ``monitor``; else ``val/accuracy``,
-            ``val/loss`` or ``val_loss``, the first that is logged; else the last checkpoint is the best.
+        folder: Where ``last.ckpt`` and ``best.ckpt`` are. None: nothing is saved, and the rest
+            works.
+        monitor: The metric that ``best.ckpt`` follows. None: the module's own ``monitor``; else
+            ``val/accuracy``, ``val/loss`` or ``val_loss``, the first that is logged; else the last
+            checkpoint is the best.
         mode: ``max`` or ``min``. None: the module's own ``mode``, else what the metric's name says.
         every: How often ``last.ckpt`` is saved: seconds (``60s``) or optimizer steps (``500``).
         parts: Further parts of a checkpoint, for state that your own code keeps.
         run_id: Tells the checkpoints of this run from another's in the same folder.
-        changed: Whether the user has changed settings since the checkpoint. Then the hyperparameters of optimizers and
-            schedules that are made now win over the checkpoint's.
-        requeue_signal: SLURM's signal, at which the job is saved and queued again. See :mod:`project.engine.slurm`.
+        changed: Whether the user has changed settings since the checkpoint. Then the
+            hyperparameters of optimizers and schedules that are made now win over the checkpoint's.
+        requeue_signal: SLURM's signal, at which the job is saved and queued again. See
+            :mod:`project.engine.slurm`.
     """
 
     def __init__(
@@ -186,7 +193,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def resume_from(self) -> str | None:
-        """The newest whole checkpoint, for ``trainer.fit(..., ckpt_path=...)``; None the first time.
+        """The newest whole checkpoint, for ``trainer.fit(..., ckpt_path=...)``; None the first
+        time.
 
         A damaged file is skipped, and a line says so.
         """
@@ -228,7 +236,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             signals.note_requeue(self.requeue_signal)
 
     def _come_first(self, trainer: Trainer) -> None:
-        """Stand before all other callbacks: what they do for a step must come after this one's save."""
+        """Stand before all other callbacks: what they do for a step must come after this one's
+        save.
+        """
         others = [
             each
             for each in trainer.callbacks  # type: ignore[attr-defined]
@@ -252,6 +262,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
             return
+        # Lightning tells from the loader's names that it cannot be resumed, and advises what is not
+        # needed here.
+        advice = "You're resuming from a checkpoint that ended before the epoch ended"
+        warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self.changed)
         self._resume = resume
         self.run_id = self.run_id or resume.run_id
@@ -260,7 +274,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         trainer.should_stop = resume.should_stop
 
     def _correct_states_of_lightnings(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Mend states of Lightning's own callbacks that it could not load, or that would hide what the user typed."""
+        """Mend states of Lightning's own callbacks that it could not load, or that would hide what
+        the user typed.
+        """
         states = checkpoint["callbacks"]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, callbacks.SpikeDetection):
@@ -309,15 +325,17 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 if isinstance(callback, kind):
                     notes.append(f"a resume is not exact with {name}: {reason}.")
         if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
-            notes.append(
-                "a resume is not exact with --reload_dataloaders_every_n_epochs above 1: it counts anew."
-            )
+            what = "with --reload_dataloaders_every_n_epochs above 1: it counts anew."
+            notes.append(f"a resume is not exact {what}")
         return notes
 
     # The restore
 
     def _restore(self, trainer: Trainer) -> None:
-        """Put every part back. All hooks of the start are done: what they do must change nothing of it."""
+        """Put every part back.
+
+        All hooks of the start are done: what they do must change nothing of it.
+        """
         resume = self._resume
         if resume is not None and resume.place == "epoch":
             lightning_internals.end_restart(trainer)
@@ -341,7 +359,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         say(*dict.fromkeys(self.loading.notes))
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
-        """Rename a ``best.ckpt`` that is damaged or belongs to another run, and look for the best anew."""
+        """Rename a ``best.ckpt`` that is damaged or belongs to another run, and look for the best
+        anew.
+        """
         reason = None
         path = self.best_path
         if self.best.score is not None and trainer.is_global_zero:
@@ -364,7 +384,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def _between_steps(self, trainer: Trainer) -> None:
         """Called before each batch of the training, when nothing of its step has been done."""
         if self._resume is not None and self._resume.steps_more:
-            # The run went on only for a validation, and that is not wanted any more. This ends the epoch.
+            # The run went on only for a validation, and that is not wanted any more. This ends the
+            # epoch.
             raise StopIteration
         if self._request or self._best_due:
             self._save_and_stop(trainer, self._take(trainer, "batch"))
@@ -415,8 +436,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def epoch_ends(self, trainer: Trainer) -> None:
         """Called first of all when an epoch's batches are over, before any other hook for its end.
 
-        Where the run ends inside an epoch (``--max_steps``, ``--max_time``, an early stop), a later start with more to
-        do goes on inside it. So the state is taken now.
+        Where the run ends inside an epoch (``--max_steps``, ``--max_time``, an early stop), a later
+        start with more to do goes on inside it. So the state is taken now.
         """
         is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         is_cut = is_last_step or trainer.should_stop
@@ -462,7 +483,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._resume is not None:
             # Nothing was left to train. Only the test is repeated.
             self._resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
-            # The run was resumed from best.ckpt after its end: replace the damaged last.ckpt, for nothing else would.
+            # The run was resumed from best.ckpt after its end: replace the damaged last.ckpt, for
+            # nothing else would.
             is_damaged = trainer.is_global_zero and damage(self.last_path) is not None
             if self.saves and is_damaged and self.best_path.exists():
                 write_atomically(self.best_path.read_bytes(), self.last_path)
@@ -598,7 +620,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, contract.PausesWhileSaving):
                     pauses.enter_context(callback.pause())
-            # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new best.
+            # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
+            # best.
             can_go_on = snapshot.place == "epoch" or self.loading.anywhere
             if self.saves and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
@@ -626,8 +649,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             trainer.save_checkpoint(path, weights_only=False)
             is_saved = True
             if self._best_due and trainer.is_global_zero and can_go_on:
-                # The best comes first: a run that is killed in between repeats the steps to the best. last.ckpt is a
-                # copy, for damage to one file must not damage the other.
+                # The best comes first: a run that is killed in between repeats the steps to the
+                # best. last.ckpt is a copy, for damage to one file must not damage the other.
                 write_atomically(self.best_path.read_bytes(), self.last_path)
         except (UserError, TypeError) as error:
             # On rank zero alone. The others wait in save_checkpoint.
@@ -669,7 +692,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         record["run_id"] = self._id()
 
     def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
-        """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of all."""
+        """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of
+        all.
+        """
         assert self.agreement is not None
         return {
             "place": snapshot.place,
@@ -706,7 +731,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 class EpochEnds(Callback):
     """Tells :class:`ExactCheckpoint` first that an epoch's batches are over.
 
-    Lightning calls this one hook of checkpoint callbacks last, after the module's own, whatever their place is.
+    Lightning calls this one hook of checkpoint callbacks last, after the module's own, whatever
+    their place is.
     """
 
     def __init__(self, checkpoint: ExactCheckpoint) -> None:
@@ -722,7 +748,10 @@ def says_so(part: Any) -> bool:
 
 
 def parse_interval(text: str) -> tuple[float, int | None]:
-    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500). Anything else is a UserError."""
+    """``"60s"`` → (60.0, None); ``"500"`` or ``"500steps"`` → (60.0, 500).
+
+    Anything else is a UserError.
+    """
     seconds = re.fullmatch(r"\s*(\d{1,9}\.?\d*|\.\d+)\s*s\s*", str(text))
     if seconds and 0 < float(seconds[1]) < math.inf:
         return float(seconds[1]), None

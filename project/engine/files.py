@@ -8,9 +8,12 @@ from project.errors import UserError
 
 
 def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
-    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
+    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError
+    where that fails.
+    """
     if isinstance(data, str):
-        # A file's name need not be valid Unicode. Python reads such a byte as a code that UTF-8 does not have.
+        # A file's name need not be valid Unicode. Python reads such a byte as a code that UTF-8
+        # does not have.
         data = data.encode(errors="backslashreplace")
     # Two commands may write the same file, so each has a name of its own.
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -30,7 +33,10 @@ def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Let a rename survive a power cut. Windows and some file systems cannot open a folder; there it is done without."""
+    """Let a rename survive a power cut.
+
+    Windows and some file systems cannot open a folder; there it is done without.
+    """
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,6 @@
-"""The metric that a run follows: which one it is, in which direction it is good, and its best value so far."""
+"""The metric that a run follows: which one it is, in which direction it is good, and its best value
+so far.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from project.errors import require
 Mode = Literal["min", "max"]
 # Where nobody names a metric, the first of these that is logged is followed.
 DEFAULTS = ("val/accuracy", "val/loss", "val_loss")
-# A metric with one of these in its name is best where it is smallest. The short ones must be words of their own.
+# A metric with one of these in its name is best where it is smallest. The short ones must be words
+# of their own.
 COSTS = re.compile(
     r"loss|error|mae|mse|mape|perplexity"
     r"|(?<![a-z])(nll|ppl|bpc|wer|cer|eer|ece|fid|kl|brier|lpips)(?![a-z])"
@@ -55,20 +58,26 @@ class Best:
             return
         self.monitor = module.monitor
         self.asked = "module"
-        names_mode = isinstance(module, contract.NamesMode) and module.mode in ("min", "max")
-        if self.named_mode is None and names_mode:
-            self.named_mode = module.mode
+        if self.named_mode is None and isinstance(module, contract.NamesMode):
+            direction: Any = module.mode
+            self.named_mode = direction if direction in ("min", "max") else None
 
     @property
     def mode(self) -> Mode:
-        """Whether the largest or the smallest value is the best. Where nobody says it, the metric's name does."""
+        """Whether the largest or the smallest value is the best.
+
+        Where nobody says it, the metric's name does.
+        """
         if self.named_mode is not None:
             return self.named_mode
         is_cost = COSTS.search((self.monitor or "").lower()) is not None
         return "min" if is_cost else "max"
 
     def take(self, logged: dict[str, Any], epoch: int) -> bool:
-        """Note a value; returns whether it is the best so far. Of equal values the later wins, as it is trained more."""
+        """Note a value; returns whether it is the best so far.
+
+        Of equal values the later wins, as it is trained more.
+        """
         if self.monitor is None:
             self.monitor = next((name for name in DEFAULTS if name in logged), None)
         if self.monitor not in logged:

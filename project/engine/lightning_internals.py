@@ -1,7 +1,9 @@
-"""The only file that uses private names of Lightning, torch and other packages: one function each, with its reason.
+"""The only file that uses private names of Lightning, torch and other packages: one function each,
+with its reason.
 
-Each function says what it buys and what public way is missing. :func:`check` looks every name up when a run starts. If
-a version lacks one, the run ends with one line, instead of ignoring a signal or losing a sum later.
+Each function says what it buys and what public way is missing. :func:`check` looks every name up
+when a run starts. If a version lacks one, the run ends with one line, instead of ignoring a signal
+or losing a sum later.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 
-# Module: the names in it that this file uses. An attribute that only instances have cannot be looked up. A class
-# attribute of the same file stands for it.
+# Module: the names in it that this file uses. An attribute that only instances have cannot be
+# looked up. A class attribute of the same file stands for it.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": [
         "_SignalConnector.register_signal_handlers",
@@ -86,10 +88,12 @@ def check() -> None:
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from handling SIGTERM and SLURM's signal, and from a broadcast between ranks at every step.
+    """Keep Lightning from handling SIGTERM and SLURM's signal, and from a broadcast between ranks
+    at every step.
 
-    Buys: a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time in 8), no wait for
-    the device. Public way missing: the Trainer has no switch for its handlers (Lightning issues 20806, 21406, 21487).
+    Buys: a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time
+    in 8), no wait for the device. Public way missing: the Trainer has no switch for its handlers
+    (Lightning issues 20806, 21406, 21487).
     """
 
     def nothing() -> None: ...
@@ -101,8 +105,8 @@ def leave_signals_alone(trainer: Trainer) -> None:
 def release_child_processes() -> list[Any]:
     """Keep Lightning's observer from killing this process as its child ranks end with an error.
 
-    Returns the child ranks, each a ``Popen``. Buys: exit code 143, not 137, of a DDP run. Public way missing: the
-    observer's thread cannot be stopped.
+    Returns the child ranks, each a ``Popen``. Buys: exit code 143, not 137, of a DDP run. Public
+    way missing: the observer's thread cannot be stopped.
     """
     released: list[Any] = []
     for thread in threading.enumerate():
@@ -116,11 +120,12 @@ def release_child_processes() -> list[Any]:
 
 
 def take_over_sharing(trainer: Trainer) -> bool:
-    """Keep Lightning from putting a DistributedSampler of its own into loaders; returns whether it would have.
+    """Keep Lightning from putting a DistributedSampler of its own into loaders; returns whether it
+    would have.
 
-    Buys: exact shares from a Trainer with default arguments, whose sampler would repeat samples in an evaluation. The
-    user who typed ``use_distributed_sampler=False`` has shared the data himself. Public way missing: the Trainer does
-    not show this argument again.
+    Buys: exact shares from a Trainer with default arguments, whose sampler would repeat samples in
+    an evaluation. The user who typed ``use_distributed_sampler=False`` has shared the data himself.
+    Public way missing: the Trainer does not show this argument again.
     """
     connector = trainer._accelerator_connector
     shares = connector.use_distributed_sampler
@@ -136,7 +141,8 @@ def let_lightning_share(trainer: Trainer, shares: bool) -> None:
 def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[Any], bool]:
     """The loaders of the evaluation that runs, and whether this is the last batch of one of them.
 
-    For loaders that are read side by side: of all. Public way missing: how they are read is the loop's secret.
+    For loaders that are read side by side: of all. Public way missing: how they are read is the
+    loop's secret.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     if trainer.testing:
@@ -151,8 +157,8 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
 def iterator_of(part: str) -> property:
     """The ``_iterator`` of an attribute, as a loader's own.
 
-    Buys that Lightning ends its workers after training. Public way missing: Lightning looks for this attribute of a
-    loader alone.
+    Buys that Lightning ends its workers after training. Public way missing: Lightning looks for
+    this attribute of a loader alone.
     """
     owner = attrgetter(part)
 
@@ -171,8 +177,8 @@ def iterator_of(part: str) -> property:
 def call_module_hook(trainer: Trainer, name: str) -> None:
     """Call a hook of the module as Lightning's loop does.
 
-    Public way missing: Lightning leaves ``on_train_epoch_start`` out where an epoch goes on, and only its own call
-    tells ``self.log`` where it is.
+    Public way missing: Lightning leaves ``on_train_epoch_start`` out where an epoch goes on, and
+    only its own call tells ``self.log`` where it is.
     """
     call._call_lightning_module_hook(trainer, name)
 
@@ -180,8 +186,8 @@ def call_module_hook(trainer: Trainer, name: str) -> None:
 def end_restart(trainer: Trainer) -> None:
     """Let a resumed epoch begin or end like any other.
 
-    Buys that a ReduceLROnPlateau steps at its end, and that no step is counted twice. Public way missing: the setter of
-    ``restarting`` sets it again where ``max_steps`` ends the run.
+    Buys that a ReduceLROnPlateau steps at its end, and that no step is counted twice. Public way
+    missing: the setter of ``restarting`` sets it again where ``max_steps`` ends the run.
     """
     trainer.fit_loop._restarting = False
     trainer.fit_loop.epoch_loop.restarting = False
@@ -198,8 +204,8 @@ def validated_batches(trainer: Trainer) -> dict[int, int]:
 def modes_before_validation(trainer: Trainer) -> dict[str, bool]:
     """Within a validation: whether each part of the module was in training mode before it.
 
-    Buys that parts which are trained in eval mode stay so after a resume. Public way missing: within a validation all
-    parts are in eval mode, and only its loop knows which ones return.
+    Buys that parts which are trained in eval mode stay so after a resume. Public way missing:
+    within a validation all parts are in eval mode, and only its loop knows which ones return.
     """
     return trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
 
@@ -208,14 +214,18 @@ def modes_before_validation(trainer: Trainer) -> dict[str, bool]:
 
 
 def training_results(trainer: Trainer) -> Any:
-    """What ``self.log`` has collected in this epoch of training, by key. Public way missing (issue 17543)."""
+    """What ``self.log`` has collected in this epoch of training, by key.
+
+    Public way missing (issue 17543).
+    """
     return trainer.fit_loop.epoch_loop._results
 
 
 def current_results(trainer: Trainer) -> Iterable[tuple[str, Any]]:
     """What ``self.log`` has collected in the loop that runs, and has not reset.
 
-    Public way missing: ``trainer.callback_metrics`` holds other loops' values, too, and not their samples.
+    Public way missing: ``trainer.callback_metrics`` holds other loops' values, too, and not their
+    samples.
     """
     results = trainer._results
     return () if results is None else results.valid_items()
@@ -238,9 +248,11 @@ def log_again(
 
 
 def averaged_models(trainer: Trainer) -> dict[Any, Any]:
-    """The averaged weights of ``WeightAveraging`` callbacks, and the device that the callback was told, if any.
+    """The averaged weights of ``WeightAveraging`` callbacks, and the device that the callback was
+    told, if any.
 
-    Buys: the same running statistics on every rank. Public way missing: the callback has no attribute for its model.
+    Buys: the same running statistics on every rank. Public way missing: the callback has no
+    attribute for its model.
     """
     found: dict[Any, Any] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -250,9 +262,11 @@ def averaged_models(trainer: Trainer) -> dict[Any, Any]:
 
 
 def average_on_the_device(trainer: Trainer) -> None:
-    """Put averaged weights where the trained ones are, unless the callback was told where; their count on the host.
+    """Put averaged weights where the trained ones are, unless the callback was told where; their
+    count on the host.
 
-    Buys: no copy of all weights to the CPU and no wait for the count at every step. Public way missing: no switch.
+    Buys: no copy of all weights to the CPU and no wait for the count at every step. Public way
+    missing: no switch.
     """
     for average, device in averaged_models(trainer).items():
         count: Any = average.n_averaged.cpu()
@@ -261,7 +275,10 @@ def average_on_the_device(trainer: Trainer) -> None:
 
 
 def stays_on_the_host(count: Any) -> Any:
-    """A count that is not moved by ``to``. A number on the host may be added to numbers on a device."""
+    """A count that is not moved by ``to``.
+
+    A number on the host may be added to numbers on a device.
+    """
 
     def stay(*_: Any) -> Any:
         return count
@@ -295,8 +312,8 @@ def values_are_no_files() -> Iterator[None]:
 def profiled_module(profiler: Profiler) -> LightningModule:  # feature: profiler
     """The module that is trained.
 
-    Buys regions around the network in the step profiler. Public way missing: a Profiler has none to its Trainer or
-    module.
+    Buys regions around the network in the step profiler. Public way missing: a Profiler has none to
+    its Trainer or module.
     """
     return profiler._lightning_module  # type: ignore[attr-defined]
 
@@ -308,7 +325,8 @@ def surround_calls(
 ) -> Iterator[None]:
     """Inside, call ``before`` and ``after`` around every call of a network, compiled or not.
 
-    Buys the time of its forward pass. Public way missing: ``nn.Module.compile`` would compile hooks as well.
+    Buys the time of its forward pass. Public way missing: ``nn.Module.compile`` would compile hooks
+    as well.
     """
     compiled = network._compiled_call_impl
     call_network = compiled or network._call_impl
@@ -330,7 +348,8 @@ def surround_calls(
 # feature: memory
 @contextmanager
 def memory_history(path: Path, max_entries: int) -> Iterator[None]:
-    """Record CUDA allocations and frees inside, and write the newest, with their stacks, for PyTorch's memory viewer.
+    """Record CUDA allocations and frees inside, and write the newest, with their stacks, for
+    PyTorch's memory viewer.
 
     Buys ``--memory_snapshot``. PyTorch documents these underscored names, and has no others.
     """
@@ -342,11 +361,13 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
 
 # end feature: memory
 class LiveMemory(ExitStack):  # feature: tune, memory
-    """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs microseconds each.
+    """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs
+    microseconds each.
 
-    Not within one operation. A compiled network runs eagerly. Above ``limit_bytes``: ``torch.OutOfMemoryError``.
-    Buys what the CPU's allocator does not count. Public way missing: PyTorch has ``TorchDispatchMode`` in this module
-    alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
+    Not within one operation. A compiled network runs eagerly. Above ``limit_bytes``:
+    ``torch.OutOfMemoryError``. Buys what the CPU's allocator does not count. Public way missing:
+    PyTorch has ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public,
+    does not see the backward pass.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -362,7 +383,7 @@ class LiveMemory(ExitStack):  # feature: tune, memory
         class Results(TorchDispatchMode):
             def __torch_dispatch__(
                 _, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:  # noqa: N805
+            ) -> Any:
                 result = func(*args, **(kwargs or {}))
                 self.count(tree_leaves(result))
                 return result
@@ -371,7 +392,9 @@ class LiveMemory(ExitStack):  # feature: tune, memory
         return super().__enter__()
 
     def count(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were made before, such as weights; one that is counted already is not counted again."""
+        """Count tensors that were made before, such as weights; one that is counted already is not
+        counted again.
+        """
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()

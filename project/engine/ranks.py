@@ -1,4 +1,6 @@
-"""The rank of this process before Lightning knows it, and decisions that rank zero makes for all ranks."""
+"""The rank of this process before Lightning knows it, and decisions that rank zero makes for all
+ranks.
+"""
 
 import atexit
 import json
@@ -15,7 +17,9 @@ DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
 
 
 def launched_world() -> tuple[int, int, int]:
-    """Rank, world size and ranks per machine as torchrun or SLURM (srun) announce them; (0, 1, 1) outside of both."""
+    """Rank, world size and ranks per machine as torchrun or SLURM (srun) announce them; (0, 1, 1)
+    outside of both.
+    """
     environ = os.environ
     by_torchrun = "TORCHELASTIC_RUN_ID" in environ
     by_variables = "RANK" in environ and "WORLD_SIZE" in environ
@@ -43,7 +47,10 @@ def is_rank_zero() -> bool:
 
 
 def say(*lines: str) -> None:
-    """Print lines, on rank zero. Where the reader has gone (``... | head``) they go nowhere, and the run goes on."""
+    """Print lines, on rank zero.
+
+    Where the reader has gone (``... | head``) they go nowhere, and the run goes on.
+    """
     if lines and is_rank_zero():
         try:
             print(*lines, sep="\n", flush=True)
@@ -52,7 +59,10 @@ def say(*lines: str) -> None:
 
 
 def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
-    """``value`` of every rank, in rank order. Every rank must call it; ``group``: default all, as NCCL or gloo."""
+    """``value`` of every rank, in rank order.
+
+    Every rank must call it; ``group``: default all, as NCCL or gloo.
+    """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -63,9 +73,11 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
 
 
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
-    """``decide()`` of rank zero, known to every rank: JSON, whose paths may become text, or the UserError raised.
+    """``decide()`` of rank zero, known to every rank: JSON, whose paths may become text, or the
+    UserError raised.
 
-    Ranks that torchrun or SLURM has started meet here, early. Lightning finds the process group and uses it.
+    Ranks that torchrun or SLURM has started meet here, early. Lightning finds the process group and
+    uses it.
     """
     if is_child():
         return inherited_decision()
@@ -121,5 +133,6 @@ def meet(rank: int, world_size: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # NCCL warns of a group that is left behind. Lightning takes down only groups that it has made itself.
+    # NCCL warns of a group that is left behind. Lightning takes down only groups that it has made
+    # itself.
     atexit.register(leave)

@@ -1,4 +1,6 @@
-"""What a resumed run gets back, and when: read with the checkpoint, given back after all hooks of the start."""
+"""What a resumed run gets back, and when: read with the checkpoint, given back after all hooks of
+the start.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,15 @@ class Resume:
     start: Start
     # Whether the run had stopped early and is to stay so.
     should_stop: bool
-    # Steps added to max_steps: the run stopped in the validation after its last step, and Lightning must enter the
-    # epoch once more to repeat it.
+    # Steps added to max_steps: the run stopped in the validation after its last step, and Lightning
+    # must enter the epoch once more to repeat it.
     steps_more: int
     run_id: str | None
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any], trainer: Trainer, changed: bool) -> Resume:
-        """Read a checkpoint's state. Where the run ended inside an epoch and has more to do, it is that of inside.
+        """Read a checkpoint's state. Where the run ended inside an epoch and has more to do, it is
+        that of inside.
 
         Then the checkpoint's own entries are changed, in place, before Lightning restores them.
         """
@@ -86,7 +89,10 @@ class Resume:
         return dict(ranks[rank % len(ranks)].get("buffers", {}))
 
     def give_back(self, trainer: Trainer, parts: Sequence[Part]) -> None:
-        """Give parts back, in the order of the list. What an older checkpoint lacks stays as it is."""
+        """Give parts back, in the order of the list.
+
+        What an older checkpoint lacks stays as it is.
+        """
         mine: dict[str, Any] = {}
         if len(self.ranks) == trainer.world_size:
             mine = self.ranks[trainer.global_rank]
@@ -96,7 +102,9 @@ class Resume:
                 part.give_back(trainer, values[part.name])
 
     def settle_place(self, trainer: Trainer, loading: ExactLoading) -> None:
-        """Where a run had other ranks or batches, make Lightning's count of batches agree with the loader's."""
+        """Where a run had other ranks or batches, make Lightning's count of batches agree with the
+        loader's.
+        """
         ranks_before = len(self.ranks)
         size_before = self.samples_per_batch
         ranks_now = trainer.world_size
@@ -104,7 +112,7 @@ class Resume:
         is_known = size_before and size_now
         if not is_known or (ranks_before, size_before) == (ranks_now, size_now):
             return
-        counters = trainer.fit_loop.epoch_loop.batch_progress.current
+        counters: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         done = loading.training[0].start_batch  # type: ignore[attr-defined]
         counters.ready = done
         counters.started = done
@@ -112,13 +120,15 @@ class Resume:
         counters.completed = done
         now = f"{ranks_now} device(s) and global batch {size_now}"
         before = f"{ranks_before} and {size_before}"
-        loading.notes.append(
-            f"resumed with {now} instead of {before}: it goes on from the right sample, not exactly."
-        )
+        change = f"resumed with {now} instead of {before}"
+        loading.notes.append(f"{change}: it goes on from the right sample, not exactly.")
 
 
 def as_written_now(saved: dict[str, Any]) -> dict[str, Any]:
-    """The state in a checkpoint, in today's form. Earlier code kept some parts under other names."""
+    """The state in a checkpoint, in today's form.
+
+    Earlier code kept some parts under other names.
+    """
     state = dict(saved["state"])
     if "groups" in state:
         start = {"groups": state.pop("groups"), "schedules": state.pop("schedules")}
@@ -141,7 +151,10 @@ def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
 
 
 def epoch_of(checkpoint: dict[str, Any], place: Place) -> int:
-    """The epoch that a checkpoint goes on with. Lightning's own number is that at the save, after the last epoch."""
+    """The epoch that a checkpoint goes on with.
+
+    Lightning's own number is that at the save, after the last epoch.
+    """
     if place == "epoch":
         return int(checkpoint["epoch"])
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
@@ -160,10 +173,11 @@ def uses_hooks(trainer: Trainer) -> bool:
 
 
 def call_epoch_start_again(trainer: Trainer) -> None:
-    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that goes on.
+    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that
+    goes on.
 
-    It brings what they set for an epoch, such as frozen layers in eval mode. Lightning leaves the hook out there. What
-    else they do is undone by :class:`project.engine.snapshot.BeforeHooks`.
+    It brings what they set for an epoch, such as frozen layers in eval mode. Lightning leaves the
+    hook out there. What else they do is undone by :class:`project.engine.snapshot.BeforeHooks`.
     """
     module = trainer.lightning_module
     again = users_callbacks(trainer)
@@ -178,8 +192,8 @@ def call_epoch_start_again(trainer: Trainer) -> None:
 def share_buffers(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
     """Give all ranks rank zero's buffers before a validation, as a resumed run has them.
 
-    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged weights. NCCL takes
-    nothing from the CPU; ``cpu_group`` does.
+    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged
+    weights. NCCL takes nothing from the CPU; ``cpu_group`` does.
     """
     if trainer.world_size == 1:
         return

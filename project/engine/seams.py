@@ -1,8 +1,9 @@
 """Every method of a live Lightning object that is replaced while a run is on, with the reason.
 
-These methods are public, so a look for private names does not find them. Each is a place where Lightning calls its own
-object, and where it has no hook for a callback. :data:`SEAMS` lists them, :func:`check` looks each up when a run
-starts, and :class:`Seams` puts every one back when the run ends.
+These methods are public, so a look for private names does not find them. Each is a place where
+Lightning calls its own object, and where it has no hook for a callback. :data:`SEAMS` lists them,
+:func:`check` looks each up when a run starts, and :class:`Seams` puts every one back when the run
+ends.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Seams:
     def process_loaders(self, make: Callable[[Any], Any]) -> None:
         """Every loader that the Trainer has made ready passes through ``make`` first.
 
-        Lightning calls ``Strategy.process_dataloader`` "to inject the strategy's logic". A subclass of Strategy could
-        override it, but the user chooses the strategy.
+        Lightning calls ``Strategy.process_dataloader`` "to inject the strategy's logic". A subclass
+        of Strategy could override it, but the user chooses the strategy.
         """
         strategy: Any = self._trainer.strategy
         further = strategy.process_dataloader
@@ -58,9 +59,11 @@ class Seams:
         self._replace(strategy, "process_dataloader", process)
 
     def after_train_start(self, act: Callable[[], None]) -> None:
-        """``act`` is called when all ``on_train_start`` hooks are done, before anything of the first epoch.
+        """``act`` is called when all ``on_train_start`` hooks are done, before anything of the
+        first epoch.
 
-        The strategy's is the last of these hooks, after the module's own. A callback's comes before the module's.
+        The strategy's is the last of these hooks, after the module's own. A callback's comes before
+        the module's.
         """
         strategy: Any = self._trainer.strategy
         further = strategy.on_train_start
@@ -74,10 +77,10 @@ class Seams:
     def before_each_batch(self, act: Callable[[], None]) -> None:
         """``act`` is called between two steps of the training.
 
-        The step before is done with its logging, its validation and its schedules. Of the next one nothing is done but
-        that its batch was fetched: no hook was called for it. Lightning's first call for a batch is to the precision
-        plugin, and its first hook comes after the module's hooks for the batch's transfer, which may draw random
-        numbers.
+        The step before is done with its logging, its validation and its schedules. Of the next one
+        nothing is done but that its batch was fetched: no hook was called for it. Lightning's first
+        call for a batch is to the precision plugin, and its first hook comes after the module's
+        hooks for the batch's transfer, which may draw random numbers.
         """
         trainer = self._trainer
         plugin: Any = trainer.precision_plugin

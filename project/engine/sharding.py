@@ -1,4 +1,6 @@
-"""FSDP as the runs of this project need it: Lightning's strategy, mended where its result would be wrong or unsafe."""
+"""FSDP as the runs of this project need it: Lightning's strategy, mended where its result would be
+wrong or unsafe.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,32 +17,31 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.optim import Optimizer
 
-LARGE = 1_000_000  # parameters of a part that is gathered, and freed, by itself
+# Parameters of a part that is gathered, and freed, by itself.
+LARGE = 1_000_000
 
 
 class ShardedStrategy(FSDPStrategy):
-    """Every device keeps a share of the weights, gradients and optimizer state: what ``--strategy fsdp`` chooses.
+    """What ``--strategy fsdp`` chooses: every device keeps a share of weights, gradients and
+    optimizer state.
 
-    Lightning's own gathers all weights at once unless it is told where to cut the module, adds gradients and keeps
-    running means in 16 bits under mixed precision, numbers the optimizer's parameters as the module does, and unpickles
-    whatever a checkpoint holds. Here a checkpoint is plain data, the same file that any other strategy writes.
+    Lightning's own strategy gathers all weights at once unless it is told where to cut the module.
+    Under mixed precision it adds gradients and keeps running means in 16 bits. It numbers the
+    optimizer's parameters as the module does, and unpickles whatever a checkpoint holds. Here a
+    checkpoint is plain data, the same file that any other strategy writes.
     """
 
-    whole_parameters = 0  # of the module before it was cut
+    # Of the module before it was cut.
+    whole_parameters = 0
     lightning_restore_optimizer = True
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(
-            **{
-                "auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=LARGE),
-                **kwargs,
-            }
-        )
+        cut_where_large = partial(size_based_auto_wrap_policy, min_num_params=LARGE)
+        super().__init__(**{"auto_wrap_policy": cut_where_large, **kwargs})
 
     def setup(self, trainer: Trainer) -> None:
-        self.whole_parameters = sum(
-            parameter.numel() for parameter in trainer.lightning_module.parameters()
-        )
+        parameters = trainer.lightning_module.parameters()
+        self.whole_parameters = sum(parameter.numel() for parameter in parameters)
         super().setup(trainer)
 
     @property
@@ -48,9 +49,9 @@ class ShardedStrategy(FSDPStrategy):
         config = super().mixed_precision_config
         if config is None or self.mixed_precision is not None:
             return config
-        buffers = (
-            torch.float32 if "mixed" in self.precision_plugin.precision else config.buffer_dtype
-        )
+        buffers = config.buffer_dtype
+        if "mixed" in self.precision_plugin.precision:
+            buffers = torch.float32
         return replace(config, reduce_dtype=torch.float32, buffer_dtype=buffers)
 
     def load_checkpoint(
@@ -67,18 +68,17 @@ class ShardedStrategy(FSDPStrategy):
             state = FSDP.optim_state_dict(model, optimizer)
         if not self.is_global_zero:
             return state
-        return FSDP.rekey_optim_state_dict(
-            state, fsdp.OptimStateKeyType.PARAM_ID, model, optim=optimizer
-        )
+        by_number = fsdp.OptimStateKeyType.PARAM_ID
+        return FSDP.rekey_optim_state_dict(state, by_number, model, optim=optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         by_name = fsdp.OptimStateKeyType.PARAM_NAME
+        states = checkpoint["optimizer_states"]
         with whole_state(self) as model:
-            for optimizer, saved in zip(
-                self.optimizers, checkpoint["optimizer_states"], strict=False
-            ):
-                names = FSDP.rekey_optim_state_dict(saved, by_name, model, optim=optimizer)
-                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, names))
+            for optimizer, saved in zip(self.optimizers, states, strict=False):
+                named = FSDP.rekey_optim_state_dict(saved, by_name, model, optim=optimizer)
+                share = FSDP.optim_state_dict_to_load(model, optimizer, named)
+                optimizer.load_state_dict(share)
 
 
 StrategyRegistry.register("fsdp", ShardedStrategy, override=True)
@@ -87,7 +87,10 @@ StrategyRegistry.register("fsdp_cpu_offload", ShardedStrategy, override=True, cp
 
 @contextmanager
 def whole_state(strategy: FSDPStrategy, rank_zero_only: bool = False) -> Iterator[Any]:
-    """The sharded model; in the block its state dicts are those of the whole one, on the CPU. Every rank enters it."""
+    """The sharded model. In the block its state dicts are those of the whole one, on the CPU.
+
+    Every rank must enter it.
+    """
     model: Any = strategy.model
     weights = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only)
     optimizer = fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank_zero_only)
@@ -96,7 +99,10 @@ def whole_state(strategy: FSDPStrategy, rank_zero_only: bool = False) -> Iterato
 
 
 def for_float32_test(strategy: FSDPStrategy, fresh: LightningModule) -> LightningModule:
-    """``fresh`` with the trained weights, for a test in float32. The trained module cannot be cut a second time."""
+    """``fresh`` with the trained weights, for a test in float32.
+
+    The trained module cannot be cut a second time.
+    """
     with whole_state(strategy) as model:
         fresh.load_state_dict(model.state_dict())
     strategy.precision_plugin = FSDPPrecision("32-true")

@@ -1,4 +1,6 @@
-"""Values that are logged in steps are added up over all ranks, so that they do not depend on the number of devices."""
+"""Values that are logged in steps are added up over all ranks, so that they do not depend on the
+number of devices.
+"""
 
 from typing import Any
 
@@ -12,10 +14,11 @@ STEPS = ("training_step", "validation_step", "test_step")
 
 
 def share_sums(trainer: Trainer) -> None:
-    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in the steps of an epoch, or of a loader.
+    """Add up over all ranks, weighted by samples, what ``self.log`` has summed in the steps of an
+    epoch, or of a loader.
 
-    Only the module's author could set ``sync_dist=True``, and Lightning then counts ranks of 17 and 16 samples as 16
-    each. A mean that is the same on all ranks does not change.
+    Only the module's author could set ``sync_dist=True``, and Lightning then counts ranks of 17 and
+    16 samples as 16 each. A mean that is the same on all ranks does not change.
     """
     if trainer.world_size == 1:
         return
@@ -38,7 +41,7 @@ def share_sums(trainer: Trainer) -> None:
 
 
 def can_be_joined(logged: Any) -> bool:
-    """Whether a value was logged in a step, and Lightning does not join it itself in another way."""
+    """Whether a value was logged in a step, and Lightning does not join it in another way."""
     if not logged.is_tensor or not logged.meta.fx.startswith(STEPS):
         return False
     is_plain_mean = logged.meta.is_mean_reduction and logged.meta.sync.group is None
@@ -53,7 +56,10 @@ def samples_in(logged: Any) -> int:
 
 
 def join_of(logged: Any) -> Any:
-    """The function that joins the values of all ranks. A mean is kept as a sum, so its parts are added."""
+    """The function that joins the values of all ranks.
+
+    A mean is kept as a sum, so its parts are added.
+    """
     if logged.meta.is_max_reduction:
         return max
     if logged.meta.is_min_reduction:
@@ -62,7 +68,8 @@ def join_of(logged: Any) -> Any:
 
 
 class RankZeroAlone:
-    """Tells once of each value that an evaluation logged outside of its step, with another value on each rank.
+    """Tells once of each value that an evaluation logged outside of its step, with another value on
+    each rank.
 
     Nobody can tell how to join such values: Lightning shows rank zero's.
     """
@@ -77,8 +84,9 @@ class RankZeroAlone:
         names = set(differing(trainer)) - self._told
         if names:
             self._told |= names
-            what = f"{', '.join(sorted(names))}, logged outside of the step, is of rank 0's samples alone"
-            say(f"{what}: log it in the step, with self.log or as a torchmetrics metric.")
+            what = f"{', '.join(sorted(names))}, logged outside of the step"
+            advice = "log it in the step, with self.log or as a torchmetrics metric."
+            say(f"{what}, is of rank 0's samples alone: {advice}")
 
 
 def differing(trainer: Trainer) -> list[str]:

@@ -1,7 +1,9 @@
-"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary (see ``stop.py``).
+"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary (see
+``stop.py``).
 
-Before training has begun there is nothing to save, and the process ends right away. Rank zero first ends the ranks that
-it has started, since they would fail without it. A signal to one of them is passed on to rank zero.
+Before training has begun there is nothing to save, and the process ends right away. Rank zero first
+ends the ranks that it has started, since they would fail without it. A signal to one of them is
+passed on to rank zero.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -19,16 +21,18 @@ from typing import Any
 
 from project.engine.ranks import is_child
 
-# SIGHUP: the terminal was closed. SIGBREAK: Ctrl-Break on Windows. A platform has those of these that it knows.
+# SIGHUP: the terminal was closed. SIGBREAK: Ctrl-Break on Windows. A platform has those of these
+# that it knows.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
-# A process that is asked to stop while it starts has so long to end by itself. Then a thread ends it: inside a library
-# Python runs no handler.
+# A process that is asked to stop while it starts has so long to end by itself. Then a thread ends
+# it: inside a library Python runs no handler.
 START_UP_PATIENCE_S = 1.5
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop and has done so. Where nobody catches it, the process ends with its exit code.
+    """The run was asked to stop and has done so. Where nobody catches it, the process ends with its
+    exit code.
 
     It is no ``Exception``, so that no ``except Exception`` swallows it.
     """
@@ -43,11 +47,15 @@ class Stopped(SystemExit):
 
 
 class State:
-    """What this process was asked to do. It is global because a signal handler has no other place to note it."""
+    """What this process was asked to do.
+
+    It is global because a signal handler has no other place to note it.
+    """
 
     # The signal that was received.
     requested: int = 0
-    # While torch and Lightning are imported: a signal ends the process. Later it is raised as Stopped.
+    # While torch and Lightning are imported: a signal ends the process. Later it is raised as
+    # Stopped.
     importing: bool = False
     # A signal waits for the next step boundary.
     deferring: bool = False
@@ -63,8 +71,8 @@ state = State()
 def install() -> None:
     """Take over the signals in the main thread of a command.
 
-    Until :func:`project.command_line.start.run` they end the process: an exception inside an import would show up as an
-    ImportError.
+    Until :func:`project.command_line.start.run` they end the process: an exception inside an import
+    would show up as an ImportError.
     """
     if threading.current_thread() is threading.main_thread():
         state.importing = True
@@ -78,13 +86,16 @@ def install() -> None:
 
 
 class TakenOver:
-    """The signals of a script, notebook or test while a Trainer runs. A command has taken them over for good."""
+    """The signals of a script, notebook or test while a Trainer runs.
+
+    A command has taken them over for good.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Note a signal from now on, where this is the main thread and no command has seen to it."""
+        """Note a signal from now on, in the main thread and where no command has seen to it."""
         if threading.current_thread() is not threading.main_thread() or self._handlers:
             return
         for number in STOP_SIGNALS:
@@ -107,7 +118,10 @@ class TakenOver:
 
 
 def end_with_parent() -> None:
-    """Linux: SIGTERM for this process when its parent dies, also by SIGKILL. Elsewhere it runs to its end."""
+    """Linux: SIGTERM for this process when its parent dies, also by SIGKILL.
+
+    Elsewhere it runs to its end.
+    """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
@@ -116,7 +130,8 @@ def end_with_parent() -> None:
 def watch(clean_up: Callable[[], None] | None = None) -> None:
     """Until training begins, end the process soon after a signal, also inside a library.
 
-    ``clean_up`` removes what the start has made. Where a pipe cannot wake a thread (Windows), the handler alone acts.
+    ``clean_up`` removes what the start has made. Where a pipe cannot wake a thread (Windows), the
+    handler alone acts.
     """
     state.clean_up = clean_up
     is_ours = signal.getsignal(signal.SIGTERM) is _note

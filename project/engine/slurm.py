@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 def requeue_signal(plugins: Iterable[Any] = ()) -> int | None:
     """The signal at which SLURM wants the job to be saved and queued again.
 
-    None outside of SLURM, and where a SLURMEnvironment among the Trainer's ``plugins`` says that it shall not be.
+    None outside of SLURM, and where a SLURMEnvironment among the Trainer's ``plugins`` says that it
+    shall not be.
     """
     if not SLURMEnvironment.detect():
         return None
@@ -25,7 +26,10 @@ def requeue_signal(plugins: Iterable[Any] = ()) -> int | None:
 
 
 def requeue_job() -> None:
-    """Ask SLURM to queue this job again under its own id. Lightning's plugin would first save its own checkpoint."""
+    """Ask SLURM to queue this job again under its own id.
+
+    Lightning's plugin would first save its own checkpoint.
+    """
     job = os.environ.get("SLURM_JOB_ID", "")
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array:

@@ -1,4 +1,6 @@
-"""A state between two optimizer steps: every kept part, and how Lightning's own entries were at that moment."""
+"""A state between two optimizer steps: every kept part, and how Lightning's own entries were at
+that moment.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +64,13 @@ class Snapshot:
 
 
 class BeforeHooks:
-    """What Lightning has restored, as it is before the user's hooks of the start, to be given back after them.
+    """What Lightning has restored, as it is before the user's hooks of the start, to be given back
+    after them.
 
-    A resumed run calls ``on_fit_start`` and ``on_train_start`` again, and ``on_train_epoch_start`` for the epoch that
-    goes on. The run that was killed had called them long ago. So what they do to weights, optimizers, schedules,
-    callbacks and the data module must be undone: else a rate that is halved at each epoch's start would be halved
-    twice.
+    A resumed run calls ``on_fit_start`` and ``on_train_start`` again, and ``on_train_epoch_start``
+    for the epoch that goes on. The run that was killed had called them long ago. So what they do to
+    weights, optimizers, schedules, callbacks and the data module must be undone: else a rate that
+    is halved at each epoch's start would be halved twice.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,9 @@ class BeforeHooks:
             self.weights.append((tensor, tensor.detach().to("cpu", copy=True)))
 
     def take_training(self, trainer: Trainer) -> None:
-        """Note what belongs to the training: optimizers, schedules, the user's callbacks, data, the module's own."""
+        """Note what belongs to the training: optimizers, schedules, the user's callbacks, data, the
+        module's own.
+        """
         self.optimizers = [copy.deepcopy(each.state_dict()) for each in trainer.optimizers]
         configs = trainer.lr_scheduler_configs
         self.schedules = [copy.deepcopy(config.scheduler.state_dict()) for config in configs]
@@ -145,8 +150,6 @@ def same(one: Any, other: Any) -> bool:
 def users_callbacks(trainer: Trainer) -> list[Any]:
     """The callbacks that neither Lightning nor the engine brings."""
     ours = __name__.rpartition(".")[0]
-    found = []
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not type(callback).__module__.startswith(("lightning.", ours)):
-            found.append(callback)
-    return found
+    not_theirs = ("lightning.", ours)
+    everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in everyone if not type(each).__module__.startswith(not_theirs)]

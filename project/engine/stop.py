@@ -2,10 +2,13 @@
 
 What happens, in order:
 
-1. A signal reaches any rank at any moment. Its handler (:mod:`project.engine.signals`) only notes it.
+1. A signal reaches any rank at any moment. Its handler (:mod:`project.engine.signals`) only notes
+   it.
 2. At the end of the step, :class:`Agreement` tells every rank the largest request of any rank.
-3. Before the next step, :class:`project.engine.exact_checkpoint.ExactCheckpoint` saves ``last.ckpt`` on all ranks.
-4. Every rank raises :class:`project.engine.signals.Stopped`, which ends the process with 143 or 130.
+3. Before the next step, :class:`project.engine.exact_checkpoint.ExactCheckpoint` saves
+   ``last.ckpt`` on all ranks.
+4. Every rank raises :class:`project.engine.signals.Stopped`, which ends the process with 143 or
+   130.
 """
 
 import threading
@@ -22,8 +25,9 @@ SAVE_DUE = 1
 class Agreement:
     """The largest request of any rank, known to all ranks at the same step.
 
-    Each call starts an all-reduce in CPU memory (gloo) and returns the result of the call before: nothing waits.
-    Lightning broadcasts rank zero's flag alone, on the device, and waits at every step.
+    Each call starts an all-reduce in CPU memory (gloo) and returns the result of the call before:
+    nothing waits. Lightning broadcasts rank zero's flag alone, on the device, and waits at every
+    step.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -31,7 +35,9 @@ class Agreement:
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def latest(self, request: int) -> int:
-        """Give this rank's request; returns what all ranks agreed on one call ago (one rank: the request itself)."""
+        """Give this rank's request; returns what all ranks agreed on one call ago (one rank: the
+        request itself).
+        """
         if self.group is None:
             return request
         before = self._pending
@@ -48,7 +54,9 @@ class Agreement:
 def failure_within(
     seconds: float | None, work: Callable[[], Any]
 ) -> BaseException | None:  # feature: report, wandb
-    """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong, None if nothing."""
+    """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong,
+    None if nothing.
+    """
     outcome: list[BaseException | None] = [TimeoutError(f"not done after {seconds} s")]
 
     def target() -> None:

@@ -11,7 +11,10 @@ from project.engine.parts.part import Part
 
 
 class RandomGenerators(Part):
-    """Python's, NumPy's, torch's CPU and the device's generator. Lightning's checkpoint holds none of them."""
+    """Python's, NumPy's, torch's CPU and the device's generator.
+
+    Lightning's checkpoint holds none of them.
+    """
 
     name = "random"
 
@@ -42,7 +45,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator where :func:`random_state` found it. A device of another type keeps its own."""
+    """Put every generator where :func:`random_state` found it.
+
+    A device of another type keeps its own.
+    """
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

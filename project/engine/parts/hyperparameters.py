@@ -1,4 +1,4 @@
-"""Hyperparameters of optimizers and schedules: what the user has changed since the checkpoint wins."""
+"""Hyperparameters of optimizers and schedules: what the user has changed wins over a checkpoint."""
 
 import copy
 from typing import Any
@@ -17,8 +17,9 @@ KERNELS = ("fused", "foreach", "capturable", "differentiable")
 class StartingHyperparameters(Part):
     """What optimizers and schedules start with: parameter groups without parameters, and states.
 
-    A resumed run makes them anew and then loads the checkpoint's states over them. What differs between the start then
-    and the start now is what the user has changed, and that wins over the checkpoint (promise 7).
+    A resumed run makes them anew and then loads the checkpoint's states over them. What differs
+    between the start then and the start now is what the user has changed, and that wins over the
+    checkpoint (promise 7).
     """
 
     name = "start"
@@ -30,9 +31,7 @@ class StartingHyperparameters(Part):
 
     def begin(self, trainer: Trainer) -> None:
         """Note what has been made, before a checkpoint's states are loaded over it."""
-        groups = []
-        for optimizer in trainer.optimizers:
-            groups.append([plain_group(group) for group in optimizer.param_groups])
+        groups = [plain_groups(optimizer) for optimizer in trainer.optimizers]
         schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         self.now = copy.deepcopy({"groups": groups, "schedules": schedules})
 
@@ -43,9 +42,12 @@ class StartingHyperparameters(Part):
         """They are applied earlier, as training starts. See :func:`apply_changes`."""
 
 
-def plain_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
+def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer without their parameters."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        del group["params"]
+    return groups
 
 
 def apply_changes(
@@ -56,8 +58,10 @@ def apply_changes(
     Args:
         trainer: Its optimizers and schedules have the checkpoint's states.
         now: What they started with in this process.
-        before: What they started with in the checkpoint's run. None: the optimizer is another one now.
-        changed: Whether the user has changed a setting. If not, nothing but the choice of kernels is applied.
+        before: What they started with in the checkpoint's run. None: the optimizer is another one
+            now.
+        changed: Whether the user has changed a setting. If not, nothing but the choice of kernels
+            is applied.
     """
     earlier_groups = now["groups"]
     if changed and before is not None:
@@ -113,7 +117,9 @@ def apply_function_of_the_step(schedule: LambdaLR) -> None:
 
 
 def with_changes(current: Any, wanted: Any, earlier: Any) -> Any:
-    """The current state, but each value that the user has changed since the checkpoint is the new one."""
+    """The current state, but each value that the user has changed since the checkpoint is the new
+    one.
+    """
     if type(current) is type(wanted) is type(earlier) is dict:
         changed = dict(current)
         for key in wanted:
@@ -127,5 +133,8 @@ def with_changes(current: Any, wanted: Any, earlier: Any) -> Any:
 
 
 def first_rate(group: dict[str, Any]) -> float:
-    """The learning rate that a group was given, before any schedule. There are optimizers without one."""
+    """The learning rate that a group was given, before any schedule.
+
+    There are optimizers without one.
+    """
     return group.get("initial_lr", group.get("lr", 1.0))

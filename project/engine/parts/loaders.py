@@ -9,11 +9,13 @@ from project.engine.parts.part import Part
 
 
 class LoaderPositions(Part):
-    """For each loader of the training: the batch at which its present pass began, and its own or its sampler's state.
+    """For each loader of the training: the batch at which its present pass began, and its own or
+    its sampler's state.
 
-    These are taken like any other part. They are given back earlier, as the checkpoint is read: a loader may be asked
-    for its first batch before training starts. So :class:`project.engine.exact_checkpoint.ExactCheckpoint` hands them
-    to :class:`project.engine.loading.ExactLoading` itself.
+    These are taken like any other part. They are given back earlier, as the checkpoint is read: a
+    loader may be asked for its first batch before training starts. So
+    :class:`project.engine.exact_checkpoint.ExactCheckpoint` hands them to
+    :class:`project.engine.loading.ExactLoading` itself.
     """
 
     name = "loaders"

@@ -7,12 +7,13 @@ from lightning.pytorch import Trainer
 from project.engine import lightning_internals
 from project.engine.parts.part import Part
 
-# Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last), inside validation.
+# Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last),
+# inside validation.
 Place = Literal["batch", "epoch", "validation"]
 
 
 class ValidatedBatches(Part):
-    """Batches that validations have read, by loader: the step numbers of what they log in a step."""
+    """Batches that validations have read, by loader: the steps of what they log in a step."""
 
     name = "validated"
 
@@ -26,7 +27,8 @@ class ValidatedBatches(Part):
 class EarlyStop(Part):
     """Whether a callback has asked the Trainer to stop early.
 
-    A run that had stopped early stays so, unless the user has changed a setting, such as a patience or a time limit.
+    A run that had stopped early stays so, unless the user has changed a setting, such as a patience
+    or a time limit.
     """
 
     name = "should_stop"
@@ -43,10 +45,11 @@ class EarlyStop(Part):
 
 
 def clean_counters(fit: dict[str, Any], place: Place, validated: bool) -> None:
-    """Rewrite the saved counters of the fit loop, in place, so that everything is done or not begun.
+    """Rewrite the saved counters of the fit loop, in place, so that everything is done or not
+    begun.
 
-    Inside a hook some counters are ahead of others, and Lightning's restart would repeat or skip a validation, an epoch
-    or a log step.
+    Inside a hook some counters are ahead of others, and Lightning's restart would repeat or skip a
+    validation, an epoch or a log step.
 
     Args:
         fit: What ``trainer.fit_loop.state_dict()`` returned.
@@ -67,8 +70,8 @@ def clean_counters(fit: dict[str, Any], place: Place, validated: bool) -> None:
     if place != "validation":
         batches["is_last_batch"] = False
     if place == "batch" and validated:
-        # On restart Lightning thinks that this batch's validation is still due, and counts one step too many. Take it
-        # off in advance.
+        # On restart Lightning thinks that this batch's validation is still due, and counts one step
+        # too many. Take it off in advance.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":
         # The validation has begun and has done no batch: the resumed run starts it again.

@@ -18,7 +18,10 @@ PYTHONS_REDUCTIONS = {"max": max, "min": min, "sum": sum}
 
 
 class ModuleSums(Part):
-    """The sums that a module keeps outside of torchmetrics and ``self.log``. See :class:`contract.KeepsSums`."""
+    """The sums that a module keeps outside of torchmetrics and ``self.log``.
+
+    See :class:`contract.KeepsSums`.
+    """
 
     name = "module"
 
@@ -35,7 +38,8 @@ class ModuleSums(Part):
 class MetricStates(Part):
     """The unfinished sums of every torchmetrics metric of a module.
 
-    Torchmetrics' own ``metric_state`` lacks what a wrapper counts or keeps for itself, such as a minimum so far.
+    Torchmetrics' own ``metric_state`` lacks what a wrapper counts or keeps for itself, such as a
+    minimum so far.
     """
 
     name = "metrics"
@@ -56,7 +60,8 @@ class MetricStates(Part):
         for name, metric in module.named_modules():
             if isinstance(metric, Metric):
                 for key, state in value.get(name, {}).items():
-                    # Each metric gets its own copy: those of a compute group were saved as one tensor.
+                    # Each metric gets its own copy: those of a compute group were saved as one
+                    # tensor.
                     setattr(metric, key, move_data_to_device(copy.deepcopy(state), metric.device))
 
 
@@ -77,9 +82,11 @@ def make_earlier_epochs(name: str, tracker: MetricTracker, states: dict[str, Any
 
 
 class LoggedSums(Part):
-    """What ``self.log`` has summed up in this epoch of training so far, how it was logged, and its value of a step.
+    """What ``self.log`` has summed up in this epoch of training so far, how it was logged, and its
+    value of a step.
 
-    Without it the logged mean of an interrupted epoch would be the mean of its end (Lightning issue 17543).
+    Without it the logged mean of an interrupted epoch would be the mean of its end (Lightning issue
+    17543).
     """
 
     name = "logged"
@@ -98,8 +105,8 @@ class LoggedSums(Part):
             how["reduce_fx"] = meta.reduce_fx.__name__
             how["sync_dist"] = meta.sync.should
             how["rank_zero_only"] = meta.sync.rank_zero_only
-            # Its sum, the samples in it, and its value of the last step. A torchmetrics metric has its own sums, which
-            # are of MetricStates.
+            # Its sum, the samples in it, and its value of the last step. A torchmetrics metric has
+            # its own sums, which are of MetricStates.
             parts = {k: x.detach().cpu() for k, x in vars(logged).items() if isinstance(x, Tensor)}
             sums[key] = {
                 "how": how,
@@ -110,18 +117,22 @@ class LoggedSums(Part):
         return sums
 
     def give_back(self, trainer: Trainer, value: dict[str, dict[str, Any]]) -> None:
-        """Before the first batch. It then counts as a later one: at an epoch's first batch Lightning forgets."""
+        """Before the first batch.
+
+        It then counts as a later one: at an epoch's first batch Lightning forgets.
+        """
         module = trainer.lightning_module
         for key, saved in value.items():
             how = dict(saved["how"])
             if saved["is_grouped"]:
-                # A group of ranks cannot be saved, and must be the same when a value is logged again.
-                say(
-                    f"{how['name']} is logged with a sync_dist_group: in this epoch its sum begins anew."
-                )
+                # A group of ranks cannot be saved, and must be the same when a value is logged
+                # again.
+                what = f"{how['name']} is logged with a sync_dist_group"
+                say(f"{what}: in this epoch its sum begins anew.")
                 continue
             if saved["is_pythons"]:
-                # Lightning finds torch's functions by their names, and Python's it wants as functions.
+                # Lightning finds torch's functions by their names, and Python's it wants as
+                # functions.
                 how["reduce_fx"] = PYTHONS_REDUCTIONS[how["reduce_fx"]]
             parts = {name: part.to(module.device) for name, part in saved["parts"].items()}
             if "value" in parts:
@@ -132,7 +143,10 @@ class LoggedSums(Part):
 
 
 class CallbackMetrics(Part):
-    """The latest value of everything that was logged. A plateau scheduler may follow an earlier validation's."""
+    """The latest value of everything that was logged.
+
+    A plateau scheduler may follow an earlier validation's.
+    """
 
     name = "callback_metrics"
     of_each_rank = False

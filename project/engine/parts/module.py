@@ -1,4 +1,6 @@
-"""What a module has beside its weights: gradients, modes, and buffers that its state dict leaves out."""
+"""What a module has beside its weights: gradients, modes, and buffers that its state dict leaves
+out.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,9 @@ from project.engine.parts.part import Part
 
 
 class Gradients(Part):
-    """Gradients that were added up but not yet used: between the batches of one step, or in manual optimization."""
+    """Gradients that were added up but not yet used: between the batches of one step, or in manual
+    optimization.
+    """
 
     name = "gradients"
     changes_in_validation = False
@@ -42,7 +46,10 @@ def is_inside_step(trainer: Trainer) -> bool:
 
 
 class FrozenParameters(Part):
-    """The parameters that are not trained now. A callback or hook may have thawed others in an earlier epoch."""
+    """The parameters that are not trained now.
+
+    A callback or hook may have thawed others in an earlier epoch.
+    """
 
     name = "frozen"
     of_each_rank = False
@@ -58,7 +65,9 @@ class FrozenParameters(Part):
 
 
 class EvalModes(Part):
-    """The parts of a module that are trained in eval mode, such as a frozen backbone with batch norms."""
+    """The parts of a module that are trained in eval mode, such as a frozen backbone with batch
+    norms.
+    """
 
     name = "eval"
     of_each_rank = False
@@ -78,7 +87,9 @@ class EvalModes(Part):
 
 
 class UntrackedStatistics(Part):
-    """The normalisation layers whose running statistics were switched off, as ``BaseFinetuning`` does."""
+    """The normalisation layers whose running statistics were switched off, as ``BaseFinetuning``
+    does.
+    """
 
     name = "untracked"
     of_each_rank = False
@@ -100,10 +111,11 @@ def tracking(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 class PlainBuffers(Part):
-    """Buffers that are not persistent and have changed since the start, such as a queue or a running mean.
+    """Buffers that are not persistent and have changed since the start, such as a queue or a
+    running mean.
 
-    A state dict leaves them out. One that has not changed is left out here, too: it may be a large constant table, and
-    the module makes it again.
+    A state dict leaves them out. One that has not changed is left out here, too: it may be a large
+    constant table, and the module makes it again.
     """
 
     name = "buffers"

@@ -8,9 +8,10 @@ from lightning.pytorch import Trainer
 class Part:
     """One thing that a checkpoint keeps, and how a resumed run gets it back.
 
-    All parts are taken at one moment, at the boundary between two optimizer steps: the step before is done with its
-    logging and its validation, and no hook for the next step has been called. For a stop inside a validation that
-    moment is the validation's start, for a resumed run begins the validation again.
+    All parts are taken at one moment, at the boundary between two optimizer steps: the step before
+    is done with its logging and its validation, and no hook for the next step has been called. For
+    a stop inside a validation that moment is the validation's start, for a resumed run begins the
+    validation again.
 
     A subclass for state that your own code keeps:
 
@@ -25,13 +26,13 @@ class Part:
 
     Attributes:
         name: Its key in the checkpoint. No two parts have the same.
-        of_each_rank: Whether every rank has a value of its own. Else rank zero's is kept. A value of each rank is given
-            back only where a run goes on with as many ranks as before.
-        changes_in_validation: Whether a validation may change it. If not, a stop inside a validation takes it at the
-            stop, and the start of a validation costs nothing.
-        is_a_file: Whether its state lies in a file beside the checkpoint, such as the rows of metrics.csv. Such parts
-            are given back last, for what cannot be restored is refused before any file is changed. They are given back
-            also where nothing is left to train.
+        of_each_rank: Whether every rank has a value of its own. Else rank zero's is kept. A value
+            of each rank is given back only where a run goes on with as many ranks as before.
+        changes_in_validation: Whether a validation may change it. If not, a stop inside a
+            validation takes it at the stop, and the start of a validation costs nothing.
+        is_a_file: Whether its state lies in a file beside the checkpoint, such as the rows of
+            metrics.csv. Such parts are given back last, for what cannot be restored is refused
+            before any file is changed. They are given back also where nothing is left to train.
     """
 
     name: str
@@ -40,12 +41,20 @@ class Part:
     is_a_file = False
 
     def take(self, trainer: Trainer) -> Any:
-        """The state as plain data: numbers, text, lists, dictionaries and tensors. The caller copies it."""
+        """The state as plain data: numbers, text, lists, dictionaries and tensors.
+
+        The caller copies it.
+        """
         raise NotImplementedError
 
     def give_back(self, trainer: Trainer, value: Any) -> None:
-        """Put a state that :meth:`take` returned back, after all hooks of the start have been called."""
+        """Put a state that :meth:`take` returned back, after all hooks of the start have been
+        called.
+        """
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Called right before a checkpoint is written. What the state refers to must be on the disk."""
+        """Called right before a checkpoint is written.
+
+        What the state refers to must be on the disk.
+        """

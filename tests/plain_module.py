@@ -1,0 +1,46 @@
+"""A LightningModule as anybody has one: it inherits nothing of ours and knows nothing of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def rows(count: int, seed: int) -> TensorDataset:
+    """Samples of four numbers and a target."""
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+class Regression(LightningModule):
+    """A small regression with dropout, whose random numbers must come back, and a schedule."""
+
+    def __init__(self, workers: int = 0) -> None:
+        super().__init__()
+        self.workers = workers
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(rows(200, 0), 4, shuffle=True, num_workers=self.workers)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(rows(37, 1), 8)

@@ -1,0 +1,267 @@
+"""The engine outside of our command line: a plain Trainer script with one callback more keeps the promises."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from project.engine import ExactCheckpoint, Part, Stopped
+from tests.commands import checkpoint, differences, family, kill_group, start, wait_for
+from tests.plain_module import Regression
+
+SCRIPT = [sys.executable, "-m", "tests.plain_script"]
+SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """Two folders hold the same weights, optimizers, counters, generators and logged sums, bit for bit."""
+    for name in ("last.ckpt", "best.ckpt"):
+        a = checkpoint(one / name)
+        b = checkpoint(other / name)
+        for key in SAME:
+            assert differences(a[key], b[key], f"{name}:{key}") == []
+        assert differences(a["run"]["state"], b["run"]["state"], f"{name}:state") == []
+
+
+def wait_for_step(folder: Path, step: int, process: Any) -> None:
+    """Wait until ``last.ckpt`` has reached a step."""
+    last = folder / "last.ckpt"
+    while process.poll() is None:
+        if last.exists() and checkpoint(last)["global_step"] >= step:
+            return
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("workers", "devices"),
+    [(0, 1), pytest.param(2, 1, marks=pytest.mark.nightly), (0, 2)],
+)
+def test_a_plain_script_that_is_killed_at_random_moments_ends_as_if_it_were_not(
+    workplace: Path, workers: int, devices: int
+) -> None:
+    words = [str(workers), str(devices)]
+    log = workplace / "log.txt"
+    undisturbed = start([*SCRIPT, "undisturbed", *words], log)
+    assert undisturbed.wait(timeout=120) == 0, log.read_text()[-3000:]
+    steps = checkpoint(Path("undisturbed/last.ckpt"))["global_step"]
+    chance = random.Random(f"{workers}{devices}")
+    moments = sorted(chance.sample(range(steps), 5))
+    for moment in moments:
+        process = start([*SCRIPT, "killed", *words], log)
+        wait_for_step(Path("killed"), moment, process)
+        kill_group(process)
+    last = start([*SCRIPT, "killed", *words], log)
+    assert last.wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert_same_end(Path("undisturbed"), Path("killed"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_plain_script_that_is_asked_to_stop_saves_the_step_and_ends_with_the_code(
+    workplace: Path, number: signal.Signals, code: int
+) -> None:
+    log = workplace / "log.txt"
+    process = start([*SCRIPT, "stopped", "0", "1"], log)
+    wait_for_step(Path("stopped"), 20, process)
+    os.kill(process.pid, number)
+    assert process.wait(timeout=30) == code, log.read_text()[-3000:]
+    assert "Traceback" not in log.read_text()
+    assert not list(Path("stopped").glob(".*.part"))
+    assert checkpoint(Path("stopped/last.ckpt"))["global_step"] >= 20
+
+
+def fit(folder: str, *further: Callback, epochs: int = 2, **flags: Any) -> ExactCheckpoint:
+    """What a cell of a notebook does."""
+    seed_everything(7, verbose=False)
+    keep = ExactCheckpoint(folder, monitor="val_loss", mode="min", every="5")
+    flags = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, **flags}
+    trainer = Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[keep, *further], **flags)
+    trainer.fit(Regression(), ckpt_path=keep.resume_from)
+    return keep
+
+
+class Dies(Callback):
+    """Raises after a step, as a cell that is interrupted by an error does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("died")
+
+
+class AsksToStop(Callback):
+    """Sends this process SIGTERM after a step."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 30:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_cell_that_is_run_again_after_an_error_goes_on_in_the_same_process(
+    workplace: Path,
+) -> None:
+    fit("undisturbed")
+    with pytest.raises(RuntimeError, match="died"):
+        fit("again", Dies(33))
+    assert checkpoint(Path("again/last.ckpt"))["global_step"] == 30
+    fit("again")
+    assert_same_end(Path("undisturbed"), Path("again"))
+
+
+def test_a_stop_in_a_notebook_is_an_exit_and_leaves_its_signals_as_they_were(
+    workplace: Path,
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(Stopped) as stopped:
+        fit("stopped", AsksToStop())
+    assert stopped.value.code == 143
+    assert {number: signal.getsignal(number) for number in before} == before
+    fit("stopped")
+    fit("undisturbed")
+    assert_same_end(Path("undisturbed"), Path("stopped"))
+
+
+def test_the_best_and_the_last_are_called_as_modelcheckpoint_calls_them(workplace: Path) -> None:
+    keep = fit("r")
+    assert keep.best_model_path == str(workplace / "r/best.ckpt")
+    assert keep.last_model_path == str(workplace / "r/last.ckpt")
+    assert (
+        keep.best_model_score
+        == checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]["score"]
+    )
+    assert (keep.monitor, keep.mode) == ("val_loss", "min")
+    assert keep.resume_from == keep.last_model_path
+
+
+def test_what_the_trainer_was_given_stays_and_its_own_modelcheckpoint_works(
+    workplace: Path,
+) -> None:
+    own = ModelCheckpoint("own", monitor="val_loss", save_top_k=1)
+    seed_everything(7, verbose=False)
+    keep = ExactCheckpoint("r", monitor="val_loss", mode="min")
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        callbacks=[own, keep],
+        logger=False,
+        enable_progress_bar=False,
+    )
+    io = trainer.strategy.checkpoint_io
+    trainer.fit(Regression())
+    assert Path(own.best_model_path).is_file()
+    assert trainer.strategy.checkpoint_io is io
+    assert not [
+        name for name in vars(trainer.strategy) if name in ("process_dataloader", "on_train_start")
+    ]
+    assert "convert_input" not in vars(trainer.precision_plugin)
+    assert trainer.validate(Regression(), ckpt_path=keep.best_model_path, verbose=False)
+
+
+class Temperature(Part):
+    """A part of one's own: state that the user's code keeps outside of the module's state dict."""
+
+    name = "temperature"
+
+    def take(self, trainer: Trainer) -> float:
+        return trainer.lightning_module.temperature
+
+    def give_back(self, trainer: Trainer, value: float) -> None:
+        trainer.lightning_module.temperature = value
+
+
+class Cools(Regression):
+    """Has a temperature that falls with every step, as a plain attribute."""
+
+    temperature = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.temperature *= 0.99
+        return super().training_step(batch, batch_idx) * self.temperature
+
+
+def test_a_part_of_ones_own_comes_back(workplace: Path) -> None:
+    def train(folder: str, *further: Callback) -> Cools:
+        seed_everything(7, verbose=False)
+        keep = ExactCheckpoint(folder, every="5", parts=[Temperature()])
+        module = Cools()
+        trainer = Trainer(
+            max_epochs=2, accelerator="cpu", callbacks=[keep, *further], logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=keep.resume_from)
+        return module
+
+    undisturbed = train("undisturbed")
+    with pytest.raises(RuntimeError, match="died"):
+        train("killed", Dies(33))
+    resumed = train("killed")
+    assert resumed.temperature == undisturbed.temperature
+    assert torch.equal(resumed.net[0].weight, undisturbed.net[0].weight)
+    assert_same_end(Path("undisturbed"), Path("killed"))
+
+
+def test_steps_that_end_a_run_inside_an_epoch_leave_the_rest_of_it_to_a_longer_run(
+    workplace: Path,
+) -> None:
+    fit("undisturbed", epochs=-1, max_steps=120)
+    fit("longer", epochs=-1, max_steps=70)
+    assert checkpoint(Path("longer/last.ckpt"))["global_step"] == 70
+    fit("longer", epochs=-1, max_steps=120)
+    assert_same_end(Path("undisturbed"), Path("longer"))
+
+
+class Halves(Regression):
+    """Lowers its rate as each epoch begins, and empties the optimizer's state."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.5
+            self.optimizers().optimizer.state.clear()
+
+
+class Queues(Regression):
+    """Trains with a buffer that its state dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(16), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) + self.queue.mean()
+        self.queue = torch.cat([self.queue[4:], batch[1].detach().flatten()])
+        return loss * (1 + self.queue.mean()) ** 2
+
+
+@pytest.mark.parametrize("kind", [Halves, Queues])
+def test_what_a_hook_does_at_an_epochs_start_and_what_no_state_dict_holds_come_back(
+    workplace: Path, kind: type[Regression]
+) -> None:
+    def train(folder: str, *further: Callback) -> Regression:
+        seed_everything(7, verbose=False)
+        keep = ExactCheckpoint(folder, every="5")
+        module = kind()
+        trainer = Trainer(
+            max_epochs=3, accelerator="cpu", callbacks=[keep, *further], logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=keep.resume_from)
+        return module
+
+    train("undisturbed")
+    for step in (63, 78, 128):
+        with pytest.raises(RuntimeError, match="died"):
+            train("killed", Dies(step))
+    train("killed")
+    assert_same_end(Path("undisturbed"), Path("killed"))

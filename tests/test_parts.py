@@ -1,0 +1,250 @@
+"""Every kept part of a checkpoint comes back: taken from one Trainer, given back to a fresh one."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
+
+from project.engine.loading import ExactLoading
+from project.engine.parts import standard_parts
+from project.engine.parts.generators import RandomGenerators
+from project.engine.parts.hyperparameters import (
+    StartingHyperparameters,
+    apply_changes,
+    with_changes,
+)
+from project.engine.parts.loaders import LoaderPositions
+from project.engine.parts.loops import EarlyStop, ValidatedBatches, clean_counters
+from project.engine.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
+from project.engine.parts.module import (
+    EvalModes,
+    FrozenParameters,
+    Gradients,
+    PlainBuffers,
+    UntrackedStatistics,
+)
+from project.engine.parts.rows import MetricRows
+
+
+class Module(LightningModule):
+    """Has something for every part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.error = MinMaxMetric(MeanSquaredError())
+        self.register_buffer("queue", torch.zeros(3), persistent=False)
+        self.sums = {"loss": torch.zeros(2)}
+        self.automatic_optimization = False
+
+    def metric_state(self) -> dict[str, torch.Tensor]:
+        return self.sums
+
+    def load_metric_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.sums = state
+
+
+def trainer_of(module: LightningModule) -> Trainer:
+    trainer = Trainer(accelerator="cpu", logger=False, barebones=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    return trainer
+
+
+@pytest.fixture
+def one() -> Trainer:
+    return trainer_of(Module())
+
+
+@pytest.fixture
+def other() -> Trainer:
+    return trainer_of(Module())
+
+
+def test_the_list_has_every_part_once_and_generators_last() -> None:
+    parts = standard_parts(ExactLoading(0))
+    names = [part.name for part in parts]
+    assert len(names) == len(set(names)) == 14
+    assert isinstance(parts[-1], RandomGenerators)
+
+
+def test_generators(one: Trainer, other: Trainer) -> None:
+    state = RandomGenerators().take(one)
+    drawn = random.random(), np.random.rand(), torch.rand(1).item()
+    RandomGenerators().give_back(other, state)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+
+
+def test_a_modules_own_sums(one: Trainer, other: Trainer) -> None:
+    one.lightning_module.sums["loss"] += 3
+    ModuleSums().give_back(other, ModuleSums().take(one))
+    assert other.lightning_module.sums["loss"].tolist() == [3, 3]
+
+
+def test_metrics_and_what_their_wrappers_keep(one: Trainer, other: Trainer) -> None:
+    for guess in (1.0, 3.0):
+        one.lightning_module.error(torch.tensor([guess]), torch.zeros(1))
+    state = MetricStates().take(one)
+    MetricStates().give_back(other, state)
+    expected = one.lightning_module.error.compute()
+    assert other.lightning_module.error.compute() == expected
+
+
+def test_a_tracker_gets_its_earlier_epochs(one: Trainer, other: Trainer) -> None:
+    for trainer, epochs in ((one, 2), (other, 0)):
+        trainer.lightning_module.tracker = MetricTracker(MeanSquaredError(), maximize=False)
+        for _ in range(epochs):
+            trainer.lightning_module.tracker.increment()
+            trainer.lightning_module.tracker.update(torch.ones(1), torch.zeros(1))
+    MetricStates().give_back(other, MetricStates().take(one))
+    assert other.lightning_module.tracker.compute_all().tolist() == [1, 1]
+
+
+def test_gradients_of_manual_optimization(one: Trainer, other: Trainer) -> None:
+    one.lightning_module.net[0].weight.grad = torch.ones(2, 2)
+    Gradients().give_back(other, Gradients().take(one))
+    assert other.lightning_module.net[0].weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert other.lightning_module.net[0].bias.grad is None
+
+
+def test_no_gradients_between_two_automatic_steps(one: Trainer) -> None:
+    one.lightning_module.automatic_optimization = True
+    one.lightning_module.net[0].weight.grad = torch.ones(2, 2)
+    assert Gradients().take(one) == {}
+
+
+def test_frozen_parameters_modes_and_statistics(one: Trainer, other: Trainer) -> None:
+    net = one.lightning_module.net
+    net[0].weight.requires_grad = False
+    net[1].eval()
+    net[1].track_running_stats = False
+    for part in (FrozenParameters(), EvalModes(), UntrackedStatistics()):
+        part.give_back(other, part.take(one))
+    again = other.lightning_module.net
+    assert not again[0].weight.requires_grad
+    assert again[0].bias.requires_grad
+    assert not again[1].training
+    assert again.training
+    assert not again[1].track_running_stats
+
+
+def test_only_buffers_that_have_changed_are_kept(one: Trainer, other: Trainer) -> None:
+    part = PlainBuffers()
+    part.begin(one.lightning_module)
+    assert part.take(one) == {}
+    one.lightning_module.queue = torch.tensor([1.0, 2.0, 3.0])
+    part.give_back(other, part.take(one))
+    assert other.lightning_module.queue.tolist() == [1, 2, 3]
+
+
+def test_batches_that_validations_have_read(one: Trainer, other: Trainer) -> None:
+    ValidatedBatches().give_back(one, {0: 7})
+    ValidatedBatches().give_back(other, ValidatedBatches().take(one))
+    assert ValidatedBatches().take(other) == {0: 7}
+
+
+def test_latest_values_with_their_types(one: Trainer, other: Trainer) -> None:
+    one.callback_metrics["val_loss"] = torch.tensor(0.1, dtype=torch.float64)
+    CallbackMetrics().give_back(other, CallbackMetrics().take(one))
+    assert other.callback_metrics["val_loss"].dtype == torch.float64
+    assert other.callback_metrics["val_loss"] == one.callback_metrics["val_loss"]
+
+
+def test_an_early_stop_is_taken(one: Trainer) -> None:
+    assert not EarlyStop().take(one)
+    one.should_stop = True
+    assert EarlyStop().take(one)
+
+
+def test_loader_positions_tell_whether_the_epoch_is_over(one: Trainer) -> None:
+    asked: list[Any] = []
+    loading: Any = SimpleNamespace(
+        training=[SimpleNamespace(state_after=lambda *words: asked.append(words) or (0, None))]
+    )
+    part = LoaderPositions(loading)
+    part.epoch_is_over = True
+    assert part.take(one) == [(0, None)]
+    assert asked == [(0, True)]
+
+
+def test_rows_are_counted_and_cut() -> None:
+    calls: list[Any] = []
+    rows: Any = SimpleNamespace(
+        save=lambda to_disk=False: calls.append(("save", to_disk)) or 12,
+        keep_rows=lambda count: calls.append(("keep", count)),
+    )
+    part = MetricRows(rows)
+    trainer: Any = None
+    part.give_back(trainer, part.take(trainer))
+    part.flush()
+    assert calls == [("save", False), ("keep", 12), ("save", True)]
+
+
+def test_sums_of_self_log_are_of_the_running_epoch_alone(one: Trainer) -> None:
+    assert LoggedSums().take(one) == {}
+
+
+def optimizers_of(lr: float, decay: float) -> Any:
+    """A Trainer with one optimizer and schedule, as a start makes them."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=lr, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    configs = [SimpleNamespace(scheduler=schedule)]
+    return SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=configs)
+
+
+@pytest.mark.parametrize(("changed", "rate", "decay"), [(True, 0.02, 0.3), (False, 0.05, 0.1)])
+def test_what_the_user_has_changed_wins_and_what_the_schedule_did_stays(
+    changed: bool, rate: float, decay: float
+) -> None:
+    before = optimizers_of(0.1, 0.1)
+    then = StartingHyperparameters()
+    then.begin(before)
+    before.optimizers[0].step()
+    before.lr_scheduler_configs[0].scheduler.step()
+    now = optimizers_of(0.04, 0.3)
+    start = StartingHyperparameters()
+    start.begin(now)
+    now.optimizers[0].load_state_dict(before.optimizers[0].state_dict())
+    apply_changes(now, start.now, then.take(before), changed)
+    (group,) = now.optimizers[0].param_groups
+    assert group["lr"] == pytest.approx(rate)
+    assert group["weight_decay"] == decay
+
+
+def test_nested_changes_win_one_by_one() -> None:
+    current = {"a": [1, 2], "b": {"c": 3, "d": 4}}
+    earlier = {"a": [0, 2], "b": {"c": 0, "d": 9}}
+    wanted = {"a": [0, 5], "b": {"c": 0, "d": 9}}
+    assert with_changes(current, wanted, earlier) == {"a": [1, 5], "b": {"c": 3, "d": 4}}
+
+
+def test_counters_between_two_steps_are_all_done_or_not_begun() -> None:
+    def counters(ready: int, completed: int) -> dict[str, int]:
+        return {"ready": ready, "started": ready, "processed": completed, "completed": completed}
+
+    fit = {
+        "combined_loader": [1],
+        "epoch_loop.batch_progress": {
+            "total": counters(8, 7),
+            "current": counters(4, 3),
+            "is_last_batch": True,
+        },
+        "epoch_loop.val_loop.batch_progress": {"total": counters(2, 2), "current": counters(2, 2)},
+        "epoch_loop.state_dict": {"_batches_that_stepped": 7},
+        "epoch_progress": {"total": counters(2, 1), "current": counters(2, 1)},
+    }
+    clean_counters(fit, "batch", validated=True)
+    assert "combined_loader" not in fit
+    assert fit["epoch_loop.batch_progress"]["current"] == counters(3, 3)
+    assert not fit["epoch_loop.batch_progress"]["is_last_batch"]
+    assert fit["epoch_loop.state_dict"]["_batches_that_stepped"] == 6
+    assert fit["epoch_progress"]["current"] == counters(2, 1), "the epoch goes on"
