@@ -34,7 +34,7 @@ from project.benchmark.timing import (
 )
 from project.data import TensorImages
 from project.engine import signals
-from project.engine.checkpointing import RunCheckpoint
+from project.engine.exact_checkpoint import ExactCheckpoint
 from project.engine.cli import configure
 from project.engine.command import exit_code
 from project.errors import UserError
@@ -317,7 +317,7 @@ def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(owner, name, lambda *args: (method(*args), events.append(event)))
 
     events: list[str] = []
-    noted(RunCheckpoint, "on_train_end", "saved")
+    noted(ExactCheckpoint, "on_train_end", "saved")
     noted(RunClock, "_end_epoch", "ended")
     run = run_epochs(configure(SMALL, "project.benchmark"), 1)
     assert events == [

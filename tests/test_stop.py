@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from project import fit
-from project.engine.checkpointing import Best, RunCheckpoint
-from project.engine.restore import Run
+from project.engine.exact_checkpoint import ExactCheckpoint
+from project.engine.following import Best
 from project.engine.stop import SAVE_DUE, Agreement
 from tests.commands import (
     CPU2,
@@ -193,16 +193,11 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
     }
     for name, answer in answers.items():
         monkeypatch.setattr(f"torch.distributed.{name}", answer)
-    monkeypatch.setattr("project.engine.signals.watch", lambda clean_up: None)
-    options = SimpleNamespace(checkpoint_every="60s")
-    config: Any = SimpleNamespace(
-        trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={}
-    )
-    ending, stops = (
-        RunCheckpoint(config, Run(tmp_path), Best("val/loss", score=1.0), None),
-        list[int](),
-    )
-    monkeypatch.setattr(ending, "_boundary", lambda trainer, place: stops.append(ending._request))
+    ending = ExactCheckpoint(tmp_path)
+    ending.best = Best("val/loss", score=1.0)
+    stops: list[int] = []
+    monkeypatch.setattr(ending, "_take", lambda trainer, place: None)
+    monkeypatch.setattr(ending, "_save_and_stop", lambda *_: stops.append(ending._request))
     ending.agreement = agreement
     trainer: Any = SimpleNamespace(
         callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1

@@ -19,10 +19,10 @@ from torch import nn
 
 from project.engine import ranks
 from project.engine.checkpoint_files import AtomicCheckpointIO
-from project.engine.checkpointing import Best, RunCheckpoint
-from project.engine.exact_resume import share_running_statistics
+from project.engine.exact_checkpoint import ExactCheckpoint
 from project.engine.lightning_internals import average_on_the_device, averaged_models
-from project.engine.restore import Run
+from project.engine.resume import share_buffers
+from project.engine.snapshot import Snapshot
 from project.engine.stop import Agreement
 from project.engine.summary import git_state
 from project.engine.trainer import final_test, float32_products
@@ -176,7 +176,7 @@ def test_what_lies_on_the_cpu_is_not_given_to_nccl(monkeypatch: pytest.MonkeyPat
     module.register_buffer("here", torch.zeros(1))
     module.register_buffer("there", torch.zeros(1, device="meta"))
     trainer: Any = SimpleNamespace(world_size=2, callbacks=[])
-    share_running_statistics(trainer, module, cpu_group="gloo")
+    share_buffers(trainer, module, cpu_group="gloo")
     assert calls == [("cpu", "gloo"), ("meta", None)]
 
 
@@ -218,23 +218,19 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
 
     torch.save = fail
 
-    def save_checkpoint(path: Path) -> None:
+    def save_checkpoint(path: Path, weights_only: bool) -> None:
         if rank == 0:
             AtomicCheckpointIO().save_checkpoint({}, path)
         dist.barrier()  # Lightning's, at the end of every save
 
-    strategy = SimpleNamespace(barrier=dist.barrier)
+    strategy = SimpleNamespace(barrier=dist.barrier, checkpoint_io=AtomicCheckpointIO())
     trainer: Any = SimpleNamespace(
         save_checkpoint=save_checkpoint, strategy=strategy, is_global_zero=rank == 0
     )
-    options = SimpleNamespace(checkpoint_every="60s")
-    config: Any = SimpleNamespace(
-        trainer={"enable_checkpointing": None, "plugins": None}, options=options, resolved={}
-    )
-    checkpoint = RunCheckpoint(config, Run(folder), Best(), None)
+    checkpoint = ExactCheckpoint(folder)
     checkpoint.agreement = Agreement(2)
     try:
-        checkpoint._save(trainer, "batch")
+        checkpoint._save(trainer, Snapshot("batch"), can_go_on=True)
         told.put((rank, None))
     except Exception as error:
         told.put((rank, f"{type(error).__name__}: {error}"))
