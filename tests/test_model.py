@@ -26,8 +26,10 @@ from project.model import (
     MNISTClassifier,  # feature: mnist
     SupervisedModule,
 )
+from project.model.activation_checkpointing import recompute_activations
 from project.model.classifier import check_fit
-from project.model.supervised import MOST_BATCHES, rate_factor, recompute_activations
+from project.model.running_sums import MOST_BATCHES
+from project.model.schedules import rate_factor
 
 
 def test_the_mlp_has_784_256_128_10_units() -> None:
@@ -258,14 +260,14 @@ def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart(
         images, labels = torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
         right += int((module(images).argmax(dim=1) == labels).sum())
         module.training_step((images, labels), index)
-        assert len(module.window) < MOST_BATCHES
+        assert len(module.sums.window) < MOST_BATCHES
     assert float(module.train_metrics["accuracy"].compute()) == right / (4 * 2 * MOST_BATCHES)  # type: ignore[operator]
     module.training_step(
         (torch.rand(3, 1, 28, 28), torch.randint(10, (3,))), 0
     )  # a smaller last batch
     module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
-    module.count_window()
-    assert [int(module.sums[name][1]) for name in ("recent", "epoch")] == [
+    module.sums.count_window()
+    assert [int(module.sums.sums[name][1]) for name in ("recent", "epoch")] == [
         4 * 2 * MOST_BATCHES + 7
     ] * 2
 
@@ -529,7 +531,7 @@ def test_mixed_labels_are_learnt_from_and_counted_by_their_larger_part() -> None
     images = torch.rand(2, 2, 8, 8)
     expected = F.cross_entropy(module(images), labels, label_smoothing=0.1)
     assert float(module.training_step((images, labels), 0)) == pytest.approx(float(expected))
-    module.count_window()
+    module.sums.count_window()
     right = (module(images).argmax(1) == torch.tensor([0, 2])).float().mean()
     assert float(module.train_metrics["accuracy"].compute()) == float(right)  # type: ignore[operator]
 
