@@ -15,14 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from project.data.mnist import (
-    DIGITS,
-    IMAGES_MAGIC,
-    LABELS_MAGIC,
-    MNISTDataModule,
-    find_idx,
-    read_idx,
-)
+from project.data.idx_files import IMAGES_MAGIC, LABELS_MAGIC, find_idx, read_idx
+from project.data.mnist import DIGITS, MNISTDataModule
 
 
 def stratified(labels: Tensor, size: int) -> Tensor:

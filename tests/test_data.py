@@ -22,8 +22,9 @@ from project.data import (
     TensorImages,
     TensorRows,
 )
-from project.data.images import random_deformation
-from project.data.mnist import DIGITS, read_idx  # feature: mnist
+from project.data.augmentation import random_deformation
+from project.data.idx_files import read_idx  # feature: mnist
+from project.data.mnist import DIGITS  # feature: mnist
 from project.engine.exact_loading import ExactLoader
 from project.errors import UserError
 from tests.made_data import make_idx_files  # feature: mnist

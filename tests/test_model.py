@@ -267,7 +267,7 @@ def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart(
     )  # a smaller last batch
     module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
     module.sums.count_window()
-    assert [int(module.sums.sums[name][1]) for name in ("recent", "epoch")] == [
+    assert [int(module.sums.totals[name][1]) for name in ("recent", "epoch")] == [
         4 * 2 * MOST_BATCHES + 7
     ] * 2
 

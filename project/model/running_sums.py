@@ -71,14 +71,14 @@ class RunningSums:
     def __init__(self, module: Counted) -> None:
         self.module = module
         self.window: list[WaitingBatch] = []
-        self.sums: dict[str, Tensor] = {}
+        self.totals: dict[str, Tensor] = {}
 
     # Training
 
     def begin_training(self) -> None:
         """Forget a training that was broken off."""
         self.window = []
-        self.sums = {}
+        self.totals = {}
         self.module.train_metrics.reset()
 
     def count_later(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
@@ -121,14 +121,14 @@ class RunningSums:
         """The loss and metrics of the epoch's training samples. They are then forgotten."""
         self.count_window()
         means = self._means("epoch", self.module.train_metrics)
-        self.sums = {}
+        self.totals = {}
         return means
 
     # Evaluation
 
     def begin_evaluation(self) -> None:
         """Forget a validation or test that was broken off."""
-        self.sums.pop("eval", None)
+        self.totals.pop("eval", None)
         self.module.eval_metrics.reset()
 
     def count(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> None:
@@ -149,11 +149,11 @@ class RunningSums:
         every metric.
         """
         self.count_window()
-        return {name: sums.cpu() for name, sums in self.sums.items()}
+        return {name: sums.cpu() for name, sums in self.totals.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Go on from what :meth:`state` returned."""
-        self.sums = {name: sums.to(self.module.device) for name, sums in state.items()}
+        self.totals = {name: sums.to(self.module.device) for name, sums in state.items()}
 
     # How it is counted
 
@@ -161,11 +161,11 @@ class RunningSums:
         # ``losses`` may be one mean, one mean per equally large batch, or one value per sample (or
         # more values, one per pixel, say): whatever it is, its mean is that of the samples.
         total = exact(losses.detach()).sum() * (samples / losses.numel())
-        sums = torch.stack([total, torch.full_like(total, samples)])
+        counted = torch.stack([total, torch.full_like(total, samples)])
         for name in names:
-            before = self.sums.get(name, 0)
+            before = self.totals.get(name, 0)
             # A new tensor and not ``+=``: a state that was taken before must not change.
-            self.sums[name] = before + sums
+            self.totals[name] = before + counted
 
     def _update(self, metrics: MetricCollection, outputs: Tensor, targets: Tensor) -> None:
         predictions = self.module.predictions(outputs)
@@ -180,7 +180,7 @@ class RunningSums:
         out.
         """
         nothing = exact(torch.zeros(2, device=self.module.device))
-        sums = self.sums.pop(name, nothing)
+        sums = self.totals.pop(name, nothing)
         is_filled = metrics is not None and was_updated(metrics)
         # Every rank takes part, also one that has counted nothing: the others would wait for it for
         # ever. A training or validation step of the user's own may have counted no loss, or filled
@@ -198,7 +198,7 @@ class RunningSums:
 
 
 def was_updated(metrics: MetricCollection) -> bool:
-    """Whether any metric was given a batch. A wrapper may leave this to the metric that it wraps."""
+    """Whether any metric was given a batch. A wrapper may leave that to the metric inside it."""
     return any(part.update_called for part in metrics.modules() if isinstance(part, Metric))
 
 
