@@ -139,7 +139,7 @@ def find_patches(pixels: np.ndarray) -> tuple[np.ndarray, list[Patch]]:
 
 
 def scaled_to_box(ink: np.ndarray) -> np.ndarray:
-    """Whether a picture seems to show several digits: tall ones side by side, or a very wide one."""
+    """Whether a picture seems to show several digits: tall ones side by side, or a wide one."""
     cut = ink.astype(np.float32)
     height, width = cut.shape
     longer = max(cut.shape)
@@ -151,9 +151,7 @@ def scaled_to_box(ink: np.ndarray) -> np.ndarray:
 
 
 def are_several(patches: list[Patch]) -> bool:
-    """Whether a picture seems to show several digits: tall patches side by side, or a very wide
-    one.
-    """
+    """Whether a picture seems to show several digits: tall ones side by side, or a wide one."""
     tallest = max((patch.height for patch in patches), default=1)
     tall = sorted((patch.left, patch.right) for patch in patches if patch.height > 0.6 * tallest)
     for (_, right_of_one), (left_of_next, _) in itertools.pairwise(tall):
