@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
-from torchmetrics import MeanAbsoluteError, MinMaxMetric
-from torchmetrics.classification import MulticlassF1Score, MultilabelF1Score
+from torchmetrics import (
+    BootStrapper,
+    ClasswiseWrapper,
+    MeanAbsoluteError,
+    MinMaxMetric,
+    R2Score,
+)
+from torchmetrics.classification import (
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassROC,
+    MultilabelF1Score,
+)
 
 from project.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from project.errors import UserError
@@ -456,6 +469,134 @@ def test_reduce_on_plateau_follows_the_monitored_metric_and_other_schedulers_the
     assert rates(**exponential, schedule_interval="step") == pytest.approx(0.5**12)
     with pytest.raises(UserError, match="Did you mean linear"):
         rates(schedule="lineer")
+
+
+class Ranked(MeanAbsoluteError):
+    """A metric of the user's own with a mistake."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        raise ValueError("a mistake of the user's")
+
+
+class HalfOfIt(MeanAbsoluteError):
+    """A metric of the user's own that gives a number of Python's."""
+
+    def compute(self) -> float:  # type: ignore[override]
+        return float(super().compute()) / 2
+
+
+CLASSES = {"outputs": 3, "loss": "CrossEntropyLoss"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (
+            MulticlassConfusionMatrix(3),
+            r"MulticlassConfusionMatrix must give a number, got a tensor of shape \(3, 3\)\.",
+        ),
+        (
+            MulticlassF1Score(3, average="none"),
+            r"MulticlassF1Score must give a number, got a tensor of shape \(3,\)\. Choose an aver",
+        ),
+        (MulticlassROC(3), r"MulticlassROC must give a number, got a tuple\."),
+        (
+            MulticlassF1Score(5),
+            r"MulticlassF1Score refuses predictions and targets of shapes \(16, 3\) and \(16,\): ",
+        ),
+    ],
+)
+def test_a_metric_that_cannot_be_logged_is_told_at_the_first_batch(
+    tmp_path: Path, metric: Any, message: str
+) -> None:
+    module = Still(**CLASSES, metrics={"mine": metric})
+    with pytest.raises(UserError, match=f"^--model.metrics.mine {message}"):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(module, Rows(torch.arange(64) % 3))
+    assert module.trained == []
+
+
+def test_a_metric_that_needs_more_than_one_batch_is_no_fault(tmp_path: Path) -> None:
+    module = Still(metrics={"r2": R2Score()})
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, Rows(torch.arange(40.0), batch_size=1))
+    assert torch.isfinite(trainer.callback_metrics["train/r2"])
+
+
+def test_a_number_of_each_class_may_be_logged_by_name(tmp_path: Path) -> None:
+    metric = ClasswiseWrapper(MulticlassF1Score(3, average="none"), labels=["a", "b", "c"])
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(Still(**CLASSES, metrics={"f1": metric}), Rows(torch.arange(64) % 3))
+    found = {name for name in trainer.callback_metrics if name.startswith("val/multiclassf1score")}
+    assert found == {f"val/multiclassf1score_{name}" for name in "abc"}
+
+
+def test_a_metric_may_give_pythons_own_number(tmp_path: Path) -> None:
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(
+        Still(metrics={"halved": HalfOfIt(), "mae": MeanAbsoluteError()}), Rows(torch.ones(64))
+    )
+    logged = trainer.callback_metrics
+    assert float(logged["val/halved"]) == pytest.approx(float(logged["val/mae"]) / 2)
+
+
+def test_a_metrics_name_that_a_module_has_already_is_told_in_a_line() -> None:
+    with pytest.raises(UserError, match=r"^--model\.metrics: attribute 'half' already exists\. Ch"):
+        Still(metrics={"half": MeanAbsoluteError()})
+
+
+def test_a_mistake_in_a_metric_of_ones_own_keeps_its_traceback(tmp_path: Path) -> None:
+    module = Still(metrics={"mine": Ranked()})
+    with pytest.raises(ValueError, match="a mistake of the user's"):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(module, Rows(torch.ones(64)))
+
+
+def test_a_metric_is_tried_without_a_trace(tmp_path: Path) -> None:
+    """Its sums, its smallest value so far, and every random generator stay what they are."""
+    metric = MinMaxMetric(BootStrapper(MeanAbsoluteError(), num_bootstraps=2, std=False))
+    module = Still(metrics={"mae": metric})
+    before = (torch.get_rng_state(), np.random.get_state()[1], random.getstate())
+    module.training_step((torch.randn(16, 4, generator=torch.Generator()), torch.ones(16)), 0)
+    assert module.tried_metrics
+    assert not module.train_metrics["mae"].update_called
+    assert float(module.train_metrics["mae"].min_val) == math.inf
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert random.getstate() == before[2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "message"),
+    [
+        (
+            "CrossEntropyLoss",
+            torch.arange(64) % 5,
+            r"\(16, 3\) and \(16,\): Target \d is out of bou",
+        ),
+        ("CrossEntropyLoss", torch.zeros(64, 2).long(), r"\(16, 3\) and \(16, 2\): "),
+        ("BCEWithLogitsLoss", torch.zeros(64).long(), r"\(16, 3\) and \(16,\): Target size"),
+    ],
+)
+def test_a_loss_of_another_shape_is_told_in_a_line(
+    tmp_path: Path, loss: str, labels: Tensor, message: str
+) -> None:
+    with pytest.raises(
+        UserError, match=f"^--model.loss {loss} refuses outputs and targets of shapes {message}"
+    ):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(Still(3, loss=loss), Rows(labels))
+
+
+class Pair(nn.MSELoss):
+    """A loss that gives two values."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Any:
+        return super().forward(outputs, targets), 0.0
+
+
+def test_a_loss_that_gives_no_tensor_is_told_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--model.loss Pair must give a tensor, got a tuple\.$"):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(
+            Still(loss=f"{__name__}.Pair"), Rows(torch.ones(64))
+        )
 
 
 # Images.

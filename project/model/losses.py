@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from project.errors import UserError, require
 from project.model.by_name import make, named_class
 
 # Arguments that change what is trained. A logged loss is without them, so that runs can be compared
 # by it.
 TRAINED_ONLY = ("weight", "label_smoothing")
 HALF = (torch.float16, torch.bfloat16)
+
+# What an error says that comes from the device, such as a lack of memory, and not from the shapes.
+DEVICE_WORDS = ("memory", "CUDA", "HIP error", "cuBLAS", "cuDNN", "MPS")
 
 
 class Losses(NamedTuple):
@@ -59,10 +63,35 @@ def evaluate_loss(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
 
     Class numbers stay integers. Targets of the outputs' own shape, such as labels of 0 and 1, get
     the outputs' type.
+
+    Raises:
+        UserError: A loss of PyTorch's refuses outputs and targets of these shapes, or the loss
+            gives no tensor. An error in a loss of the user's own keeps its traceback.
     """
     if outputs.dtype in HALF:
         outputs = outputs.float()
         loss = loss.float()
     if outputs.shape == targets.shape:
         targets = targets.to(outputs.dtype)
-    return loss(outputs, targets)
+    try:
+        value = loss(outputs, targets)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not is_refusal(loss, error):
+            raise
+        shapes = f"{tuple(outputs.shape)} and {tuple(targets.shape)}"
+        told = " ".join(str(error).split())
+        option = f"--model.loss {type(loss).__name__}"
+        raise UserError(
+            f"{option} refuses outputs and targets of shapes {shapes}: {told[:300]}"
+        ) from None
+    if not isinstance(value, Tensor):
+        option = f"--model.loss {type(loss).__name__}"
+        require(False, option, "give a tensor", f"a {type(value).__name__}")
+    return value
+
+
+def is_refusal(loss: nn.Module, error: Exception) -> bool:
+    """Whether a loss of PyTorch's says that it does not take such outputs and targets."""
+    is_pytorchs = type(loss).__module__.startswith("torch.")
+    is_of_the_device = any(word in str(error) for word in DEVICE_WORDS)
+    return is_pytorchs and not is_of_the_device

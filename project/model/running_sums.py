@@ -157,6 +157,14 @@ class RunningSums:
 
     # How it is counted
 
+    def as_metrics_take_them(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Predictions and targets of a batch; those of a regression in float64, as the sums are."""
+        predictions = self.module.predictions(outputs)
+        wanted = self.module.metric_targets(targets)
+        if wanted.is_floating_point():
+            return exact(predictions), exact(wanted)
+        return predictions, wanted
+
     def _add(self, names: list[str], losses: Tensor, samples: int) -> None:
         # ``losses`` may be one mean, one mean per equally large batch, or one value per sample (or
         # more values, one per pixel, say): whatever it is, its mean is that of the samples.
@@ -168,11 +176,7 @@ class RunningSums:
             self.totals[name] = before + counted
 
     def _update(self, metrics: MetricCollection, outputs: Tensor, targets: Tensor) -> None:
-        predictions = self.module.predictions(outputs)
-        wanted = self.module.metric_targets(targets)
-        if wanted.is_floating_point():
-            predictions = exact(predictions)
-            wanted = exact(wanted)
+        predictions, wanted = self.as_metrics_take_them(outputs, targets)
         metrics.update(predictions, wanted)
 
     def _means(self, name: str, metrics: MetricCollection | None) -> dict[str, Tensor]:
@@ -194,7 +198,7 @@ class RunningSums:
             means |= metrics.compute()
         if metrics is not None:
             metrics.reset()
-        return {name: value.float() for name, value in means.items()}
+        return {name: torch.as_tensor(value).float() for name, value in means.items()}
 
 
 def was_updated(metrics: MetricCollection) -> bool:

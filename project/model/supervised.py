@@ -10,11 +10,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from project.errors import UserError, require
 from project.model.activation_checkpointing import recompute_activations
 from project.model.losses import HALF, evaluate_loss, make_losses
+from project.model.metrics import check_metrics, gather_metrics
 from project.model.optimizers import make_optimizer, may_fuse
 from project.model.running_sums import RunningSums, exact
 from project.model.schedules import SHAPES, named_schedule, shaped_schedule
@@ -122,10 +123,10 @@ class SupervisedModule(LightningModule):
         has_own_loss = type(self).loss is not SupervisedModule.loss
         self.measures_apart = losses.differ and not has_own_loss
 
-        # Compute groups would share one metric's sums, and a checkpoint would miss the others'.
-        self.train_metrics = MetricCollection(dict(metrics), compute_groups=False).clone()
+        self.train_metrics = gather_metrics(metrics)
         self.eval_metrics = self.train_metrics.clone()
         self.sums = RunningSums(self)
+        self.tried_metrics = False  # whether they have seen a batch since setup()
 
         self.register_buffer("mean", torch.zeros(1))
         self.register_buffer("std", torch.ones(1))
@@ -220,6 +221,7 @@ class SupervisedModule(LightningModule):
         widest = exact(torch.empty(0, device=self.trainer.strategy.root_device)).dtype
         self.train_metrics.set_dtype(widest)
         self.eval_metrics.set_dtype(widest)
+        self.tried_metrics = False
         if stage != "fit":
             return
         self.sums.begin_training()
@@ -319,6 +321,10 @@ class SupervisedModule(LightningModule):
             option = f"--model.network {type(self.network).__name__}"
             shapes = f"{tuple(targets.shape)}, got {tuple(outputs.shape)}"
             raise UserError(f"{option} must give the targets' shape {shapes}.")
+        if not self.tried_metrics:
+            self.tried_metrics = True
+            taken = self.sums.as_metrics_take_them(outputs.detach(), targets)
+            check_metrics(self.train_metrics, *taken)
         return outputs, targets
 
     def losses_to_log(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
