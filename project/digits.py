@@ -280,8 +280,9 @@ def line_profile(ink: np.ndarray) -> np.ndarray:
 
 
 def edge_colour(pixels: np.ndarray) -> tuple[np.ndarray, float]:
-    """The colour of a picture's edge, (3,), and its noise, a standard deviation. Light that falls
-    off is noise, too.
+    """The colour of a picture's edge, (3,), and its noise, a standard deviation.
+
+    Light that falls off is noise, too.
     """
     thick = max(1, min(pixels.shape[:2]) // 50)
     sides = [pixels[:thick], pixels[-thick:], pixels[:, :thick], pixels[:, -thick:]]

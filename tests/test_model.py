@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import (
     BootStrapper,
     ClasswiseWrapper,
@@ -436,6 +437,20 @@ def test_metrics_that_a_step_of_ones_own_fills_are_logged(tmp_path: Path) -> Non
     assert logged == {"val/mae": 3.0}
 
 
+def test_one_metric_of_ones_own_in_the_collections_place_is_logged(tmp_path: Path) -> None:
+    class Mine(Still):
+        def __init__(self) -> None:
+            super().__init__()
+            self.eval_metrics = MeanAbsoluteError()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.eval_metrics(torch.zeros(len(batch[1])), torch.full((len(batch[1]),), 3.0))
+
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(Mine(), Rows(torch.arange(40.0)))
+    assert float(trainer.callback_metrics["val/MeanAbsoluteError"]) == 3.0
+
+
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     module = Still(
         3, loss="CrossEntropyLoss", metrics={"f1": MulticlassF1Score(3, average="macro")}
@@ -597,6 +612,50 @@ def test_a_loss_that_gives_no_tensor_is_told_in_a_line(tmp_path: Path) -> None:
         plain_trainer(tmp_path, num_sanity_val_steps=0).fit(
             Still(loss=f"{__name__}.Pair"), Rows(torch.ones(64))
         )
+
+
+# Layers that learn their size from the first input.
+
+
+def lazy_network() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(1))
+
+
+def test_lazy_layers_get_their_size_before_the_optimizer_is_made(tmp_path: Path) -> None:
+    trainer = plain_trainer(tmp_path, num_sanity_val_steps=0)
+    data = Rows(torch.arange(40.0))
+    torch.manual_seed(0)
+    module = SupervisedModule(lazy_network(), weight_decay=0.1, lr=1e-30, optimizer="SGD")
+    trainer.fit(module, data)
+    decayed, spared = trainer.optimizers[0].param_groups
+    assert [tuple(weight.shape) for weight in decayed["params"]] == [(6, 4), (1, 6)]
+    assert [tuple(bias.shape) for bias in spared["params"]] == [(6,), (1,)]
+    torch.manual_seed(0)
+    first = nn.Linear(4, 6)
+    assert torch.equal(module.network[0].weight, first.weight)  # type: ignore[index]
+    other = SupervisedModule(lazy_network())
+    other.load_state_dict(module.state_dict())
+    rows = data.rows.tensors[0]
+    assert torch.equal(other(rows), module(rows))
+
+
+def test_lazy_layers_without_a_sample_are_told_in_a_line(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(torch.arange(40.0)).rows, batch_size=8)
+    with pytest.raises(
+        UserError, match=r"^--model.network Sequential has layers without a size \(LazyLinear\)\. G"
+    ):
+        plain_trainer(tmp_path).fit(SupervisedModule(lazy_network()), loader)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_an_image_classifier_may_have_lazy_layers(tmp_path: Path, channels_last: bool) -> None:
+    layers = [nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3)]
+    module = ImageClassifier(nn.Sequential(*layers), channels_last=channels_last)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, Pictures())
+    assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 4]
+    weight: Any = module.network[0].weight  # type: ignore[index]
+    assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
 
 
 # Images.

@@ -31,8 +31,9 @@ def random_shift(images: Tensor, pixels: int) -> Tensor:
 def random_deformation(
     images: Tensor, degrees: float, scale: float, shear: float, shift: float, elastic: float
 ) -> Tensor:
-    """Rotate, scale, shear, shift and bend every image by its own random amount. Pixels from
-    outside the image are 0.
+    """Rotate, scale, shear, shift and bend every image by its own random amount.
+
+    Pixels from outside the image are 0.
 
     Bending is the elastic distortion of Simard, Steinkraus and Platt ("Best practices for
     convolutional neural networks", 2003): each point of a coarse lattice moves, and the points

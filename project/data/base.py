@@ -55,8 +55,9 @@ class TensorRows(TensorDataset):
 
     @property
     def device(self) -> torch.device:
-        """Where the samples lie. Whoever draws an epoch's order puts it there once, instead of
-        batch by batch.
+        """Where the samples lie.
+
+        Whoever draws an epoch's order puts it there once, instead of batch by batch.
         """
         return self.tensors[0].device
 
@@ -88,8 +89,9 @@ class TensorRows(TensorDataset):
 
 
 class SplitDataModule(LightningDataModule):
-    """Base class for any task: write :meth:`make_split`. A sample may be a tensor, a tuple or a
-    dictionary.
+    """Base class for any task: write :meth:`make_split`.
+
+    A sample may be a tensor, a tuple or a dictionary.
 
     Args:
         batch_size: Training samples per batch and device.

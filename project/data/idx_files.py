@@ -1,5 +1,6 @@
-"""MNIST's file format, IDX: a header of big-endian numbers, then bytes. Files are checked before
-they are used.
+"""MNIST's file format, IDX: a header of big-endian numbers, then bytes.
+
+Files are checked before they are used.
 """
 
 import gzip

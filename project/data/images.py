@@ -145,8 +145,9 @@ class BatchedDataModule(SplitDataModule):
         return told
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Restore what :meth:`description` returned in training. A UserError for what it cannot
-        have returned.
+        """Restore what :meth:`description` returned in training.
+
+        A UserError for what it cannot have returned.
         """
         for name, kind in DESCRIBED.items():
             if name not in description:

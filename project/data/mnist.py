@@ -236,8 +236,9 @@ def read_part(folder: Path, part: str, digests: dict[str, str | None]) -> Tensor
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the closest one above it that exists. A failed download then leaves no
-    folder behind.
+    """The folder itself, or the closest one above it that exists.
+
+    A failed download then leaves no folder behind.
     """
     while not path.is_dir():
         path = path.parent

@@ -1,5 +1,6 @@
-"""Yours: what is trained. Networks, and the Lightning modules that give them a loss, metrics and an
-optimizer.
+"""Yours: what is trained.
+
+Networks, and the Lightning modules that give them a loss, metrics and an optimizer.
 """
 
 from project.model.classifier import ImageClassifier as ImageClassifier  # feature: images

@@ -1,5 +1,6 @@
-"""Classes that a user names in a config file or on the command line, found and made. Errors are one
-line.
+"""Classes that a user names in a config file or on the command line, found and made.
+
+Errors are one line.
 """
 
 import importlib
@@ -13,8 +14,9 @@ from project.errors import UserError, nearest
 def named_class(
     option: str, name: str, home: ModuleType, base: type, also: tuple[str, ...] = ()
 ) -> Any:
-    """The class that a user means by ``name``. This is the one place where text becomes a class of
-    his choice.
+    """The class that a user means by ``name``.
+
+    This is the one place where text becomes a class of his choice.
 
     Args:
         option: The option that holds the name, for the error.
@@ -46,8 +48,9 @@ def is_below(found: Any, base: type) -> bool:
 
 
 def make(option: str, cls: Any, arguments: dict[str, Any], *first: Any) -> Any:
-    """``cls(*first, **arguments)``. What the class refuses is a :class:`UserError` that names the
-    option.
+    """``cls(*first, **arguments)``.
+
+    What the class refuses is a :class:`UserError` that names the option.
     """
     accepted = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())

@@ -3,8 +3,6 @@ label smoothing.
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from project.errors import UserError, require
+from project.model.evaluating import evaluating
 from project.model.networks import ConvNet
 from project.model.supervised import SupervisedModule
 
@@ -26,8 +25,9 @@ class ShowsClasses(Protocol):
 
 
 class ImageClassifier(SupervisedModule):
-    """Trains a network to classify images by cross-entropy, in nats. Logs ``accuracy``, a fraction
-    in 0-1.
+    """Trains a network to classify images by cross-entropy, in nats.
+
+    Logs ``accuracy``, a fraction in 0-1.
 
     Args:
         network: Maps standardized images (batch, channels, height, width) to logits
@@ -90,8 +90,9 @@ class ImageClassifier(SupervisedModule):
             check_fit(self.network, datamodule)
 
     def metric_targets(self, targets: Tensor) -> Tensor:
-        """Labels (batch,). Mixed labels (batch, classes), as MixUp makes them, become the largest
-        class.
+        """Labels (batch,).
+
+        Mixed labels (batch, classes), as MixUp makes them, become the largest class.
         """
         if targets.is_floating_point():
             return targets.argmax(dim=1)
@@ -142,22 +143,6 @@ def check_fit(network: nn.Module, datamodule: ShowsClasses) -> None:
     must = f"must give {classes} logits for {data}'s images of shape {image_shape}, got {found}."
     hint = flags_to_try(network, image_shape, classes)
     raise UserError(f"--model.network {type(network).__name__} {must}{hint}")
-
-
-@contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
-    """Inside, a network is in evaluation: it changes no batch statistics and draws no random
-    number.
-
-    Afterwards each of its parts is what it was; frozen parts stay in evaluation.
-    """
-    training = [part for part in network.modules() if part.training]
-    network.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def flags_to_try(network: nn.Module, image_shape: tuple[int, ...], classes: int) -> str:

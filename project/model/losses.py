@@ -29,8 +29,9 @@ class Losses(NamedTuple):
 
 
 def make_losses(name: str, arguments: dict[str, Any]) -> Losses:
-    """The loss of ``torch.nn`` with this name, or of this import path. A list of numbers becomes a
-    tensor.
+    """The loss of ``torch.nn`` with this name, or of this import path.
+
+    A list of numbers becomes a tensor.
 
     Raises:
         UserError: There is no such class, or it does not take these arguments.
@@ -50,8 +51,9 @@ def make_losses(name: str, arguments: dict[str, Any]) -> Losses:
 
 
 def as_argument(value: Any) -> Any:
-    """A list of numbers, such as class weights, as the tensor that PyTorch's losses want. Others as
-    they are.
+    """A list of numbers, such as class weights, as the tensor that PyTorch's losses want.
+
+    Others as they are.
     """
     if isinstance(value, list):
         return torch.tensor(value, dtype=torch.float32)

@@ -12,12 +12,15 @@ from torchmetrics import Metric, MetricCollection
 MOST_BATCHES = 64
 MOST_OUTPUTS = 2**22
 
+# A subclass may have one metric of its own in the place of the collection.
+Metrics = MetricCollection | Metric
+
 
 class Counted(Protocol):
     """What the sums ask of their module."""
 
-    train_metrics: MetricCollection
-    eval_metrics: MetricCollection
+    train_metrics: Metrics
+    eval_metrics: Metrics
 
     @property
     def trainer(self) -> Trainer: ...
@@ -26,8 +29,9 @@ class Counted(Protocol):
     def device(self) -> torch.device: ...
 
     def losses_to_log(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The values whose mean is ``train/loss``. ``losses`` are those that were trained, a mean
-        per batch.
+        """The values whose mean is ``train/loss``.
+
+        ``losses`` are those that were trained, a mean per batch.
         """
         ...
 
@@ -132,8 +136,9 @@ class RunningSums:
         self.module.eval_metrics.reset()
 
     def count(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Count a batch of a validation or test. ``losses``: their mean, or a value per sample
-        (batch, ...).
+        """Count a batch of a validation or test.
+
+        ``losses``: their mean, or a value per sample (batch, ...).
         """
         self._add(["eval"], losses, len(targets))
         self._update(self.module.eval_metrics, outputs, targets)
@@ -145,8 +150,9 @@ class RunningSums:
     # What a checkpoint holds
 
     def state(self) -> dict[str, Tensor]:
-        """The sums so far, on the CPU. Those of torchmetrics are not among them: the engine saves
-        every metric.
+        """The sums so far, on the CPU.
+
+        Those of torchmetrics are not among them: the engine saves every metric.
         """
         self.count_window()
         return {name: sums.cpu() for name, sums in self.totals.items()}
@@ -175,11 +181,11 @@ class RunningSums:
             # A new tensor and not ``+=``: a state that was taken before must not change.
             self.totals[name] = before + counted
 
-    def _update(self, metrics: MetricCollection, outputs: Tensor, targets: Tensor) -> None:
+    def _update(self, metrics: Metrics, outputs: Tensor, targets: Tensor) -> None:
         predictions, wanted = self.as_metrics_take_them(outputs, targets)
         metrics.update(predictions, wanted)
 
-    def _means(self, name: str, metrics: MetricCollection | None) -> dict[str, Tensor]:
+    def _means(self, name: str, metrics: Metrics | None) -> dict[str, Tensor]:
         """The means of all ranks, as float32; a loss or metrics that nobody has counted are left
         out.
         """
@@ -195,13 +201,21 @@ class RunningSums:
         if samples:
             means["loss"] = loss / samples
         if metrics is not None and filled:
-            means |= metrics.compute()
+            means |= computed(metrics)
         if metrics is not None:
             metrics.reset()
         return {name: torch.as_tensor(value).float() for name, value in means.items()}
 
 
-def was_updated(metrics: MetricCollection) -> bool:
+def computed(metrics: Metrics) -> dict[str, Any]:
+    """Values by name. A metric alone is called after its class, as it would be in a collection."""
+    value = metrics.compute()
+    if isinstance(metrics, MetricCollection) or isinstance(value, dict):
+        return dict(value)
+    return {type(metrics).__name__: value}
+
+
+def was_updated(metrics: Metrics) -> bool:
     """Whether any metric was given a batch. A wrapper may leave that to the metric inside it."""
     return any(part.update_called for part in metrics.modules() if isinstance(part, Metric))
 

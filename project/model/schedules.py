@@ -39,8 +39,9 @@ def named_schedule(
 
 
 def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: int) -> float:
-    """The factor on the peak rate at ``step``, 0 being the first. It is 1 throughout in a run
-    without end.
+    """The factor on the peak rate at ``step``, 0 being the first.
+
+    It is 1 throughout in a run without end.
 
     The factor is a function of the step alone. PyTorch's own schedules keep the run's length and
     peak in their state, but a user who resumes a run may change both.
@@ -54,8 +55,9 @@ def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: in
 
 
 def climb(shape: str, height: float, steps: float) -> float:
-    """The factor in a warm-up of so many steps. ``height`` is the share of the warm-up that is
-    done, 0 to 1.
+    """The factor in a warm-up of so many steps.
+
+    ``height`` is the share of the warm-up that is done, 0 to 1.
     """
     if shape == "onecycle":
         return ONECYCLE_START + (1 - ONECYCLE_START) * half_cosine(height)

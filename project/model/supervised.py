@@ -14,10 +14,11 @@ from torchmetrics import Metric
 
 from project.errors import UserError, require
 from project.model.activation_checkpointing import recompute_activations
+from project.model.lazy_layers import give_size, has_no_size
 from project.model.losses import HALF, evaluate_loss, make_losses
 from project.model.metrics import check_metrics, gather_metrics
 from project.model.optimizers import make_optimizer, may_fuse
-from project.model.running_sums import RunningSums, exact
+from project.model.running_sums import Metrics, RunningSums, exact
 from project.model.schedules import SHAPES, named_schedule, shaped_schedule
 from project.model.standardization import standardized, take_over_standardization
 
@@ -33,8 +34,9 @@ class KnowsItsMean(Protocol):
 
 
 class SupervisedModule(LightningModule):
-    """Trains a network on batches of (inputs, targets). Device, precision, clipping and the like
-    are Trainer flags.
+    """Trains a network on batches of (inputs, targets).
+
+    Device, precision, clipping and the like are Trainer flags.
 
     Inputs (batch, channels, ...) are uint8 in 0-255, taken as 0-1, or floating; :meth:`forward`
     standardizes them by the ``mean`` and ``std`` of the data module (one number or one per channel,
@@ -75,6 +77,8 @@ class SupervisedModule(LightningModule):
 
     mean: Tensor  # buffers, (1,) or (channels,)
     std: Tensor
+    train_metrics: Metrics
+    eval_metrics: Metrics
 
     def __init__(
         self,
@@ -144,16 +148,19 @@ class SupervisedModule(LightningModule):
         return batch[1]
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The loss of a batch, yours to override: a scalar, the mean, or a value per sample (batch,
-        ...). In training (``self.training``) its mean is minimised; in evaluation its exact sum
-        over samples is logged.
+        """The loss of a batch, yours to override.
+
+        It is a scalar, the mean, or a value per sample (batch, ...). In training
+        (``self.training``) its mean is minimised; in evaluation its exact mean
+        over all samples is logged.
         """
         loss = self.trained_loss if self.training else self.measured_loss
         return evaluate_loss(loss, outputs, self.targets(batch))
 
     def predictions(self, outputs: Tensor) -> Tensor:
-        """What metrics and ``predict`` see: probabilities where the loss takes logits, else the
-        outputs.
+        """What metrics and ``predict`` see, (batch, ...).
+
+        These are probabilities where the loss takes logits, else the outputs as they are.
         """
         if outputs.dtype in HALF:
             outputs = outputs.float()  # probabilities of half precision would be coarse
@@ -170,9 +177,7 @@ class SupervisedModule(LightningModule):
     # What Lightning calls
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs as the data module gives them (batch, ...), raw → outputs of the network (batch,
-        ...).
-        """
+        """Outputs of the network for inputs as the data module gives them, both (batch, ...)."""
         return self.network(self.standardize(inputs))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -196,7 +201,7 @@ class SupervisedModule(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """:meth:`predictions` for raw inputs, with or without targets beside them."""
-        return self.predictions(self(self.inputs(batch)))
+        return self.predictions(self.outputs_of(batch))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer()
@@ -213,9 +218,7 @@ class SupervisedModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": settings}
 
     def setup(self, stage: str) -> None:
-        """Before training: take over ``mean`` and ``std`` of the data module, forget a training
-        that was broken off.
-        """
+        """Before training: take over the data's ``mean`` and ``std``, forget another training."""
         # A resumed run counts its batches in other groups, and the sums must not tell the
         # difference.
         widest = exact(torch.empty(0, device=self.trainer.strategy.root_device)).dtype
@@ -225,10 +228,13 @@ class SupervisedModule(LightningModule):
         if stage != "fit":
             return
         self.sums.begin_training()
-        self.spared = self.without_weight_decay()  # before a strategy wraps the parameters
         datamodule = getattr(self.trainer, "datamodule", None)
         if isinstance(datamodule, KnowsItsMean):
             self.standardize_as(datamodule)
+        if has_no_size(self.network):
+            give_size(self.network, self.outputs_of, datamodule)
+            self.network.to(memory_format=self.memory_format)
+        self.spared = self.without_weight_decay()  # before a strategy wraps the parameters
 
     # When what is logged
 
@@ -264,19 +270,16 @@ class SupervisedModule(LightningModule):
         checkpoint["network"] = self.network_text
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Warn of another network's weights: where their shapes are equal, they would load without
-        a word.
-        """
-        if checkpoint.get("network", self.network_text) != self.network_text:
+        """Warn of another network's weights, which load without an error where shapes are equal."""
+        saved_text = checkpoint.get("network", self.network_text)
+        if saved_text != self.network_text:
             rank_zero_warn(
                 "the checkpoint's network is another than this module's: "
                 "load_from_checkpoint(network=...)."
             )
 
     def metric_state(self) -> dict[str, Tensor]:
-        """What a resumed run goes on from: the sums of ``train/loss``. Those of torchmetrics are
-        saved elsewhere.
-        """
+        """What a resumed run goes on from: sums of losses. The engine saves torchmetrics' sums."""
         return self.sums.state()
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
@@ -285,8 +288,9 @@ class SupervisedModule(LightningModule):
     # The parts of the above
 
     def standardize(self, inputs: Tensor) -> Tensor:
-        """Mean 0 and deviation 1 for uint8 and floating inputs (batch, channels, ...), in the type
-        of the weights.
+        """Inputs (batch, channels, ...) with mean 0 and deviation 1, in the type of the weights.
+
+        Images get the memory format of the network.
         """
         standard = standardized(inputs, self.mean, self.std)
         if standard is inputs or inputs.ndim != 4:
@@ -297,35 +301,39 @@ class SupervisedModule(LightningModule):
         """Take over ``mean`` and ``std`` of a data module, where it has both."""
         if datamodule.mean is None or datamodule.std is None:
             return
-        require(
-            min(datamodule.std) > 0,
-            f"{type(datamodule).__name__}.std",
-            "be above 0",
-            datamodule.std,
-        )
+        option = f"{type(datamodule).__name__}.std"
+        require(min(datamodule.std) > 0, option, "be above 0", datamodule.std)
         dtype = self.mean.dtype
         self.mean = torch.tensor(datamodule.mean, dtype=dtype, device=self.device)
         self.std = torch.tensor(datamodule.std, dtype=dtype, device=self.device)
 
+    def outputs_of(self, batch: Any) -> Tensor:
+        """Outputs of the network (batch, ...) for a batch with or without targets."""
+        return self(self.inputs(batch))
+
     def outputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Outputs and targets of a batch. Outputs (batch, 1) become (batch,) if the targets are
-        (batch,).
+        """Outputs and targets of a batch, (batch, ...) each.
+
+        Outputs (batch, 1) become (batch,) if the targets are (batch,): the two would broadcast to
+        (batch, batch).
         """
-        outputs = self(self.inputs(batch))
+        outputs = self.outputs_of(batch)
         targets = self.targets(batch)
         if outputs.shape == (*targets.shape, 1):
-            outputs = outputs.squeeze(
-                -1
-            )  # (batch, 1) and (batch,) would broadcast to (batch, batch)
+            outputs = outputs.squeeze(-1)
         if targets.is_floating_point() and outputs.shape != targets.shape:
             option = f"--model.network {type(self.network).__name__}"
             shapes = f"{tuple(targets.shape)}, got {tuple(outputs.shape)}"
             raise UserError(f"{option} must give the targets' shape {shapes}.")
         if not self.tried_metrics:
-            self.tried_metrics = True
-            taken = self.sums.as_metrics_take_them(outputs.detach(), targets)
-            check_metrics(self.train_metrics, *taken)
+            self.try_metrics(outputs.detach(), targets)
         return outputs, targets
+
+    def try_metrics(self, outputs: Tensor, targets: Tensor) -> None:
+        """Try the configured metrics on the first batch: what cannot be logged is an error now."""
+        self.tried_metrics = True
+        predictions, wanted = self.sums.as_metrics_take_them(outputs, targets)
+        check_metrics(self.train_metrics, predictions, wanted)
 
     def losses_to_log(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """The values whose mean is ``train/loss``: those that were trained, or others without
@@ -388,10 +396,11 @@ def check_arguments(
 def prepare_network(
     network: nn.Module, channels_last: bool, activation_checkpointing: bool, compile: bool
 ) -> None:
-    """Change a network in place, as the flags of these names say. The keys of its state dict stay
-    the same.
+    """Change a network in place, as the flags of these names say.
+
+    The keys of its state dict stay the same.
     """
-    if channels_last:
+    if channels_last and not has_no_size(network):
         network.to(memory_format=torch.channels_last)
     if activation_checkpointing:
         recompute_activations(network)
