@@ -47,7 +47,9 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 
 class NoisyWaves(Waves):
-    """Lightning's data module with random transforms in two workers, and a test set that no batch size divides."""
+    """Lightning's data module with random transforms in two workers, and a test set that no batch
+    size divides.
+    """
 
     description = "a text, and a method of its author's"
 
@@ -133,7 +135,9 @@ class Line(L.LightningModule):
 
 
 class Habitual(Line):
-    """Does what code for Lightning's own logger does: a folder beside the log, hyperparameters of any type."""
+    """Does what code for Lightning's own logger does: a folder beside the log, hyperparameters of
+    any type.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +232,9 @@ class SizedStreamWithState(StreamWithState):
 
 
 class LoaderWithState:
-    """A loader as torchdata's ``StatefulDataLoader``: an iteration begins anew unless a state was loaded before it."""
+    """A loader as torchdata's ``StatefulDataLoader``: an iteration begins anew unless a state was
+    loaded before it.
+    """
 
     def __init__(self) -> None:
         self.rows, self.epochs, self.done, self.loaded = table(101), 0, 0, False
@@ -389,7 +395,9 @@ class Side(Line):
 
 
 class Habits(Side):
-    """What it needs for an epoch it makes at its start, also in its data; it draws where others do not look."""
+    """What it needs for an epoch it makes at its start, also in its data; it draws where others do
+    not look.
+    """
 
     beta = 0.0
 
@@ -458,7 +466,9 @@ class Accumulates(Side):
 
 
 class OwnWays(Side):
-    """A metric that keeps predictions with their graph, other weights in validations, and names of ours for others."""
+    """A metric that keeps predictions with their graph, other weights in validations, and names of
+    ours for others.
+    """
 
     monitor: Any = MeanAbsoluteError
     mode = "pretrain"
@@ -526,7 +536,9 @@ class Composed(Keeps):
 
 
 class OwnPace(Side):
-    """Looks at all its data before it trains; stops a part in mid-run; saves no fixed weights; has no learning rate."""
+    """Looks at all its data before it trains; stops a part in mid-run; saves no fixed weights; has
+    no learning rate.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -655,7 +667,9 @@ class OwnLoader(DataLoader[Any]):
 
 
 class Joined(Line):
-    """On several ranks: a loader of its own, validation sets side by side, a value put together and logged by hand."""
+    """On several ranks: a loader of its own, validation sets side by side, a value put together and
+    logged by hand.
+    """
 
     def train_dataloader(self) -> DataLoader[Any]:
         return OwnLoader(101, 16 // self.trainer.world_size)
@@ -742,7 +756,9 @@ class SignSGD(torch.optim.Optimizer):
 
 # feature: mnist
 class Balanced(MNISTDataModule):
-    """Digits, drawn by weight: no image of a class above ``most``; every one of them turned by the method below."""
+    """Digits, drawn by weight: no image of a class above ``most``; every one of them turned by the
+    method below.
+    """
 
     def __init__(self, most: int = 4, **kwargs: Any) -> None:
         super().__init__(**kwargs)

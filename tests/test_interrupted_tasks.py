@@ -31,7 +31,7 @@ from project.engine.restore import Run
 from project.test import main
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import Noisy, table
-from tests.test_any_task import SHORT, AskToStop, error_of, resume, train
+from tests.stopped_runs import SHORT, AskToStop, error_of, resume, train
 
 HERE = "tests.test_interrupted_tasks"  # as a run imports it
 

@@ -233,7 +233,11 @@ data:
     - {class_path: torchvision.transforms.v2.MixUp, init_args: {num_classes: 10}}
     - {class_path: torchvision.transforms.v2.CutMix, init_args: {num_classes: 10}}
 """
-SAMPLED = "data: {class_path: tests.other_tasks.Balanced, init_args: {most: 4, batch_size: 32, source: sample}}"
+SAMPLED = """
+data:
+  class_path: tests.other_tasks.Balanced
+  init_args: {most: 4, batch_size: 32, source: sample}
+"""
 
 
 def test_augmentation_and_sampling_by_a_config_file_or_one_method(in_folder: Path) -> None:
@@ -331,7 +335,8 @@ def test_wandbs_own_variables_reach_the_run(
         "NOTES": "why",
     }.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    wandb.teardown()  # it reads its variables once per process, and an earlier test may have been the first
+    # W&B reads its variables once per process, and an earlier test may have been the first.
+    wandb.teardown()
     flags = [*LINE, *PLAIN, "--max_epochs", "1", "--trainer.logger", "tests.other_tasks.TextLogger"]
     run = train(flags)
     (record,) = of_type(wandb_records(wandb_folders(run)[0]), "run")

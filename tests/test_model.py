@@ -1,4 +1,6 @@
-"""Loss, metrics, optimizer and schedule by plain values, under a plain Trainer; networks of all kinds interchange."""
+"""Loss, metrics, optimizer and schedule by plain values, under a plain Trainer; networks of all
+kinds interchange.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,9 @@ class Rows(SplitDataModule):
 
 
 class Still(SupervisedModule):
-    """A linear layer that does not move, so that losses are known beforehand; notes what is logged and trained."""
+    """A linear layer that does not move, so that losses are known beforehand; notes what is logged
+    and trained.
+    """
 
     def __init__(self, outputs: int = 1, **kwargs: Any) -> None:
         super().__init__(nn.Linear(4, outputs), **{"optimizer": "SGD", "lr": 1e-30, **kwargs})
@@ -207,13 +211,21 @@ def plain_trainer(tmp_path: Path, **flags: Any) -> Trainer:
     )
 
 
+def logged_by_validation(trainer: Trainer) -> dict[str, float]:
+    """The values of validation that were logged last."""
+    logged = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in logged if name.startswith("val")}
+
+
 def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_path: Path) -> None:
     """Neither the smoothing nor the class weights that training minimises are in what is logged."""
-    labels, weights = torch.arange(64) % 3, [1, 2, 9]
+    labels = torch.arange(64) % 3
+    weights = [1, 2, 9]
     module = Still(
         3, loss="CrossEntropyLoss", loss_args={"label_smoothing": 0.3, "weight": weights}
     )
-    data, trainer = Rows(labels), plain_trainer(tmp_path)
+    data = Rows(labels)
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     features = data.rows.tensors[0]
     expected = float(F.cross_entropy(module(features), labels))
@@ -232,7 +244,8 @@ def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_
 def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(
     tmp_path: Path, accumulate: int
 ) -> None:
-    module, data = Still(), Rows(torch.arange(16 * 14.0))
+    module = Still()
+    data = Rows(torch.arange(16 * 14.0))
     trainer = plain_trainer(
         tmp_path, log_every_n_steps=6 // accumulate, accumulate_grad_batches=accumulate
     )
@@ -246,22 +259,23 @@ def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(
 
 def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
     batches = [(torch.randn(16, 4), torch.randn(16)) for _ in range(5)]
-    whole, first = (
-        Still(metrics={"mae": MeanAbsoluteError()}),
-        Still(metrics={"mae": MeanAbsoluteError()}),
-    )
+    whole = Still(metrics={"mae": MeanAbsoluteError()})
+    first = Still(metrics={"mae": MeanAbsoluteError()})
     second = Still()
     for module in (first, second):
         module.network.load_state_dict(whole.network.state_dict())
-    for module, part in ((whole, batches), (first, batches[:3])):
-        for index, batch in enumerate(part):
-            module.training_step(batch, index)
+    for index, batch in enumerate(batches):
+        whole.training_step(batch, index)
+    for index, batch in enumerate(batches[:3]):
+        first.training_step(batch, index)
     state = first.metric_state()
-    assert int(first.train_metrics["mae"].total) == 48  # type: ignore[arg-type]  # what waited is counted first
+    metric: Any = first.train_metrics["mae"]  # type: ignore[index]
+    assert int(metric.total) == 48  # what waited is counted first
     second.load_metric_state(state)
     for index, batch in enumerate(batches[3:]):
         second.training_step(batch, index)
-    resumed, unbroken = second.metric_state(), whole.metric_state()
+    resumed = second.metric_state()
+    unbroken = whole.metric_state()
     assert resumed.keys() == unbroken.keys() == {"recent", "epoch"}
     assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
 
@@ -269,26 +283,27 @@ def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
 def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart() -> None:
     """An epoch's logits of a network with many classes would fill a GPU."""
     torch.manual_seed(0)
-    module, right = ImageClassifier(MLP()), 0
+    module = ImageClassifier(MLP())
+    right = 0
     for index in range(2 * MOST_BATCHES):
         images, labels = torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
         right += int((module(images).argmax(dim=1) == labels).sum())
         module.training_step((images, labels), index)
         assert len(module.sums.window) < MOST_BATCHES
     assert float(module.train_metrics["accuracy"].compute()) == right / (4 * 2 * MOST_BATCHES)  # type: ignore[operator]
-    module.training_step(
-        (torch.rand(3, 1, 28, 28), torch.randint(10, (3,))), 0
-    )  # a smaller last batch
-    module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
+    for size in (3, 4):  # the last batch of an epoch is smaller
+        batch = (torch.rand(size, 1, 28, 28), torch.randint(10, (size,)))
+        module.training_step(batch, 0)
     module.sums.count_window()
-    assert [int(module.sums.totals[name][1]) for name in ("recent", "epoch")] == [
-        4 * 2 * MOST_BATCHES + 7
-    ] * 2
+    for name in ("recent", "epoch"):
+        _, samples = module.sums.totals[name].tolist()
+        assert samples == 4 * 2 * MOST_BATCHES + 7
 
 
 def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path: Path) -> None:
     targets = torch.linspace(0, 1, 64)
-    module, data = Still(metrics={"mae": MeanAbsoluteError()}), Rows(targets)
+    module = Still(metrics={"mae": MeanAbsoluteError()})
+    data = Rows(targets)
     trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     outputs = module.network(data.rows.tensors[0]).squeeze(1)
@@ -323,11 +338,9 @@ def test_a_loss_of_ones_own_is_trained_and_logged(tmp_path: Path) -> None:
         def loss(self, outputs: Tensor, batch: Any) -> Tensor:
             return (outputs - self.targets(batch)).abs() ** 3  # one value per sample
 
-    module, data, trainer = (
-        Mine(loss="HuberLoss"),
-        Rows(torch.arange(40.0)),
-        plain_trainer(tmp_path),
-    )
+    module = Mine(loss="HuberLoss")
+    data = Rows(torch.arange(40.0))
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     cubes = (module.network(data.rows.tensors[0]).squeeze(1) - data.rows.tensors[1]).abs() ** 3
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(
@@ -341,7 +354,8 @@ class Stretched(nn.Module):
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
-        self.stretch, self.reduction = nn.Parameter(torch.ones(())), reduction
+        self.stretch = nn.Parameter(torch.ones(()))
+        self.reduction = reduction
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.stretch * (outputs - targets) ** 2
@@ -374,11 +388,9 @@ def test_a_loss_that_hands_its_arguments_on_takes_them() -> None:
 def test_a_loss_with_weights_of_its_own_is_measured_with_those_that_were_trained(
     tmp_path: Path,
 ) -> None:
-    module, data, trainer = (
-        Still(loss=f"{__name__}.Stretched", lr=0.01),
-        Rows(torch.ones(64)),
-        plain_trainer(tmp_path),
-    )
+    module = Still(loss=f"{__name__}.Stretched", lr=0.01)
+    data = Rows(torch.ones(64))
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     assert float(module.trained_loss.stretch) != 1  # type: ignore[arg-type]
     with torch.no_grad():
@@ -403,21 +415,16 @@ def test_a_validation_step_of_ones_own_logs_its_own_loss(tmp_path: Path) -> None
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/loss", 0.25)
 
-    module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
+    module = Mine(metrics={"mae": MeanAbsoluteError()})
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
-    logged = {
-        name: float(value)
-        for name, value in trainer.callback_metrics.items()
-        if name.startswith("val")
-    }
+    logged = logged_by_validation(trainer)
     assert logged == {"val/loss": 0.25}
 
 
 def test_metrics_in_a_wrapper_alone_are_logged(tmp_path: Path) -> None:
-    module, trainer = (
-        Still(metrics={"mae": MinMaxMetric(MeanAbsoluteError())}),
-        plain_trainer(tmp_path),
-    )
+    module = Still(metrics={"mae": MinMaxMetric(MeanAbsoluteError())})
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
     assert {"val/loss", "val/raw", "val/min", "val/max"} <= trainer.callback_metrics.keys()
 
@@ -427,13 +434,10 @@ def test_metrics_that_a_step_of_ones_own_fills_are_logged(tmp_path: Path) -> Non
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.eval_metrics.update(torch.zeros(len(batch[1])), torch.full((len(batch[1]),), 3.0))
 
-    module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
+    module = Mine(metrics={"mae": MeanAbsoluteError()})
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
-    logged = {
-        name: float(value)
-        for name, value in trainer.callback_metrics.items()
-        if name.startswith("val")
-    }
+    logged = logged_by_validation(trainer)
     assert logged == {"val/mae": 3.0}
 
 
@@ -473,9 +477,8 @@ def test_reduce_on_plateau_follows_the_monitored_metric_and_other_schedulers_the
         return trainer.optimizers[0].param_groups[0]["lr"] / 1e-6
 
     plateau = {"schedule": "ReduceLROnPlateau", "schedule_args": {"patience": 0, "factor": 0.5}}
-    assert rates(**plateau) == pytest.approx(
-        0.25
-    )  # no weight moves, so two epochs in three are no better
+    # No weight moves, so two epochs of three are no better than the first.
+    assert rates(**plateau) == pytest.approx(0.25)
     exponential = {
         "schedule": "torch.optim.lr_scheduler.ExponentialLR",
         "schedule_args": {"gamma": 0.5},
@@ -665,7 +668,8 @@ class Pictures(BatchedDataModule):
     """Noise of two channels with three classes."""
 
     image_shape = (2, 8, 8)
-    mean, std = [0.2, 0.7], [0.1, 0.4]
+    mean = [0.2, 0.7]
+    std = [0.1, 0.4]
     class_names = ["a", "b", "c"]
 
     def make_split(self, split: Any) -> TensorImages:
@@ -776,30 +780,18 @@ class SlowLearner(MNISTClassifier):
 def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a_classs_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["plain"]
-    )  # Lightning warns where both it and arguments are given
+    # Lightning warns where both it and arguments are given.
+    monkeypatch.setattr("sys.argv", ["plain"])
     metric = {
         "class_path": "torchmetrics.classification.MulticlassF1Score",
         "init_args": {"num_classes": 10},
     }
     words = ["--model", f"{__name__}.SlowLearner", "--model.optimizer", "SGD"]
-    words += [
-        "--model.metrics",
-        str({"f1": metric}),
-        "--data",
-        "project.data.MNISTDataModule",
-        "--data.source",
-        "sample",
-    ]
-    quiet = [
-        "--trainer.logger",
-        "false",
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.limit_train_batches",
-        "3",
-    ]
+    words += ["--model.metrics", str({"f1": metric})]
+    words += ["--data", "project.data.MNISTDataModule", "--data.source", "sample"]
+    words += ["--trainer.logger", "false", "--trainer.accelerator", "cpu"]
+    words += ["--trainer.limit_train_batches", "3", "--trainer.max_epochs", "1"]
+    words += ["--trainer.default_root_dir", str(tmp_path)]
     cli = LightningCLI(
         LightningModule,
         LightningDataModule,
@@ -807,14 +799,7 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
         subclass_mode_data=True,
         run=False,
         save_config_callback=None,
-        args=[
-            *words,
-            *quiet,
-            "--trainer.max_epochs",
-            "1",
-            "--trainer.default_root_dir",
-            str(tmp_path),
-        ],
+        args=words,
     )
     assert cli.model.lr == 0.0005
     assert (cli.model.monitor, cli.model.mode) == ("val/accuracy", "max")
