@@ -21,22 +21,23 @@ SHORT += ["--report", "false"]  # feature: report
 RUNS = Path("checkpoints")
 
 
-class AskToStop(Callback):
-    """After a batch, notes SIGTERM as the signal's handler does, or dies.
+def end_run(dies: bool) -> None:
+    """Note SIGTERM, as the signal's handler does; or die. test_examples.py sends real signals."""
+    if dies:
+        raise InterruptedError
+    signals.state.requested = signal.SIGTERM
 
-    test_examples.py sends real signals.
-    """
+
+class EndAfterBatch(Callback):
+    """Asks the run to stop after a batch, or dies."""
 
     def __init__(self, batch: int, dies: bool) -> None:
         self.batch = batch
         self.dies = dies
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 != self.batch:
-            return
-        if self.dies:
-            raise InterruptedError
-        signals.state.requested = signal.SIGTERM
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            end_run(self.dies)
 
 
 def train(name: str, *flags: str) -> Path:
@@ -52,7 +53,7 @@ def train_until(batch: int, name: str, *flags: str, dies: bool = False) -> Path:
     # The callback comes after the one that listens: the request is heard a step later.
     asked_after = batch if dies else batch - 1
     expected = 1 if dies else 143
-    callback = AskToStop(asked_after, dies)
+    callback = EndAfterBatch(asked_after, dies)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "build", partial(fit.build, extra=[callback]))
         try:

@@ -409,7 +409,8 @@ class Flipped(BatchedDataModule):
 
 def test_augmentation_is_a_method_or_a_list_of_transforms_for_training_alone() -> None:
     torch.manual_seed(0)
-    images, labels = torch.randint(256, (64, 3, 4, 4), dtype=torch.uint8), torch.arange(64) % 5
+    images = torch.randint(256, (64, 3, 4, 4), dtype=torch.uint8)
+    labels = torch.arange(64) % 5
     assert torch.equal(training_batch(Flipped(), images, labels)[0], images.flip(3))
     listed = BatchedDataModule(transforms=[v2.RandomHorizontalFlip(0.5), v2.MixUp(num_classes=5)])
     listed.image_shape = (3, 4, 4)
@@ -432,7 +433,8 @@ def test_augmentation_is_a_method_or_a_list_of_transforms_for_training_alone() -
 
 def test_augmentation_repeats_when_torchs_generator_does() -> None:
     module = BatchedDataModule(rotate_degrees=20, elastic_pixels=0.5)
-    images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)
+    images = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
+    labels = torch.arange(4)
     state = torch.get_rng_state()
     first, second = (training_batch(module, images, labels)[0] for _ in range(2))
     torch.set_rng_state(state)
@@ -486,7 +488,8 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
 
 @pytest.mark.parametrize("shift", [1.5, -1.0, 29.0, math.inf])
 def test_any_other_shift_is_interpolated(shift: float) -> None:
-    images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)
+    images = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
+    labels = torch.arange(4)
     moved, _ = training_batch(BatchedDataModule(shift_pixels=shift), images, labels)
     assert moved.dtype == torch.float32
 

@@ -286,7 +286,8 @@ def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart(
     module = ImageClassifier(MLP())
     right = 0
     for index in range(2 * MOST_BATCHES):
-        images, labels = torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
+        images = torch.rand(4, 1, 28, 28)
+        labels = torch.randint(10, (4,))
         right += int((module(images).argmax(dim=1) == labels).sum())
         module.training_step((images, labels), index)
         assert len(module.sums.window) < MOST_BATCHES
@@ -322,7 +323,8 @@ def test_several_labels_are_whole_numbers_for_metrics_and_probabilities_in_predi
 ) -> None:
     labels = torch.randint(2, (64, 3))
     module = Still(3, loss="BCEWithLogitsLoss", metrics={"f1": MultilabelF1Score(3)})
-    data, trainer = Rows(labels), plain_trainer(tmp_path)
+    data = Rows(labels)
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     logits = module.network(data.rows.tensors[0])
     expected = F.binary_cross_entropy_with_logits(logits, labels.float())
@@ -688,7 +690,8 @@ def small_mlp() -> MLP:
 def test_a_module_takes_raw_images_and_standardizes_them_as_the_data_module_says(
     tmp_path: Path, channels_last: bool
 ) -> None:
-    module, data = ImageClassifier(small_mlp(), channels_last=channels_last), Pictures()
+    module = ImageClassifier(small_mlp(), channels_last=channels_last)
+    data = Pictures()
     plain_trainer(tmp_path).fit(module, data)
     raw: Tensor = data.make_split("val").images
     before = raw.clone()
