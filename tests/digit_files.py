@@ -1,4 +1,6 @@
-"""Digits of MNIST written to files in ten ways, as people have them: each takes (28, 28) uint8 and a path's stem."""
+"""Digits of MNIST written to files in ten ways, as people have them: each takes (28, 28) uint8 and
+a path's stem.
+"""
 
 from __future__ import annotations
 
@@ -63,31 +65,22 @@ def palette_gif(digit: np.ndarray, stem: Path, _: np.random.Generator) -> Path:
 
 def turned_by_exif(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> Path:
     """The pixels lie rotated or mirrored; the EXIF tag says how to put them right."""
-    image, orientation = (
-        paint(grow(digit, 160), (240, 240, 235), (40, 40, 60)),
-        int(rng.integers(2, 9)),
-    )
-    undo = {
-        2: 0,
-        3: 3,
-        4: 1,
-        5: 5,
-        6: 2,
-        7: 6,
-        8: 4,
-    }  # Image.Transpose that the viewer's own correction cancels
+    image = paint(grow(digit, 160), (240, 240, 235), (40, 40, 60))
+    orientation = int(rng.integers(2, 9))
+    # Of each orientation the Image.Transpose that the viewer's own correction cancels.
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+    turned = image.transpose(Image.Transpose(undo[orientation]))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return save(
-        image.transpose(Image.Transpose(undo[orientation])), stem, ".jpg", exif=exif, quality=85
-    )
+    return save(turned, stem, ".jpg", exif=exif, quality=85)
 
 
 def off_centre(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> Path:
     """Somewhere in a wide picture, light on dark."""
     side = int(rng.integers(60, 200))
     field = np.zeros((240, 400), dtype=np.float32)
-    top, left = int(rng.integers(240 - side)), int(rng.integers(400 - side))
+    top = int(rng.integers(240 - side))
+    left = int(rng.integers(400 - side))
     field[top : top + side, left : left + side] = grow(digit, side)
     return save(paint(field, (20, 40, 20), (250, 240, 220)), stem, ".webp", quality=80, method=0)
 
@@ -99,22 +92,20 @@ def bilevel_scan(digit: np.ndarray, stem: Path, _: np.random.Generator) -> Path:
 
 
 def paper_photo(digit: np.ndarray, stem: Path, rng: np.random.Generator) -> Path:
-    """Ink on paper under uneven light, with sensor noise; an odd size, the digit in the middle third."""
-    height, width, side = 300, 400, 150
+    """Ink on paper under uneven light, with sensor noise; an odd size, the digit in the middle
+    third.
+    """
+    height = 300
+    width = 400
+    side = 150
     field = np.zeros((height, width), dtype=np.float32)
     field[75 : 75 + side, 120 : 120 + side] = grow(digit, side)
-    light = (
-        1
-        - 0.35 * np.linspace(0, 1, width)[None, :] * rng.uniform(0.5, 1)
-        - 0.1 * np.linspace(0, 1, height)[:, None]
-    )
+    across = np.linspace(0, 1, width)[None, :]
+    down = np.linspace(0, 1, height)[:, None]
+    light = 1 - 0.35 * across * rng.uniform(0.5, 1) - 0.1 * down
     photo = (0.9 - 0.7 * field) * light + rng.normal(0, 0.02, field.shape)
-    return save(
-        Image.fromarray((photo.clip(0, 1) * 255).astype(np.uint8)).convert("RGB"),
-        stem,
-        ".jpeg",
-        quality=80,
-    )
+    grey = Image.fromarray((photo.clip(0, 1) * 255).astype(np.uint8))
+    return save(grey.convert("RGB"), stem, ".jpeg", quality=80)
 
 
 WAYS: tuple[Way, ...] = (

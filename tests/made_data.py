@@ -1,4 +1,6 @@
-"""Small made data sets in every form the worked examples read: a class is a bright place in a noisy picture."""
+"""Small made data sets in every form the worked examples read: a class is a bright place in a noisy
+picture.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from tests.make_digits import write_idx  # feature: mnist
 def spots(
     count: int, classes: int, shape: tuple[int, int, int], seed: int
 ) -> tuple[Tensor, Tensor]:
-    """uint8 images (count, channels, height, width) and labels (count,): class c is bright in the c-th of 12 cells."""
+    """uint8 images (count, channels, height, width) and labels (count,): class c is bright in the
+    c-th of 12 cells.
+    """
     generator = torch.Generator().manual_seed(seed)
     channels, height, width = shape
     images = torch.rand(count, channels, height, width, generator=generator) * 100
     labels = torch.arange(count) % classes
     for image, label in zip(images, labels.tolist(), strict=True):
         row, column = divmod(label, 4)
-        image[
-            :,
-            row * height // 3 : (row + 1) * height // 3,
-            column * width // 4 : (column + 1) * width // 4,
-        ] += 150
+        rows = slice(row * height // 3, (row + 1) * height // 3)
+        columns = slice(column * width // 4, (column + 1) * width // 4)
+        image[:, rows, columns] += 150
     return images.to(torch.uint8), labels
 
 
@@ -50,9 +52,8 @@ def make_picture_folder(root: Path, names: list[str], train: int = 300, test: in
             folder = root / split / names[label]
             folder.mkdir(parents=True, exist_ok=True)
             side = 24 + 8 * (index % 4)
-            Image.fromarray(image.permute(1, 2, 0).numpy()).resize((side, side)).save(
-                folder / f"{index:04}.png"
-            )
+            picture = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((side, side))
+            picture.save(folder / f"{index:04}.png")
 
 
 def make_tensor_files(root: Path, train: int = 400, test: int = 103) -> None:

@@ -41,13 +41,15 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, place = self.dataset[index]
-        return image * random.uniform(0.9, 1.1) + 0.1 * torch.randn(
-            ()
-        ) + 0.1 * np.random.normal(), place
+        image = image * random.uniform(0.9, 1.1)
+        image = image + 0.1 * torch.randn(()) + 0.1 * np.random.normal()
+        return image, place
 
 
 class NoisyWaves(Waves):
-    """Lightning's data module with random transforms in two workers, and a test set that no batch size divides."""
+    """Lightning's data module with random transforms in two workers, and a test set that no batch
+    size divides.
+    """
 
     description = "a text, and a method of its author's"
 
@@ -95,9 +97,8 @@ def table(count: int) -> TensorDataset:
     """Four features and a target of any size and sign."""
     draw = torch.Generator().manual_seed(count)
     x = torch.randn(count, 4, generator=draw)
-    return TensorDataset(
-        x, x @ torch.tensor([1.0, -2.0, 3.0, 0.5]) + torch.arange(count) / 100 + 0.25
-    )
+    weights = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    return TensorDataset(x, x @ weights + torch.arange(count) / 100 + 0.25)
 
 
 class Line(L.LightningModule):
@@ -106,7 +107,8 @@ class Line(L.LightningModule):
     def __init__(self, lr: float = 0.02, width: int = 4) -> None:
         super().__init__()
         self.lr = lr
-        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+        self.first = nn.Linear(4, width)
+        self.last = nn.Linear(width, 1)
         self.error = MeanAbsoluteError()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -133,7 +135,9 @@ class Line(L.LightningModule):
 
 
 class Habitual(Line):
-    """Does what code for Lightning's own logger does: a folder beside the log, hyperparameters of any type."""
+    """Does what code for Lightning's own logger does: a folder beside the log, hyperparameters of
+    any type.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +165,8 @@ class ByEpoch(Sampler[int]):
     """A sampler that follows ``set_epoch``."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.epoch = count, 0
+        self.count = count
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -170,16 +175,16 @@ class ByEpoch(Sampler[int]):
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(
-            torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        )
+        draw = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(self.count, generator=draw).tolist())
 
 
 class WithState(Sampler[int]):
     """A sampler with a generator of its own, which goes on from epoch to epoch, and its state."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.draw = count, torch.Generator().manual_seed(7)
+        self.count = count
+        self.draw = torch.Generator().manual_seed(7)
 
     def __len__(self) -> int:
         return self.count
@@ -205,7 +210,8 @@ class StreamWithState(IterableDataset[Any]):
     """The same, with a state: how many have come."""
 
     def __init__(self) -> None:
-        self.rows, self.next = table(101), 0
+        self.rows = table(101)
+        self.next = 0
 
     def __iter__(self) -> Iterator[Any]:
         while self.next < len(self.rows):
@@ -228,10 +234,15 @@ class SizedStreamWithState(StreamWithState):
 
 
 class LoaderWithState:
-    """A loader as torchdata's ``StatefulDataLoader``: an iteration begins anew unless a state was loaded before it."""
+    """A loader as torchdata's ``StatefulDataLoader``: an iteration begins anew unless a state was
+    loaded before it.
+    """
 
     def __init__(self) -> None:
-        self.rows, self.epochs, self.done, self.loaded = table(101), 0, 0, False
+        self.rows = table(101)
+        self.epochs = 0
+        self.done = 0
+        self.loaded = False
 
     def __len__(self) -> int:
         return 13
@@ -244,13 +255,16 @@ class LoaderWithState:
         while self.done < len(self):
             self.done += 1
             yield list(self.rows[order[8 * self.done - 8 : 8 * self.done]])
-        self.epochs, self.done = self.epochs + 1, 0
+        self.epochs = self.epochs + 1
+        self.done = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"epochs": self.epochs, "done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epochs, self.done, self.loaded = state["epochs"], state["done"], True
+        self.epochs = state["epochs"]
+        self.done = state["done"]
+        self.loaded = True
 
 
 def weighted() -> DataLoader[Any]:
@@ -286,10 +300,9 @@ class LineWithLoaders(Line):
     """A module that brings its own loaders, and notes on every rank what it is trained on."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        targets = [round(y, 4) for y in batch[1].tolist()]
         with open(f"seen-{self.trainer.world_size}-{self.global_rank}.txt", "a") as file:
-            print(
-                self.current_epoch, batch_idx, *[round(y, 4) for y in batch[1].tolist()], file=file
-            )
+            print(self.current_epoch, batch_idx, *targets, file=file)
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -330,7 +343,8 @@ class Grouped(Line):
 class Told(Line):
     """Its validation errors are told beforehand: the best is not the last."""
 
-    monitor, mode = "val_told", "min"
+    monitor = "val_told"
+    mode = "min"
     errors = [0.59, 0.63, 0.21, 0.21, 6.85]
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -359,16 +373,11 @@ class Side(Line):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = [part for part in batch if part is not None]
+        targets = [[round(float(y), 3) for y in part[1]] for part in parts]
         with open("side.txt", "a") as file:
-            print(
-                self.current_epoch,
-                *[[round(float(y), 3) for y in part[1]] for part in parts],
-                sep="|",
-                file=file,
-            )
-        return super().training_step(
-            [torch.cat(part) for part in zip(*parts, strict=True)], batch_idx
-        )
+            print(self.current_epoch, *targets, sep="|", file=file)
+        joined = [torch.cat(part) for part in zip(*parts, strict=True)]
+        return super().training_step(joined, batch_idx)
 
     def train_dataloader(self) -> Any:
         shuffled = [DataLoader(Noisy(table(rows)), 8, shuffle=True) for rows in (37, 101)]
@@ -389,7 +398,9 @@ class Side(Line):
 
 
 class Habits(Side):
-    """What it needs for an epoch it makes at its start, also in its data; it draws where others do not look."""
+    """What it needs for an epoch it makes at its start, also in its data; it draws where others do
+    not look.
+    """
 
     beta = 0.0
 
@@ -404,7 +415,8 @@ class Habits(Side):
     def on_train_epoch_start(self) -> None:
         self.epochs += 1
         self.frozen.eval()
-        self.beta, self.outputs = 0.1 * self.current_epoch, list[Tensor]()
+        self.beta = 0.1 * self.current_epoch
+        self.outputs = list[Tensor]()
         loader = self.trainer.train_dataloader
         loader.dataset.shift = loader.dataset.step * self.current_epoch * loader.batch_size  # type: ignore[union-attr]
 
@@ -423,7 +435,8 @@ class Habits(Side):
 class Curriculum(TensorDataset):
     """Rows that are shifted as the module says."""
 
-    shift, step = 0.0, 0.25
+    shift = 0.0
+    step = 0.25
 
     def __init__(self, rows: int) -> None:
         super().__init__(*table(rows).tensors)
@@ -458,7 +471,9 @@ class Accumulates(Side):
 
 
 class OwnWays(Side):
-    """A metric that keeps predictions with their graph, other weights in validations, and names of ours for others."""
+    """A metric that keeps predictions with their graph, other weights in validations, and names of
+    ours for others.
+    """
 
     monitor: Any = MeanAbsoluteError
     mode = "pretrain"
@@ -526,11 +541,14 @@ class Composed(Keeps):
 
 
 class OwnPace(Side):
-    """Looks at all its data before it trains; stops a part in mid-run; saves no fixed weights; has no learning rate."""
+    """Looks at all its data before it trains; stops a part in mid-run; saves no fixed weights; has
+    no learning rate.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.fixed = nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.fixed = nn.Linear(4, 4).requires_grad_(False)
 
     train_dataloader = OwnWays.train_dataloader
 
@@ -543,19 +561,17 @@ class OwnPace(Side):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.global_step == 8:
             self.norm.eval()
-        return Line.training_step(
-            self, [self.norm(batch[0]), batch[1] - self.middle + self.first_target], batch_idx
-        )
+        inputs = self.norm(batch[0])
+        targets = batch[1] - self.middle + self.first_target
+        return Line.training_step(self, [inputs, targets], batch_idx)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.fixed_weights = {
-            name: checkpoint["state_dict"].pop(name) for name in ("fixed.weight", "fixed.bias")
-        }
+        for name in ("fixed.weight", "fixed.bias"):
+            del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] |= {
-            f"fixed.{name}": value for name, value in self.fixed.state_dict().items()
-        }
+        for name, value in self.fixed.state_dict().items():
+            checkpoint["state_dict"][f"fixed.{name}"] = value
 
     def configure_optimizers(self) -> Any:
         return WithoutRate(self.parameters(), {"pace": 0.02})
@@ -568,8 +584,9 @@ class WithoutRate(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         with torch.no_grad():
             for group in self.param_groups:
-                for parameter in [each for each in group["params"] if each.grad is not None]:
-                    parameter -= group["pace"] * parameter.grad.sign()
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter -= group["pace"] * parameter.grad.sign()
         return loss
 
 
@@ -589,9 +606,9 @@ class ReadsItself(Side):
 
     def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
-        return nn.functional.mse_loss(
-            self.last(self.first(batch[0] + torch.randn(4))).squeeze(1), batch[1]
-        )
+        noisy = batch[0] + torch.randn(4)
+        predicted = self.last(self.first(noisy)).squeeze(1)
+        return nn.functional.mse_loss(predicted, batch[1])
 
     def on_train_batch_end(self, *_: Any) -> None:
         torch.randn(3)
@@ -609,7 +626,8 @@ class TwoSteps(Side):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         self.manual_backward(Line.training_step(self, batch, batch_idx))
-        for _ in range(2 if batch_idx else 1):
+        optimizer.step()
+        if batch_idx > 0:
             optimizer.step()
 
 
@@ -618,7 +636,9 @@ class LateLayers(Reloads):
 
     def __init__(self, where: str = "setup") -> None:
         super().__init__()
-        self.where, self.last, self.first = where, nn.Identity(), nn.Identity()
+        self.where = where
+        self.last = nn.Identity()
+        self.first = nn.Identity()
 
     def make(self) -> None:
         if isinstance(self.last, nn.Identity):
@@ -655,7 +675,9 @@ class OwnLoader(DataLoader[Any]):
 
 
 class Joined(Line):
-    """On several ranks: a loader of its own, validation sets side by side, a value put together and logged by hand."""
+    """On several ranks: a loader of its own, validation sets side by side, a value put together and
+    logged by hand.
+    """
 
     def train_dataloader(self) -> DataLoader[Any]:
         return OwnLoader(101, 16 // self.trainer.world_size)
@@ -742,7 +764,9 @@ class SignSGD(torch.optim.Optimizer):
 
 # feature: mnist
 class Balanced(MNISTDataModule):
-    """Digits, drawn by weight: no image of a class above ``most``; every one of them turned by the method below."""
+    """Digits, drawn by weight: no image of a class above ``most``; every one of them turned by the
+    method below.
+    """
 
     def __init__(self, most: int = 4, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -28,6 +28,7 @@ from project.errors import UserError
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.made_data import make_idx_files  # feature: mnist
 from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
+from tests.stopped_runs import RUNS, SHORT, error_of, resume, train, train_until
 
 LINE = [
     "--model",
@@ -37,59 +38,11 @@ LINE = [
     "--accelerator",
     "cpu",
 ]
-SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none"]
-SHORT += ["--report", "false"]  # feature: report
-RUNS = Path("checkpoints")
 
 
 @pytest.fixture(autouse=True)
 def _no_wandb(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-
-
-class AskToStop(Callback):
-    """After a batch, notes SIGTERM as the signal's handler does, or dies; test_examples.py sends real signals."""
-
-    def __init__(self, batch: int, dies: bool) -> None:
-        self.batch = batch
-        self.do = self.die if dies else partial(setattr, signals.state, "requested", signal.SIGTERM)
-
-    def die(self) -> None:
-        raise InterruptedError
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
-            self.do()
-
-
-def train(name: str, *flags: str) -> Path:
-    assert fit.main([*flags, "--run_name", name]) == 0
-    return RUNS / name
-
-
-def train_until(batch: int, name: str, *flags: str, dies: bool = False) -> Path:
-    """A run that is asked to stop in a batch, and does so after it; or that dies before it is saved."""
-    with pytest.MonkeyPatch.context() as patch:
-        # the callback comes after the one that listens: it is heard a step later
-        patch.setattr(
-            fit, "build", partial(fit.build, extra=[AskToStop(batch if dies else batch - 1, dies)])
-        )
-        try:
-            assert entry.exit_code(fit.main, [*flags, "--run_name", name]) == (1 if dies else 143)
-        finally:
-            signals.state.requested = 0
-    return RUNS / name
-
-
-def resume(name: str, *flags: str) -> Path:
-    return train(name, "--ckpt_path", "auto", *flags)
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main: Any = fit.main) -> str:
-    capsys.readouterr()
-    assert entry.exit_code(main, list(argv)) == 2
-    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.strip()]
-    return line
 
 
 # Loaders

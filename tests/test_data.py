@@ -1,4 +1,6 @@
-"""The data: files checked, splits fixed, targets as they are, batches in one call, augmentation on the device."""
+"""The data: files checked, splits fixed, targets as they are, batches in one call, augmentation on
+the device.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ from project.data import (
     TensorImages,
     TensorRows,
 )
-from project.data.images import random_deformation
-from project.data.mnist import DIGITS, read_idx  # feature: mnist
+from project.data.augmentation import random_deformation
+from project.data.idx_files import read_idx  # feature: mnist
+from project.data.mnist import DIGITS  # feature: mnist
 from project.engine.exact_loading import ExactLoader
 from project.errors import UserError
 from tests.made_data import make_idx_files  # feature: mnist
@@ -43,17 +46,14 @@ def test_idx_files_are_read_back_plain_and_gzipped(tmp_path: Path, name: str) ->
 def test_the_bundled_digits_are_stratified_and_real(mnist_root: Path) -> None:
     module = MNISTDataModule(root=str(mnist_root), source="mnist")
     for part, size in (("train", 10_000), ("t10k", 2_000)):
-        images, labels = (
-            read_idx(DIGITS / f"{part}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1")
-        )
-        whole = read_idx(
-            mnist_root / "MNIST/raw" / f"{part}-labels-idx1-ubyte",
-            module.files[f"{part}-labels-idx1-ubyte"],
-        )
-        chosen = stratified(whole, size)
-        assert torch.equal(labels, whole[chosen])
-        pixels = read_idx(mnist_root / "MNIST/raw" / f"{part}-images-idx3-ubyte")
-        assert torch.equal(images, pixels[chosen])
+        images_name = f"{part}-images-idx3-ubyte"
+        labels_name = f"{part}-labels-idx1-ubyte"
+        raw = mnist_root / "MNIST/raw"
+        all_labels = read_idx(raw / labels_name, module.files[labels_name])
+        all_images = read_idx(raw / images_name)
+        chosen = stratified(all_labels, size)
+        assert torch.equal(read_idx(DIGITS / f"{labels_name}.gz"), all_labels[chosen])
+        assert torch.equal(read_idx(DIGITS / f"{images_name}.gz"), all_images[chosen])
 
 
 def test_full_mnist_is_split_55000_5000_10000(mnist_root: Path) -> None:
@@ -63,9 +63,8 @@ def test_full_mnist_is_split_55000_5000_10000(mnist_root: Path) -> None:
     assert (len(module.splits["train"]), len(module.splits["val"])) == (55_000, 5_000)
     module.setup("test")
     assert len(module.splits["test"]) == 10_000
-    assert (
-        len(module.train_dataloader().dataset) == 55_000
-    )  # also after a test, which lets go of the training set
+    # Also after a test, which lets go of the training set.
+    assert len(module.train_dataloader().dataset) == 55_000
     assert module.data_source == "mnist"
 
 
@@ -90,8 +89,12 @@ def test_auto_falls_back_to_the_sample_and_says_so(
 
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     module = MNISTDataModule()
-    with pytest.warns(UserWarning, match="was not found"):
+    with pytest.warns(UserWarning, match="was not found") as told:
         module.prepare_data()
+    (line,) = str(told[0].message).splitlines()
+    assert line.startswith("Full MNIST was not found in data/MNIST/raw and the download failed (")
+    assert "this run uses the 10,000 + 2,000 digits that ship inside the package" in line
+    assert "--data.source sample" in line
     another_rank = MNISTDataModule()
     with pytest.warns(UserWarning, match="was not found"):
         another_rank.setup("fit")
@@ -138,9 +141,8 @@ def test_a_mistyped_root_is_an_error_that_creates_nothing(
         UserError, match=r"^--data.root dtaa/mnist: [^\n]* the download failed[^\n]*$"
     ):
         module.prepare_data()
-    with pytest.raises(
-        UserError, match=r"dtaa/mnist.*lacks train-images"
-    ):  # another rank, or no prepare_data
+    # On another rank, or where nobody has called prepare_data:
+    with pytest.raises(UserError, match=r"dtaa/mnist.*lacks train-images"):
         module.setup("fit")
     assert list(workplace.iterdir()) == []
 
@@ -188,9 +190,12 @@ def test_a_plain_loader_gathers_whole_batches_in_one_call(monkeypatch: pytest.Mo
     dataset = TensorImages(torch.arange(10).view(10, 1, 1, 1), torch.arange(10))
     calls: list[list[int]] = []
     gather = TensorRows.gather
-    monkeypatch.setattr(
-        TensorRows, "gather", lambda self, i: (calls.append(i.tolist()), gather(self, i))[1]
-    )
+
+    def counted_gather(self: TensorRows, indices: Tensor) -> tuple[Tensor, ...]:
+        calls.append(indices.tolist())
+        return gather(self, indices)
+
+    monkeypatch.setattr(TensorRows, "gather", counted_gather)
     for held in (dataset, Subset(dataset, range(10))):
         module = FixedImages(held, batch_size=5, eval_batch_size=4, num_workers=0)
         module.setup("fit")
@@ -210,8 +215,10 @@ def test_a_training_set_smaller_than_a_batch_is_one_batch() -> None:
 
 
 def test_a_held_out_part_is_disjoint_of_the_rest_and_keeps_its_kind() -> None:
-    module = Fixed(dataset := TensorImages(torch.rand(50, 4, 4), torch.arange(50)), val_samples=3)
-    train, val = (module.hold_out(dataset, split) for split in ("train", "val"))
+    dataset = TensorImages(torch.rand(50, 4, 4), torch.arange(50))
+    module = Fixed(dataset, val_samples=3)
+    train = module.hold_out(dataset, "train")
+    val = module.hold_out(dataset, "val")
     assert isinstance(val, TensorImages)
     assert sorted([*train.labels.tolist(), *val.labels.tolist()]) == list(range(50))  # type: ignore[attr-defined]
     assert len(val) == 5
@@ -335,7 +342,7 @@ def test_data_that_cannot_live_on_the_device_are_an_error_only_where_it_was_aske
     ("device", "without_waiting"), [("cuda", True), ("mps", False), ("cpu", False)]
 )
 def test_only_copies_to_cuda_do_not_wait(device: str, without_waiting: bool) -> None:
-    """MPS reads pageable memory after the call has returned, and would train on corrupted batches."""
+    """MPS reads pageable memory after the call has returned: batches would be corrupted."""
     calls: list[tuple[Any, Any]] = []
 
     class Recorded(torch.Tensor):
@@ -357,9 +364,9 @@ def test_labels_without_a_name_are_told_before_they_are_an_index_error() -> None
             UserError, match=f"FixedImages.class_names must name every class: .* {message}"
         ):
             FixedImages(TensorImages(torch.zeros(2, 2, 2), labels)).setup("fit")
-    FixedImages(TensorImages(torch.zeros(2, 2, 2), torch.tensor([0.5, 12.5]))).setup(
-        "fit"
-    )  # a regression's
+    # The targets of a regression are no classes.
+    numbers = torch.tensor([0.5, 12.5])
+    FixedImages(TensorImages(torch.zeros(2, 2, 2), numbers)).setup("fit")
 
 
 @pytest.mark.parametrize(
@@ -402,7 +409,8 @@ class Flipped(BatchedDataModule):
 
 def test_augmentation_is_a_method_or_a_list_of_transforms_for_training_alone() -> None:
     torch.manual_seed(0)
-    images, labels = torch.randint(256, (64, 3, 4, 4), dtype=torch.uint8), torch.arange(64) % 5
+    images = torch.randint(256, (64, 3, 4, 4), dtype=torch.uint8)
+    labels = torch.arange(64) % 5
     assert torch.equal(training_batch(Flipped(), images, labels)[0], images.flip(3))
     listed = BatchedDataModule(transforms=[v2.RandomHorizontalFlip(0.5), v2.MixUp(num_classes=5)])
     listed.image_shape = (3, 4, 4)
@@ -425,7 +433,8 @@ def test_augmentation_is_a_method_or_a_list_of_transforms_for_training_alone() -
 
 def test_augmentation_repeats_when_torchs_generator_does() -> None:
     module = BatchedDataModule(rotate_degrees=20, elastic_pixels=0.5)
-    images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)
+    images = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
+    labels = torch.arange(4)
     state = torch.get_rng_state()
     first, second = (training_batch(module, images, labels)[0] for _ in range(2))
     torch.set_rng_state(state)
@@ -453,16 +462,15 @@ def test_a_whole_shift_alone_moves_every_image_by_its_own_whole_pixels(dtype: to
     moved, _ = training_batch(module, images, torch.zeros(400, dtype=torch.int64))
     assert moved.dtype == dtype
     assert moved.shape == images.shape
-    padded, seen = torch.nn.functional.pad(images, [2] * 4), set()
+    padded = torch.nn.functional.pad(images, [2] * 4)
+    seen = set()
     for image, result in zip(padded, moved, strict=True):
-        at = [
-            (y, x)
-            for y in range(5)
-            for x in range(5)
-            if torch.equal(image[:, y : y + 6, x : x + 8], result)
-        ]
-        assert len(at) == 1  # all channels together
-        seen |= set(at)
+        found = []
+        for y, x in itertools.product(range(5), repeat=2):
+            if torch.equal(image[:, y : y + 6, x : x + 8], result):
+                found.append((y, x))
+        assert len(found) == 1  # all channels together
+        seen |= set(found)
     assert len(seen) == 25  # every shift in ± 2
 
 
@@ -471,9 +479,8 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
     images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 14, 14] = 1
     moved, _ = training_batch(MNISTDataModule(), images, torch.zeros(400, dtype=torch.int64))
-    assert set(map(tuple, moved.nonzero()[:, 2:].tolist())) == set(
-        itertools.product((13, 14, 15), repeat=2)
-    )
+    places = {(row, column) for _, _, row, column in moved.nonzero().tolist()}
+    assert places == set(itertools.product((13, 14, 15), repeat=2))
 
 
 # end feature: mnist
@@ -481,11 +488,10 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
 
 @pytest.mark.parametrize("shift", [1.5, -1.0, 29.0, math.inf])
 def test_any_other_shift_is_interpolated(shift: float) -> None:
-    images, labels = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8), torch.arange(4)
-    assert (
-        training_batch(BatchedDataModule(shift_pixels=shift), images, labels)[0].dtype
-        == torch.float32
-    )
+    images = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
+    labels = torch.arange(4)
+    moved, _ = training_batch(BatchedDataModule(shift_pixels=shift), images, labels)
+    assert moved.dtype == torch.float32
 
 
 def test_elastic_distortion_moves_points_by_the_pixels_that_were_asked_for() -> None:

@@ -31,7 +31,7 @@ from project.engine.restore import Run
 from project.test import main
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import Noisy, table
-from tests.test_any_task import SHORT, AskToStop, error_of, resume, train
+from tests.stopped_runs import SHORT, end_run, error_of, resume, train
 
 HERE = "tests.test_interrupted_tasks"  # as a run imports it
 
@@ -391,13 +391,14 @@ class Interrupts(Callback):
     """Asks the run to stop, or dies, at the ``number``-th call of a hook."""
 
     def __init__(self, hook: str, number: int, dies: bool) -> None:
-        asks, self.left = AskToStop(0, dies), number
-        setattr(self, hook, partial(self.count, asks.do))
+        self.left = number
+        self.dies = dies
+        setattr(self, hook, self.count)
 
-    def count(self, do: Any, *_: Any) -> None:
+    def count(self, *_: Any) -> None:
         self.left -= 1
-        if not self.left:
-            do()
+        if self.left == 0:
+            end_run(self.dies)
 
 
 def interrupted(name: str, hook: str, number: int, dies: bool, *flags: str) -> None:

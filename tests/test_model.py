@@ -1,21 +1,37 @@
-"""Loss, metrics, optimizer and schedule by plain values, under a plain Trainer; networks of all kinds interchange."""
+"""Loss, metrics, optimizer and schedule by plain values, under a plain Trainer; networks of all
+kinds interchange.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
-from torchmetrics import MeanAbsoluteError, MinMaxMetric
-from torchmetrics.classification import MulticlassF1Score, MultilabelF1Score
+from torch.utils.data import DataLoader
+from torchmetrics import (
+    BootStrapper,
+    ClasswiseWrapper,
+    MeanAbsoluteError,
+    MinMaxMetric,
+    R2Score,
+)
+from torchmetrics.classification import (
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassROC,
+    MultilabelF1Score,
+)
 
 from project.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from project.errors import UserError
@@ -26,8 +42,10 @@ from project.model import (
     MNISTClassifier,  # feature: mnist
     SupervisedModule,
 )
+from project.model.activation_checkpointing import recompute_activations
 from project.model.classifier import check_fit
-from project.model.supervised import MOST_BATCHES, rate_factor, recompute_activations
+from project.model.running_sums import MOST_BATCHES
+from project.model.schedules import rate_factor
 
 
 def test_the_mlp_has_784_256_128_10_units() -> None:
@@ -165,7 +183,9 @@ class Rows(SplitDataModule):
 
 
 class Still(SupervisedModule):
-    """A linear layer that does not move, so that losses are known beforehand; notes what is logged and trained."""
+    """A linear layer that does not move, so that losses are known beforehand; notes what is logged
+    and trained.
+    """
 
     def __init__(self, outputs: int = 1, **kwargs: Any) -> None:
         super().__init__(nn.Linear(4, outputs), **{"optimizer": "SGD", "lr": 1e-30, **kwargs})
@@ -191,13 +211,21 @@ def plain_trainer(tmp_path: Path, **flags: Any) -> Trainer:
     )
 
 
+def logged_by_validation(trainer: Trainer) -> dict[str, float]:
+    """The values of validation that were logged last."""
+    logged = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in logged if name.startswith("val")}
+
+
 def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_path: Path) -> None:
     """Neither the smoothing nor the class weights that training minimises are in what is logged."""
-    labels, weights = torch.arange(64) % 3, [1, 2, 9]
+    labels = torch.arange(64) % 3
+    weights = [1, 2, 9]
     module = Still(
         3, loss="CrossEntropyLoss", loss_args={"label_smoothing": 0.3, "weight": weights}
     )
-    data, trainer = Rows(labels), plain_trainer(tmp_path)
+    data = Rows(labels)
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     features = data.rows.tensors[0]
     expected = float(F.cross_entropy(module(features), labels))
@@ -216,7 +244,8 @@ def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_
 def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(
     tmp_path: Path, accumulate: int
 ) -> None:
-    module, data = Still(), Rows(torch.arange(16 * 14.0))
+    module = Still()
+    data = Rows(torch.arange(16 * 14.0))
     trainer = plain_trainer(
         tmp_path, log_every_n_steps=6 // accumulate, accumulate_grad_batches=accumulate
     )
@@ -230,22 +259,23 @@ def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(
 
 def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
     batches = [(torch.randn(16, 4), torch.randn(16)) for _ in range(5)]
-    whole, first = (
-        Still(metrics={"mae": MeanAbsoluteError()}),
-        Still(metrics={"mae": MeanAbsoluteError()}),
-    )
+    whole = Still(metrics={"mae": MeanAbsoluteError()})
+    first = Still(metrics={"mae": MeanAbsoluteError()})
     second = Still()
     for module in (first, second):
         module.network.load_state_dict(whole.network.state_dict())
-    for module, part in ((whole, batches), (first, batches[:3])):
-        for index, batch in enumerate(part):
-            module.training_step(batch, index)
+    for index, batch in enumerate(batches):
+        whole.training_step(batch, index)
+    for index, batch in enumerate(batches[:3]):
+        first.training_step(batch, index)
     state = first.metric_state()
-    assert int(first.train_metrics["mae"].total) == 48  # type: ignore[arg-type]  # what waited is counted first
+    metric: Any = first.train_metrics["mae"]  # type: ignore[index]
+    assert int(metric.total) == 48  # what waited is counted first
     second.load_metric_state(state)
     for index, batch in enumerate(batches[3:]):
         second.training_step(batch, index)
-    resumed, unbroken = second.metric_state(), whole.metric_state()
+    resumed = second.metric_state()
+    unbroken = whole.metric_state()
     assert resumed.keys() == unbroken.keys() == {"recent", "epoch"}
     assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
 
@@ -253,26 +283,28 @@ def test_sums_of_an_unfinished_epoch_go_on_where_they_were_saved() -> None:
 def test_outputs_are_counted_and_let_go_of_between_log_steps_that_are_far_apart() -> None:
     """An epoch's logits of a network with many classes would fill a GPU."""
     torch.manual_seed(0)
-    module, right = ImageClassifier(MLP()), 0
+    module = ImageClassifier(MLP())
+    right = 0
     for index in range(2 * MOST_BATCHES):
-        images, labels = torch.rand(4, 1, 28, 28), torch.randint(10, (4,))
+        images = torch.rand(4, 1, 28, 28)
+        labels = torch.randint(10, (4,))
         right += int((module(images).argmax(dim=1) == labels).sum())
         module.training_step((images, labels), index)
-        assert len(module.window) < MOST_BATCHES
+        assert len(module.sums.window) < MOST_BATCHES
     assert float(module.train_metrics["accuracy"].compute()) == right / (4 * 2 * MOST_BATCHES)  # type: ignore[operator]
-    module.training_step(
-        (torch.rand(3, 1, 28, 28), torch.randint(10, (3,))), 0
-    )  # a smaller last batch
-    module.training_step((torch.rand(4, 1, 28, 28), torch.randint(10, (4,))), 0)
-    module.count_window()
-    assert [int(module.sums[name][1]) for name in ("recent", "epoch")] == [
-        4 * 2 * MOST_BATCHES + 7
-    ] * 2
+    for size in (3, 4):  # the last batch of an epoch is smaller
+        batch = (torch.rand(size, 1, 28, 28), torch.randint(10, (size,)))
+        module.training_step(batch, 0)
+    module.sums.count_window()
+    for name in ("recent", "epoch"):
+        _, samples = module.sums.totals[name].tolist()
+        assert samples == 4 * 2 * MOST_BATCHES + 7
 
 
 def test_regression_keeps_its_float_targets_and_does_not_broadcast_them(tmp_path: Path) -> None:
     targets = torch.linspace(0, 1, 64)
-    module, data = Still(metrics={"mae": MeanAbsoluteError()}), Rows(targets)
+    module = Still(metrics={"mae": MeanAbsoluteError()})
+    data = Rows(targets)
     trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     outputs = module.network(data.rows.tensors[0]).squeeze(1)
@@ -291,7 +323,8 @@ def test_several_labels_are_whole_numbers_for_metrics_and_probabilities_in_predi
 ) -> None:
     labels = torch.randint(2, (64, 3))
     module = Still(3, loss="BCEWithLogitsLoss", metrics={"f1": MultilabelF1Score(3)})
-    data, trainer = Rows(labels), plain_trainer(tmp_path)
+    data = Rows(labels)
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     logits = module.network(data.rows.tensors[0])
     expected = F.binary_cross_entropy_with_logits(logits, labels.float())
@@ -307,11 +340,9 @@ def test_a_loss_of_ones_own_is_trained_and_logged(tmp_path: Path) -> None:
         def loss(self, outputs: Tensor, batch: Any) -> Tensor:
             return (outputs - self.targets(batch)).abs() ** 3  # one value per sample
 
-    module, data, trainer = (
-        Mine(loss="HuberLoss"),
-        Rows(torch.arange(40.0)),
-        plain_trainer(tmp_path),
-    )
+    module = Mine(loss="HuberLoss")
+    data = Rows(torch.arange(40.0))
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     cubes = (module.network(data.rows.tensors[0]).squeeze(1) - data.rows.tensors[1]).abs() ** 3
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(
@@ -325,7 +356,8 @@ class Stretched(nn.Module):
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
-        self.stretch, self.reduction = nn.Parameter(torch.ones(())), reduction
+        self.stretch = nn.Parameter(torch.ones(()))
+        self.reduction = reduction
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.stretch * (outputs - targets) ** 2
@@ -358,11 +390,9 @@ def test_a_loss_that_hands_its_arguments_on_takes_them() -> None:
 def test_a_loss_with_weights_of_its_own_is_measured_with_those_that_were_trained(
     tmp_path: Path,
 ) -> None:
-    module, data, trainer = (
-        Still(loss=f"{__name__}.Stretched", lr=0.01),
-        Rows(torch.ones(64)),
-        plain_trainer(tmp_path),
-    )
+    module = Still(loss=f"{__name__}.Stretched", lr=0.01)
+    data = Rows(torch.ones(64))
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, data)
     assert float(module.trained_loss.stretch) != 1  # type: ignore[arg-type]
     with torch.no_grad():
@@ -387,21 +417,16 @@ def test_a_validation_step_of_ones_own_logs_its_own_loss(tmp_path: Path) -> None
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/loss", 0.25)
 
-    module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
+    module = Mine(metrics={"mae": MeanAbsoluteError()})
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
-    logged = {
-        name: float(value)
-        for name, value in trainer.callback_metrics.items()
-        if name.startswith("val")
-    }
+    logged = logged_by_validation(trainer)
     assert logged == {"val/loss": 0.25}
 
 
 def test_metrics_in_a_wrapper_alone_are_logged(tmp_path: Path) -> None:
-    module, trainer = (
-        Still(metrics={"mae": MinMaxMetric(MeanAbsoluteError())}),
-        plain_trainer(tmp_path),
-    )
+    module = Still(metrics={"mae": MinMaxMetric(MeanAbsoluteError())})
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
     assert {"val/loss", "val/raw", "val/min", "val/max"} <= trainer.callback_metrics.keys()
 
@@ -411,14 +436,25 @@ def test_metrics_that_a_step_of_ones_own_fills_are_logged(tmp_path: Path) -> Non
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.eval_metrics.update(torch.zeros(len(batch[1])), torch.full((len(batch[1]),), 3.0))
 
-    module, trainer = Mine(metrics={"mae": MeanAbsoluteError()}), plain_trainer(tmp_path)
+    module = Mine(metrics={"mae": MeanAbsoluteError()})
+    trainer = plain_trainer(tmp_path)
     trainer.fit(module, Rows(torch.arange(40.0)))
-    logged = {
-        name: float(value)
-        for name, value in trainer.callback_metrics.items()
-        if name.startswith("val")
-    }
+    logged = logged_by_validation(trainer)
     assert logged == {"val/mae": 3.0}
+
+
+def test_one_metric_of_ones_own_in_the_collections_place_is_logged(tmp_path: Path) -> None:
+    class Mine(Still):
+        def __init__(self) -> None:
+            super().__init__()
+            self.eval_metrics = MeanAbsoluteError()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.eval_metrics(torch.zeros(len(batch[1])), torch.full((len(batch[1]),), 3.0))
+
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(Mine(), Rows(torch.arange(40.0)))
+    assert float(trainer.callback_metrics["val/MeanAbsoluteError"]) == 3.0
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
@@ -443,9 +479,8 @@ def test_reduce_on_plateau_follows_the_monitored_metric_and_other_schedulers_the
         return trainer.optimizers[0].param_groups[0]["lr"] / 1e-6
 
     plateau = {"schedule": "ReduceLROnPlateau", "schedule_args": {"patience": 0, "factor": 0.5}}
-    assert rates(**plateau) == pytest.approx(
-        0.25
-    )  # no weight moves, so two epochs in three are no better
+    # No weight moves, so two epochs of three are no better than the first.
+    assert rates(**plateau) == pytest.approx(0.25)
     exponential = {
         "schedule": "torch.optim.lr_scheduler.ExponentialLR",
         "schedule_args": {"gamma": 0.5},
@@ -456,6 +491,178 @@ def test_reduce_on_plateau_follows_the_monitored_metric_and_other_schedulers_the
         rates(schedule="lineer")
 
 
+class Ranked(MeanAbsoluteError):
+    """A metric of the user's own with a mistake."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        raise ValueError("a mistake of the user's")
+
+
+class HalfOfIt(MeanAbsoluteError):
+    """A metric of the user's own that gives a number of Python's."""
+
+    def compute(self) -> float:  # type: ignore[override]
+        return float(super().compute()) / 2
+
+
+CLASSES = {"outputs": 3, "loss": "CrossEntropyLoss"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (
+            MulticlassConfusionMatrix(3),
+            r"MulticlassConfusionMatrix must give a number, got a tensor of shape \(3, 3\)\.",
+        ),
+        (
+            MulticlassF1Score(3, average="none"),
+            r"MulticlassF1Score must give a number, got a tensor of shape \(3,\)\. Choose an aver",
+        ),
+        (MulticlassROC(3), r"MulticlassROC must give a number, got a tuple\."),
+        (
+            MulticlassF1Score(5),
+            r"MulticlassF1Score refuses predictions and targets of shapes \(16, 3\) and \(16,\): ",
+        ),
+    ],
+)
+def test_a_metric_that_cannot_be_logged_is_told_at_the_first_batch(
+    tmp_path: Path, metric: Any, message: str
+) -> None:
+    module = Still(**CLASSES, metrics={"mine": metric})
+    with pytest.raises(UserError, match=f"^--model.metrics.mine {message}"):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(module, Rows(torch.arange(64) % 3))
+    assert module.trained == []
+
+
+def test_a_metric_that_needs_more_than_one_batch_is_no_fault(tmp_path: Path) -> None:
+    module = Still(metrics={"r2": R2Score()})
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, Rows(torch.arange(40.0), batch_size=1))
+    assert torch.isfinite(trainer.callback_metrics["train/r2"])
+
+
+def test_a_number_of_each_class_may_be_logged_by_name(tmp_path: Path) -> None:
+    metric = ClasswiseWrapper(MulticlassF1Score(3, average="none"), labels=["a", "b", "c"])
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(Still(**CLASSES, metrics={"f1": metric}), Rows(torch.arange(64) % 3))
+    found = {name for name in trainer.callback_metrics if name.startswith("val/multiclassf1score")}
+    assert found == {f"val/multiclassf1score_{name}" for name in "abc"}
+
+
+def test_a_metric_may_give_pythons_own_number(tmp_path: Path) -> None:
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(
+        Still(metrics={"halved": HalfOfIt(), "mae": MeanAbsoluteError()}), Rows(torch.ones(64))
+    )
+    logged = trainer.callback_metrics
+    assert float(logged["val/halved"]) == pytest.approx(float(logged["val/mae"]) / 2)
+
+
+def test_a_metrics_name_that_a_module_has_already_is_told_in_a_line() -> None:
+    with pytest.raises(UserError, match=r"^--model\.metrics: attribute 'half' already exists\. Ch"):
+        Still(metrics={"half": MeanAbsoluteError()})
+
+
+def test_a_mistake_in_a_metric_of_ones_own_keeps_its_traceback(tmp_path: Path) -> None:
+    module = Still(metrics={"mine": Ranked()})
+    with pytest.raises(ValueError, match="a mistake of the user's"):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(module, Rows(torch.ones(64)))
+
+
+def test_a_metric_is_tried_without_a_trace(tmp_path: Path) -> None:
+    """Its sums, its smallest value so far, and every random generator stay what they are."""
+    metric = MinMaxMetric(BootStrapper(MeanAbsoluteError(), num_bootstraps=2, std=False))
+    module = Still(metrics={"mae": metric})
+    before = (torch.get_rng_state(), np.random.get_state()[1], random.getstate())
+    module.training_step((torch.randn(16, 4, generator=torch.Generator()), torch.ones(16)), 0)
+    assert module.tried_metrics
+    assert not module.train_metrics["mae"].update_called
+    assert float(module.train_metrics["mae"].min_val) == math.inf
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert random.getstate() == before[2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "message"),
+    [
+        (
+            "CrossEntropyLoss",
+            torch.arange(64) % 5,
+            r"\(16, 3\) and \(16,\): Target \d is out of bou",
+        ),
+        ("CrossEntropyLoss", torch.zeros(64, 2).long(), r"\(16, 3\) and \(16, 2\): "),
+        ("BCEWithLogitsLoss", torch.zeros(64).long(), r"\(16, 3\) and \(16,\): Target size"),
+    ],
+)
+def test_a_loss_of_another_shape_is_told_in_a_line(
+    tmp_path: Path, loss: str, labels: Tensor, message: str
+) -> None:
+    with pytest.raises(
+        UserError, match=f"^--model.loss {loss} refuses outputs and targets of shapes {message}"
+    ):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(Still(3, loss=loss), Rows(labels))
+
+
+class Pair(nn.MSELoss):
+    """A loss that gives two values."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Any:
+        return super().forward(outputs, targets), 0.0
+
+
+def test_a_loss_that_gives_no_tensor_is_told_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--model.loss Pair must give a tensor, got a tuple\.$"):
+        plain_trainer(tmp_path, num_sanity_val_steps=0).fit(
+            Still(loss=f"{__name__}.Pair"), Rows(torch.ones(64))
+        )
+
+
+# Layers that learn their size from the first input.
+
+
+def lazy_network() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(1))
+
+
+def test_lazy_layers_get_their_size_before_the_optimizer_is_made(tmp_path: Path) -> None:
+    trainer = plain_trainer(tmp_path, num_sanity_val_steps=0)
+    data = Rows(torch.arange(40.0))
+    torch.manual_seed(0)
+    module = SupervisedModule(lazy_network(), weight_decay=0.1, lr=1e-30, optimizer="SGD")
+    trainer.fit(module, data)
+    decayed, spared = trainer.optimizers[0].param_groups
+    assert [tuple(weight.shape) for weight in decayed["params"]] == [(6, 4), (1, 6)]
+    assert [tuple(bias.shape) for bias in spared["params"]] == [(6,), (1,)]
+    torch.manual_seed(0)
+    first = nn.Linear(4, 6)
+    assert torch.equal(module.network[0].weight, first.weight)  # type: ignore[index]
+    other = SupervisedModule(lazy_network())
+    other.load_state_dict(module.state_dict())
+    rows = data.rows.tensors[0]
+    assert torch.equal(other(rows), module(rows))
+
+
+def test_lazy_layers_without_a_sample_are_told_in_a_line(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(torch.arange(40.0)).rows, batch_size=8)
+    with pytest.raises(
+        UserError, match=r"^--model.network Sequential has layers without a size \(LazyLinear\)\. G"
+    ):
+        plain_trainer(tmp_path).fit(SupervisedModule(lazy_network()), loader)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_an_image_classifier_may_have_lazy_layers(tmp_path: Path, channels_last: bool) -> None:
+    layers = [nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3)]
+    module = ImageClassifier(nn.Sequential(*layers), channels_last=channels_last)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, Pictures())
+    assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 4]
+    weight: Any = module.network[0].weight  # type: ignore[index]
+    assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
 # Images.
 
 
@@ -463,7 +670,8 @@ class Pictures(BatchedDataModule):
     """Noise of two channels with three classes."""
 
     image_shape = (2, 8, 8)
-    mean, std = [0.2, 0.7], [0.1, 0.4]
+    mean = [0.2, 0.7]
+    std = [0.1, 0.4]
     class_names = ["a", "b", "c"]
 
     def make_split(self, split: Any) -> TensorImages:
@@ -482,7 +690,8 @@ def small_mlp() -> MLP:
 def test_a_module_takes_raw_images_and_standardizes_them_as_the_data_module_says(
     tmp_path: Path, channels_last: bool
 ) -> None:
-    module, data = ImageClassifier(small_mlp(), channels_last=channels_last), Pictures()
+    module = ImageClassifier(small_mlp(), channels_last=channels_last)
+    data = Pictures()
     plain_trainer(tmp_path).fit(module, data)
     raw: Tensor = data.make_split("val").images
     before = raw.clone()
@@ -529,7 +738,7 @@ def test_mixed_labels_are_learnt_from_and_counted_by_their_larger_part() -> None
     images = torch.rand(2, 2, 8, 8)
     expected = F.cross_entropy(module(images), labels, label_smoothing=0.1)
     assert float(module.training_step((images, labels), 0)) == pytest.approx(float(expected))
-    module.count_window()
+    module.sums.count_window()
     right = (module(images).argmax(1) == torch.tensor([0, 2])).float().mean()
     assert float(module.train_metrics["accuracy"].compute()) == float(right)  # type: ignore[operator]
 
@@ -574,30 +783,18 @@ class SlowLearner(MNISTClassifier):
 def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a_classs_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["plain"]
-    )  # Lightning warns where both it and arguments are given
+    # Lightning warns where both it and arguments are given.
+    monkeypatch.setattr("sys.argv", ["plain"])
     metric = {
         "class_path": "torchmetrics.classification.MulticlassF1Score",
         "init_args": {"num_classes": 10},
     }
     words = ["--model", f"{__name__}.SlowLearner", "--model.optimizer", "SGD"]
-    words += [
-        "--model.metrics",
-        str({"f1": metric}),
-        "--data",
-        "project.data.MNISTDataModule",
-        "--data.source",
-        "sample",
-    ]
-    quiet = [
-        "--trainer.logger",
-        "false",
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.limit_train_batches",
-        "3",
-    ]
+    words += ["--model.metrics", str({"f1": metric})]
+    words += ["--data", "project.data.MNISTDataModule", "--data.source", "sample"]
+    words += ["--trainer.logger", "false", "--trainer.accelerator", "cpu"]
+    words += ["--trainer.limit_train_batches", "3", "--trainer.max_epochs", "1"]
+    words += ["--trainer.default_root_dir", str(tmp_path)]
     cli = LightningCLI(
         LightningModule,
         LightningDataModule,
@@ -605,14 +802,7 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
         subclass_mode_data=True,
         run=False,
         save_config_callback=None,
-        args=[
-            *words,
-            *quiet,
-            "--trainer.max_epochs",
-            "1",
-            "--trainer.default_root_dir",
-            str(tmp_path),
-        ],
+        args=words,
     )
     assert cli.model.lr == 0.0005
     assert (cli.model.monitor, cli.model.mode) == ("val/accuracy", "max")

@@ -1,4 +1,7 @@
-"""A module and a data module as in Lightning's documentation: they import and inherit nothing of this project."""
+"""A module and a data module as in Lightning's documentation.
+
+They import and inherit nothing of this project.
+"""
 
 import lightning as L
 import torch
@@ -17,7 +20,9 @@ class LitAutoEncoder(L.LightningModule):  # noqa: D101 - as it stands there
     ) -> Tensor:
         x, _ = batch
         x = x.view(x.size(0), -1)
-        loss = nn.functional.mse_loss(self.decoder(self.encoder(x)), x)
+        z = self.encoder(x)
+        x_hat = self.decoder(z)
+        loss = nn.functional.mse_loss(x_hat, x)
         self.log(name, loss)
         return loss
 
@@ -31,14 +36,12 @@ class LitAutoEncoder(L.LightningModule):  # noqa: D101 - as it stands there
 class Waves(L.LightningDataModule):  # noqa: D101
     def setup(self, stage: str) -> None:
         draw = torch.Generator().manual_seed(42)
+        # Of each wave: its frequency, its phase and its height.
         places = torch.rand(2000, 3, 1, generator=draw)
-        images = (
-            torch.sin(40 * places[:, 0] * torch.linspace(0, 1, 28 * 28) + places[:, 1])
-            * places[:, 2]
-        )
-        self.train_set, self.val_set = random_split(
-            TensorDataset(images, places), [1800, 200], generator=draw
-        )
+        axis = torch.linspace(0, 1, 28 * 28)
+        images = torch.sin(40 * places[:, 0] * axis + places[:, 1]) * places[:, 2]
+        dataset = TensorDataset(images, places)
+        self.train_set, self.val_set = random_split(dataset, [1800, 200], generator=draw)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_set, batch_size=32, shuffle=True)

@@ -7,7 +7,9 @@ from project.data import MNISTDataModule
 
 
 class FashionMNIST(MNISTDataModule):
-    """60,000 + 10,000 pictures of clothes, from ``root/FashionMNIST/raw`` or torchvision's download."""
+    """60,000 + 10,000 pictures of clothes, from ``root/FashionMNIST/raw`` or torchvision's
+    download.
+    """
 
     folder = "FashionMNIST/raw"
     torchvision_dataset = "FashionMNIST"

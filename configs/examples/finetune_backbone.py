@@ -18,7 +18,10 @@ class Pictures(PngFolder):
 
 
 class Backbone(nn.Module):
-    """A ResNet or ShuffleNet of which the last stage and a new classifier train. ``weights``: None, or DEFAULT."""
+    """A ResNet or ShuffleNet of which the last stage and a new classifier train.
+
+    ``weights``: None, or DEFAULT.
+    """
 
     def __init__(
         self, num_classes: int, name: str = "resnet18", weights: str | None = None
@@ -32,8 +35,9 @@ class Backbone(nn.Module):
 
     def train(self, mode: bool = True) -> "Backbone":
         super().train(mode)
+        # Batch statistics of the frozen layers are frozen, too.
         for module in self.frozen:
-            module.eval()  # their batch statistics are frozen, too
+            module.eval()
         return self
 
     def forward(self, images: Tensor) -> Tensor:

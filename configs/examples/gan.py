@@ -1,4 +1,7 @@
-"""Two networks against each other: manual optimization with two optimizers, and no metric that could be followed."""
+"""Two networks against each other: manual optimization with two optimizers.
+
+There is no metric that could be followed.
+"""
 
 import lightning as L
 import torch
@@ -18,33 +21,40 @@ class GAN(L.LightningModule):
         self.discriminator = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        (real,) = batch
+        (real,) = batch  # (batch, 2)
         fake = self.generator(torch.randn_like(real))
-        answers = (
-            [(real, 1.0), (fake.detach(), 0.0)],
-            [(fake, 1.0)],
-        )  # what each is trained to have answered
-        for name, optimizer, wanted in zip(
-            ("d_loss", "g_loss"), self.optimizers(), answers, strict=True
-        ):
-            logits = [(self.discriminator(points), truth) for points, truth in wanted]
-            loss = sum(
-                binary_cross_entropy_with_logits(x, torch.full_like(x, truth))
-                for x, truth in logits
-            )
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.log(name, loss)
+        d_optimizer, g_optimizer = self.optimizers()
+
+        # The discriminator learns to tell real points from made ones.
+        d_loss = self.error(real, is_real=1.0) + self.error(fake.detach(), is_real=0.0)
+        d_optimizer.zero_grad()
+        self.manual_backward(d_loss)
+        d_optimizer.step()
+        self.log("d_loss", d_loss)
+
+        # The generator learns to make points that are taken for real.
+        g_loss = self.error(fake, is_real=1.0)
+        g_optimizer.zero_grad()
+        self.manual_backward(g_loss)
+        g_optimizer.step()
+        self.log("g_loss", g_loss)
+
+    def error(self, points: Tensor, is_real: float) -> Tensor:
+        """How far the discriminator's answers are from the wanted one, which is 1 for real points
+        and 0 for others.
+        """
+        logits = self.discriminator(points)
+        return binary_cross_entropy_with_logits(logits, torch.full_like(logits, is_real))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        parts = (self.discriminator, self.generator)
-        return [torch.optim.Adam(part.parameters(), self.lr, betas=(0.5, 0.999)) for part in parts]
+        return [self.adam(self.discriminator), self.adam(self.generator)]
+
+    def adam(self, network: nn.Module) -> torch.optim.Optimizer:
+        """An optimizer for one of the two networks."""
+        return torch.optim.Adam(network.parameters(), self.lr, betas=(0.5, 0.999))
 
     def train_dataloader(self) -> DataLoader:
-        angles = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 6.2832
-        return DataLoader(
-            TensorDataset(torch.stack([angles.cos(), angles.sin()], dim=1)),
-            batch_size=50,
-            shuffle=True,
-        )
+        draw = torch.Generator().manual_seed(0)
+        angles = torch.rand(2000, generator=draw) * 2 * torch.pi
+        points = torch.stack([angles.cos(), angles.sin()], dim=1)
+        return DataLoader(TensorDataset(points), batch_size=50, shuffle=True)

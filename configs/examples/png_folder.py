@@ -1,4 +1,4 @@
-"""A folder of pictures, too many for memory: ``root/train/CLASS/*.png`` and ``root/test/CLASS/*.png``.
+"""A folder of pictures, too many for memory: ``root/train/CLASS/*.png``, ``root/test/CLASS/*.png``.
 
 python -m project.fit --config configs/examples/png_folder.yaml --data.root pictures
 """
@@ -14,7 +14,10 @@ from project.errors import UserError
 
 
 class PngFolder(BatchedDataModule):
-    """Decoded and fitted to 32 × 32 RGB in worker processes; classes are the folders' names, in alphabetical order."""
+    """Decoded and fitted to 32 × 32 RGB in worker processes.
+
+    Classes are the folders' names, in alphabetical order.
+    """
 
     image_shape = (3, 32, 32)
     mean = [0.5, 0.5, 0.5]
@@ -24,22 +27,22 @@ class PngFolder(BatchedDataModule):
     def __init__(self, root: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.root = root
-        if root and (Path(root) / "train").is_dir():
-            self.class_names = sorted(
-                folder.name for folder in (Path(root) / "train").iterdir() if folder.is_dir()
-            )
+        if root is not None and (Path(root) / "train").is_dir():
+            folders = [path for path in (Path(root) / "train").iterdir() if path.is_dir()]
+            self.class_names = sorted(folder.name for folder in folders)
 
     def make_split(self, split: Split) -> Any:
-        folder = "test" if split == "test" else "train"
-        flip = (
-            RandomHorizontalFlip() if split == "train" else None
-        )  # random, yet the same again in a resumed run
+        part = "test" if split == "test" else "train"
+        # A flip is random, yet the same again in a resumed run.
+        flip = RandomHorizontalFlip() if split == "train" else None
         if self.root is None:
-            pictures: Any = FakeData(
-                200, (3, 40, 48), num_classes=3, transform=flip, random_offset=len(folder)
-            )
-        elif (Path(self.root) / folder).is_dir():
-            pictures = ImageFolder(str(Path(self.root) / folder), transform=flip)
+            size = (3, 40, 48)
+            pictures: Any = FakeData(200, size, 3, transform=flip, random_offset=len(part))
         else:
-            raise UserError(f"--data.root must hold a folder {folder}, got {self.root}.")
-        return pictures if split == "test" else self.hold_out(pictures, split)
+            folder = Path(self.root) / part
+            if not folder.is_dir():
+                raise UserError(f"--data.root must hold a folder {part}, got {self.root}.")
+            pictures = ImageFolder(str(folder), transform=flip)
+        if split == "test":
+            return pictures
+        return self.hold_out(pictures, split)

@@ -1,17 +1,23 @@
-"""Tensors in two files, ``root/train.pt`` and ``root/test.pt``: 4 classes of 2-channel measurements, 12 × 20."""
+"""Tensors in two files, ``root/train.pt`` and ``root/test.pt``: 2-channel measurements, 12 × 20, of
+4 classes.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import interpolate
 
 from project.data import BatchedDataModule, Split, TensorImages
 
 
 class TensorFiles(BatchedDataModule):
-    """Each file is ``torch.save({"images": float (count, 2, 12, 20) in 0-1, "labels": (count,)}, path)``."""
+    """Each file is a dictionary of two tensors, written by ``torch.save``.
+
+    ``images`` is float (count, 2, 12, 20) in 0-1, ``labels`` is (count,).
+    """
 
     image_shape = (2, 12, 20)
     mean = [0.5, 0.5]
@@ -24,19 +30,31 @@ class TensorFiles(BatchedDataModule):
 
     def make_split(self, split: Split) -> Any:
         part = "test" if split == "test" else "train"
-        if self.root is None:  # made up: the class is which of the channels are bright
-            labels, draw = torch.arange(400) % 4, torch.Generator().manual_seed(len(part))
-            bright = torch.stack([labels % 2, labels // 2], dim=1).view(400, 2, 1, 1) / 2
-            saved = {
-                "images": torch.rand(400, 2, 12, 20, generator=draw) / 2 + bright,
-                "labels": labels,
-            }
+        if self.root is None:
+            images, labels = made_up(400, seed=len(part))
         else:
             saved = torch.load(Path(self.root) / f"{part}.pt", weights_only=True)
-        dataset = TensorImages(saved["images"], saved["labels"])
-        return dataset if split == "test" else self.hold_out(dataset, split)
+            images = saved["images"]
+            labels = saved["labels"]
+        dataset = TensorImages(images, labels)
+        if split == "test":
+            return dataset
+        return self.hold_out(dataset, split)
 
     def prepare_image(self, pixels: np.ndarray) -> np.ndarray:
-        """For ``predict``: a picture, float (height, width, 3) in 0-1, as an input, uint8 (2, 12, 20): red and blue."""
-        small = interpolate(torch.from_numpy(pixels).permute(2, 0, 1)[None], (12, 20), mode="area")
-        return (small[0, [0, 2]] * 255).byte().numpy()
+        """For ``predict``: a picture, float (height, width, 3) in 0-1, as an input, uint8 (2, 12,
+        20): red and blue.
+        """
+        channels_first = torch.from_numpy(pixels).permute(2, 0, 1)
+        small = interpolate(channels_first[None], (12, 20), mode="area")[0]
+        red_and_blue = small[[0, 2]]
+        return (red_and_blue * 255).byte().numpy()
+
+
+def made_up(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Noise whose class is which of the two channels are bright."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 4
+    bright = torch.stack([labels % 2, labels // 2], dim=1)  # (count, 2)
+    images = torch.rand(count, 2, 12, 20, generator=draw) / 2 + bright.view(count, 2, 1, 1) / 2
+    return images, labels

@@ -1,4 +1,7 @@
-"""Yours: what is trained. Networks, and the Lightning modules that give them a loss, metrics and an optimizer."""
+"""Yours: what is trained.
+
+Networks, and the Lightning modules that give them a loss, metrics and an optimizer.
+"""
 
 from project.model.classifier import ImageClassifier as ImageClassifier  # feature: images
 from project.model.classifier import MNISTClassifier as MNISTClassifier  # feature: mnist

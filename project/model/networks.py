@@ -22,7 +22,8 @@ class MLP(nn.Module):
     def __init__(
         self,
         image_shape: tuple[int, int, int] = (1, 28, 28),
-        hidden: list[int] = [256, 128],  # noqa: B006 - read only, and a plain list is what a config file holds
+        # Lists, because a config file holds these. They are only read.
+        hidden: list[int] = [256, 128],  # noqa: B006
         num_classes: int = 10,
         dropout: float = 0.0,
     ) -> None:
@@ -31,12 +32,10 @@ class MLP(nn.Module):
         layers: list[nn.Module] = [nn.Flatten()]  # (batch, channels · height · width)
         size = math.prod(image_shape)
         for next_size in hidden:
-            # Identity keeps the names of the weights the same, with or without dropout
-            layers += [
-                nn.Linear(size, next_size),
-                nn.ReLU(),
-                nn.Dropout(dropout) if dropout else nn.Identity(),
-            ]
+            layers.append(nn.Linear(size, next_size))
+            layers.append(nn.ReLU())
+            # Something always stands here, so that the weights have the same names without dropout.
+            layers.append(nn.Dropout(dropout) if dropout else nn.Identity())
             size = next_size
         layers.append(nn.Linear(size, num_classes))
         self.blocks = nn.Sequential(*layers)
@@ -47,10 +46,12 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A small convolutional network; every width is a multiple of 8, which suits tensor cores and vector units.
+    """A small convolutional network; every width is a multiple of 8, which suits tensor cores and
+    vector units.
 
-    A stage is convolution, pooling where asked for, batch normalisation, ReLU: pooling first spares the last two three
-    quarters of their work. The first stage quarters the image by its stride: pooling would take a third of a step.
+    A stage is convolution, pooling where asked for, batch normalisation, ReLU: pooling first spares
+    the last two three quarters of their work. The first stage quarters the image by its stride:
+    pooling would take a third of a step.
 
     Args:
         image_shape: Channels, height and width of the images.
@@ -58,7 +59,8 @@ class ConvNet(nn.Module):
         kernels: Kernel size of each stage's convolution.
         strides: Stride of each stage's convolution.
         pools: Whether each stage halves height and width by the maximum. As many as stages.
-        padding: Pad convolutions to keep the size. MNIST's margin needs no padding, and smaller planes are faster.
+        padding: Pad convolutions to keep the size. MNIST's margin needs no padding, and smaller
+            planes are faster.
         num_classes: Number of logits.
         dropout: Share of the features that training leaves out before the last layer.
     """
@@ -66,7 +68,8 @@ class ConvNet(nn.Module):
     def __init__(
         self,
         image_shape: tuple[int, int, int] = (1, 28, 28),
-        widths: list[int] = [16, 32, 64],  # noqa: B006 - read only, and a plain list is what a config file holds
+        # Lists, because a config file holds these. They are only read.
+        widths: list[int] = [16, 32, 64],  # noqa: B006
         kernels: list[int] = [5, 3, 3],  # noqa: B006
         strides: list[int] = [2, 1, 1],  # noqa: B006
         pools: list[bool] = [False, True, False],  # noqa: B006
@@ -75,21 +78,23 @@ class ConvNet(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, sizes in {"widths": widths, "kernels": kernels, "strides": strides}.items():
-            check_sizes(name, sizes, len(pools))
+        check_sizes("widths", widths, len(pools))
+        check_sizes("kernels", kernels, len(pools))
+        check_sizes("strides", strides, len(pools))
         channels, height, width = image_shape
         stages: list[nn.Module] = []
         for out, kernel, stride, pool in zip(widths, kernels, strides, pools, strict=True):
             pad = kernel // 2 if padding else 0
             layers: list[nn.Module] = [nn.Conv2d(channels, out, kernel, stride, pad, bias=False)]
-            height, width = ((size + 2 * pad - kernel) // stride + 1 for size in (height, width))
+            height = (height + 2 * pad - kernel) // stride + 1
+            width = (width + 2 * pad - kernel) // stride + 1
             if pool:
                 layers.append(nn.MaxPool2d(2))
-                height, width = height // 2, width // 2
+                height = height // 2
+                width = width // 2
             if min(height, width) < 1:
-                raise UserError(
-                    f"--model.network: the stages leave nothing of images of {tuple(image_shape)}."
-                )
+                shape = tuple(image_shape)
+                raise UserError(f"--model.network: the stages leave nothing of images of {shape}.")
             stages.append(nn.Sequential(*layers, nn.BatchNorm2d(out), nn.ReLU()))
             channels = out
         self.blocks = nn.Sequential(*stages)
@@ -103,6 +108,6 @@ class ConvNet(nn.Module):
 
 
 def check_sizes(name: str, sizes: list[int], count: int) -> None:
-    """One size of at least 1 for each of ``count`` layers, of which there is at least one."""
+    """A UserError unless there are ``count`` sizes, at least one of them, and each at least 1."""
     fit = len(sizes) == count and min(sizes, default=0) >= 1
     require(fit, f"--model.network.{name}", f"list {count or 'some'} sizes of at least 1", sizes)
