@@ -1,4 +1,6 @@
-"""Promise 13: thread counts follow what this process may use, and are shared with those started beside it."""
+"""Promise 13: thread counts follow what this process may use, and are shared with those started
+beside it.
+"""
 
 from __future__ import annotations
 
