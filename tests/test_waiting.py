@@ -223,6 +223,15 @@ def test_the_users_own_waiting_stays(
     assert began.wait(0.5) == (watched and sys.platform.startswith("linux"))
 
 
+def test_a_system_without_linuxs_calls_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting()
+    began = threading.Event()
+    monkeypatch.setattr(waiting, "_watch", began.set)
+    monkeypatch.delattr(os, "register_at_fork", raising=False)
+    waiting.start()
+    assert not began.wait(0.2)
+
+
 COUNT_SLEEPS = """
 import resource, time, torch
 from project.waiting import waiting

@@ -34,12 +34,8 @@ LEARNING_RATE = 1e-3
 HALF = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
-def in_memory(config: Configuration, split: str) -> Any:
-    """The dataset of a split ("train" or "val").
-
-    Its ``images`` are uint8 in 0-255 or float in 0-1, (count, channels, height, width), its
-    ``labels`` int64 (count,). A UserError where the configured data are not of this kind.
-    """
+def in_memory(config: Configuration, split: str) -> contract.HoldsImages:
+    """The dataset of a split ("train" or "val"); a UserError where the data are of another kind."""
     data = cast(Any, config.datamodule)
     dataset = None
     # There may be no loader, or one without a dataset.
@@ -48,10 +44,10 @@ def in_memory(config: Configuration, split: str) -> Any:
         data.setup("fit")
         loader = data.train_dataloader() if split == "train" else data.val_dataloader()
         dataset = loader.dataset
-    images = getattr(dataset, "images", None)
-    labels = getattr(dataset, "labels", None)
-    if isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4:
-        return dataset
+    if isinstance(dataset, contract.HoldsImages):
+        are_tensors = isinstance(dataset.images, Tensor) and isinstance(dataset.labels, Tensor)
+        if are_tensors and dataset.images.ndim == 4:
+            return dataset
     name = type(data).__name__
     raise UserError(
         f"--data: loops written by hand need TensorImages, {name} has none for {split}."
@@ -85,7 +81,7 @@ class PerSampleImages(TensorDataset):
     Each goes from a tensor to a Pillow image and back, and is normalised.
     """
 
-    def __init__(self, data: Any, samples: Any) -> None:
+    def __init__(self, data: Any, samples: contract.HoldsImages) -> None:
         pixels = transforms.functional.convert_image_dtype(samples.images, torch.uint8)
         # (count, channels, height, width) → (count, height, width[, channels])
         super().__init__(pixels.permute(0, 2, 3, 1).squeeze(-1), samples.labels)

@@ -174,6 +174,14 @@ class GathersBatches(Protocol):
 
 
 @runtime_checkable
+class HoldsImages(Protocol):
+    """A dataset whose images lie in memory, all of one shape."""
+
+    images: Tensor  # uint8 in 0-255 or float in 0-1, (count, channels, height, width)
+    labels: Tensor  # int64 (count,)
+
+
+@runtime_checkable
 class LivesOnDevice(Protocol):
     """A dataset whose tensors lie on a device, where its batches are gathered."""
 

@@ -67,9 +67,9 @@ def main(argv: list[str]) -> int:
         try:
             run_trials(study, space, folder, fit_arguments, args.trials, args.jobs)
         finally:
-            # A sweep that is interrupted shows what it has.
+            # A sweep that is interrupted shows what it has, unless its folder was deleted.
             rows = result_rows(study, space)
-            if rows:
+            if rows and folder.exists():
                 draw(folder / "sweep.png", study, space, f"{args.name}: {len(rows)} trials")
     except UserError:
         if is_new and not has_trained(folder):

@@ -45,7 +45,6 @@ class Search:
         self.fitting: dict[int, Measured] = {}
         # The reason, by size.
         self.failed: dict[int, str] = {}
-        self._first_error: CannotTrain | None = None
 
     def try_size(self, size: int) -> Outcome:
         """Train with this size for a moment.
@@ -57,14 +56,10 @@ class Search:
             measured = self.measure(size)
         except CannotTrain as error:
             self.failed[size] = str(error)
-            if not self.fitting and self._first_error is None:
-                self._first_error = error
             return Outcome.CANNOT_TRAIN
         if measured is None:
             return Outcome.NO_MEMORY
         self.fitting[size] = measured
-        # The error's frames hold the tensors of its training.
-        self._first_error = None
         return Outcome.FITS
 
     def find_largest(self, ceiling: int, reason: str, max_step_s: float) -> str:
@@ -105,12 +100,21 @@ class Search:
         """Where no size trains, the model's own error, or a UserError where memory is too small."""
         if self.fitting:
             return
-        if self._first_error is not None and self._first_error.__cause__ is not None:
-            raise self._first_error.__cause__
+        if self.failed:
+            # The errors were not kept, because their frames hold the tensors of their trainings.
+            self._fail_once_more(min(self.failed))
         raise UserError(
             "not even one sample fits into the device's memory. "
             "Choose a smaller network or --precision."
         )
+
+    def _fail_once_more(self, size: int) -> None:
+        try:
+            self.measure(size)
+        except CannotTrain as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
 
     def measured(self) -> list[Measured]:
         """What fits, in rising order."""

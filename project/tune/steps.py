@@ -137,20 +137,21 @@ class TrainingSteps:
 
         :class:`CannotTrain` where the training fails for another reason.
         """
+        # A size that could not train has left its tensors in the frames of its error.
+        self._free_memory()
         self.datamodule.batch_size = batch_size
         told = "out of memory"
         try:
             # The training has a frame of its own, whose tensors are free when it has returned.
             found = self._train(batch_size)
-            if found is not None:
-                told = f"{found.step_ms:,.1f} ms per step, {found.samples_per_sec:,.0f} samples/s"
-            return found
         except CannotTrain as error:
-            told = f"cannot train ({error})"
+            print(f"batch size {batch_size:,}: cannot train ({error})", file=sys.stderr)
             raise
-        finally:
-            self._free_memory()
-            print(f"batch size {batch_size:,}: {told}", file=sys.stderr)
+        self._free_memory()
+        if found is not None:
+            told = f"{found.step_ms:,.1f} ms per step, {found.samples_per_sec:,.0f} samples/s"
+        print(f"batch size {batch_size:,}: {told}", file=sys.stderr)
+        return found
 
     def _free_memory(self) -> None:
         # The data module holds the Trainer, and with it what the training has left.
