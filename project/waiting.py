@@ -1,8 +1,10 @@
 """What CPU threads do while they wait.
 
-PyTorch's OpenMP threads spin while they wait for each other: the fastest on an idle machine, and a trap on a busy one,
-where every tiny operation waits for a thread that is not running. So they sleep while the machine is busy: see
-:class:`Waiting`. ``OMP_WAIT_POLICY`` and ``GOMP_SPINCOUNT`` in the environment win.
+PyTorch's OpenMP threads spin while they wait for each other. That is the fastest on an idle
+machine, and a trap on a busy one, where every tiny operation waits for a thread that is not
+running. So they sleep while the machine is busy: see :class:`Waiting`. ``OMP_WAIT_POLICY`` and
+``GOMP_SPINCOUNT`` in the environment win. Linux only; elsewhere ``project/threads.py`` lets threads
+sleep always. The other reasons why a run is fast on a CPU stand there, too.
 """
 
 import contextlib
@@ -15,183 +17,254 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from project import threads
 
-LOOK_SECONDS = 0.25  # how long other processes may slow a spinning thread down before it is seen
-FIRST_SLEEP = 0.25  # seconds; short, for at its start a run's own W&B looks like another process
-BEAT_SECONDS = 3e-4  # between two choices of the kernel who runs on a core that threads share
-FREE_SHARE = 0.3  # what other processes may use of a core that counts as free
-BUSY_SHARE = (
-    0.4  # measured on two cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process
-)
+# How long other processes may slow a spinning thread down before it is seen.
+LOOK_SECONDS = 0.25
+# Seconds of the first sleep. It is short, because a run's own W&B process looks like another
+# process at its start.
+FIRST_SLEEP = 0.25
+LONGEST_SLEEP = 60.0
+# Seconds between two choices of the kernel who runs on a core that threads share.
+BEAT_SECONDS = 3e-4
+# What other processes may use of a core that counts as free.
+FREE_SHARE = 0.3
+# Above this share of its time waited for a core, a process counts as disturbed. Measured on two
+# cores: 0.01 on an idle machine, 0.65 to 1 beside one busy process.
+BUSY_SHARE = 0.4
+
+
+class Shares(NamedTuple):
+    """What the kernel has counted between two looks, in seconds per second."""
+
+    waited: float  # this process's threads were ready to run and had no core
+    here: float = 0.0  # other processes used the core on which all our threads are
+    elsewhere: float = 0.0  # other processes used our other core
 
 
 class Waiting:
-    """Lets OpenMP's threads spin while they wait if the cores are free, and sleep if other processes use them.
+    """Lets OpenMP's threads spin while they wait if the cores are free, and sleep if other
+    processes use them.
 
-    GNU's OpenMP spins 300,000 times before it sleeps, and 100 times while the process has more OpenMP threads than the
-    machine has cores (its manual, GOMP_SPINCOUNT). A second team of threads that has nothing to do makes it so, and its
-    end undoes it, at once. The sign of other processes is the time that this process' threads were ready to run and had
-    no core (``/proc/self/task/*/schedstat``). Sleeping threads show less of it: they spin again, ever later, to see.
+    **How threads are told.** GNU's OpenMP spins 300,000 times before it sleeps, and 100 times while
+    the process has more OpenMP threads than the machine has cores (its manual, GOMP_SPINCOUNT). A
+    second team of threads that has nothing to do makes it so, and its end undoes it, at once.
 
-    On two cores, a thread that shares its core with another process would hold up the other thread in every operation.
-    So both move to one core and leave the other one to that process, until ``/proc/stat`` shows that it has gone. In
-    oneDNN's barriers a thread never sleeps, and would keep the core for a whole tick of the kernel (4 ms); but the
-    thread of this object wakes up there every ``BEAT_SECONDS``, and the kernel chooses anew who runs.
+    **How other processes are seen.** The sign is the time that this process's threads were ready to
+    run and had no core (``/proc/self/task/*/schedstat``). Sleeping threads show less of it. So they
+    spin again to see, each time later.
 
-    Neither changes a result: there are as many threads as before. Milliseconds per step of the ConvNet at batch 192 and
-    the MLP at 64 beside a busy process on two cores of a Zen 5 (2026-11-24, medians of 5): spinning 23.5 and 1.55,
-    sleeping 25 and 1.45, on one core with the beat 12.3 and 1.5, without it 16.7 and 1.4; idle 5.7 to 11 and 0.8.
+    **Two cores.** A thread that shares its core with another process would hold up the other thread
+    in every operation. So both move to one core and leave the other one to that process, until
+    ``/proc/stat`` shows that it has gone. In oneDNN's barriers a thread never sleeps, and would
+    keep the core for a whole tick of the kernel (4 ms). The thread of this object wakes up on that
+    core every ``BEAT_SECONDS``, and the kernel chooses anew who runs.
+
+    Neither changes a result: there are as many threads as before. Milliseconds per step of the
+    ConvNet at batch 192 and the MLP at 64 beside a busy process on two cores of a Zen 5
+    (2026-11-24, medians of 5): spinning 23.5 and 1.55, sleeping 25 and 1.45, on one core with the
+    beat 12.3 and 1.5, without it 16.7 and 1.4; idle 5.7 to 11 and 0.8.
     """
 
     def __init__(self) -> None:
         self.cores = threads.CORES
-        self.core: int | None = None  # on which all threads are, to leave the other to others
+        # The core on which all threads are, to leave the other one to others; None: they are on all
+        # cores.
+        self.core: int | None = None
+        # The time at which the threads began to sleep; None: they spin.
         self.sleeping_since: float | None = None
-        self.slept = 0.0  # seconds of former sleeps
-        self.patience = FIRST_SLEEP  # seconds of sleep before the next try
+        # Seconds of former sleeps.
+        self.slept = 0.0
+        # Seconds of sleep before the threads spin again to see.
+        self.patience = FIRST_SLEEP
         self.team_may_end = threading.Event()
+        # GNU's OpenMP as a library of ctypes, once it is found.
         self.openmp: Any = None
-        self._draw = random.Random()  # not the one that training draws from
+        # A generator of its own, because training draws from the global one.
+        self._draw = random.Random()
 
     def start(self) -> None:
-        """Watch from a thread of its own, unless the environment says how threads wait, or that there is only one."""
-        chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
-        if (
-            sys.platform.startswith("linux")
-            and not chosen
-            and os.environ.get("OMP_NUM_THREADS") != "1"
-        ):
-            os.register_at_fork(
-                after_in_child=lambda: self._move_to(None)
-            )  # such as a loader's worker
-            threading.Thread(target=self._watch, name="waiting", daemon=True).start()
+        """Watch from a thread of its own, unless the environment says how threads wait, or that
+        there is only one.
+        """
+        is_linux = sys.platform.startswith("linux") and hasattr(os, "register_at_fork")
+        user_chose = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+        has_one_thread = os.environ.get("OMP_NUM_THREADS") == "1"
+        if not is_linux or user_chose or has_one_thread:
+            return
+        # A forked child, such as a loader's worker, would inherit the one core.
+        os.register_at_fork(after_in_child=self._use_all_cores)
+        threading.Thread(target=self._watch, name="waiting", daemon=True).start()
 
     def _watch(self) -> None:
-        while not hasattr(
-            sys.modules.get("torch"), "compile"
-        ):  # one of the last names that its import defines
+        # ``compile`` is one of the last names that the import of torch defines.
+        while not hasattr(sys.modules.get("torch"), "compile"):
             time.sleep(LOOK_SECONDS)
         if not self.find_openmp():
-            return  # another runtime, which waits in its own way
+            # torch computes with another runtime, which waits in its own way.
+            return
         before = Reading()
         while True:
             time.sleep(LOOK_SECONDS if self.core is None else BEAT_SECONDS)
             if time.monotonic() - before.at >= LOOK_SECONDS:
                 now = Reading()
-                self.look(now.at, *now.shares_since(before, self.cores, self.core))
+                self.look(now.at, now.shares_since(before, self.cores, self.core))
                 before = now
 
-    def look(self, now: float, waited: float, here: float = 0.0, elsewhere: float = 0.0) -> None:
-        """Decide, by seconds per second since the last look: ``waited``, that threads waited for a core; ``here`` and
-        ``elsewhere``, that other processes used the core which all threads share, and the other one.
-        """
+    def look(self, now: float, shares: Shares) -> None:
+        """Decide what threads do from ``now`` (seconds) on, by what the last look has shown."""
         if self.sleeping_since is None:
-            if waited > BUSY_SHARE:
-                self.sleeping_since = now
-                self.sleep()
-            else:
-                self.patience = FIRST_SLEEP
-        elif self.core is None and now - self.sleeping_since >= self.patience:
-            self.patience = min(2 * self.patience, 60.0)
-            self._wake(now)
-        elif self.core is not None and here + elsewhere < FREE_SHARE:
-            self._wake(now)
-        elif self.core is not None and here > FREE_SHARE + elsewhere and self._draw.random() < 0.5:
-            self._move_to(
-                *self.cores - {self.core}
-            )  # a run beside this one may be about to do the same
+            self._look_while_spinning(now, shares)
+        elif self.core is None:
+            self._look_while_sleeping(now, self.sleeping_since)
+        else:
+            self._look_while_on_one_core(now, shares, self.core)
 
-    def _wake(self, now: float) -> None:
-        self.slept += now - (self.sleeping_since or now)
+    def _look_while_spinning(self, now: float, shares: Shares) -> None:
+        if shares.waited > BUSY_SHARE:
+            self.sleeping_since = now
+            self.sleep()
+        else:
+            self.patience = FIRST_SLEEP
+
+    def _look_while_sleeping(self, now: float, sleeping_since: float) -> None:
+        if now - sleeping_since >= self.patience:
+            self.patience = min(2 * self.patience, LONGEST_SLEEP)
+            self._end_sleep(now)
+
+    def _look_while_on_one_core(self, now: float, shares: Shares, core: int) -> None:
+        if shares.here + shares.elsewhere < FREE_SHARE:
+            self._end_sleep(now)
+            return
+        other_core_is_freer = shares.here > FREE_SHARE + shares.elsewhere
+        # A second run on this core may be about to go there as well. So both draw whether they go.
+        if other_core_is_freer and self._draw.random() < 0.5:
+            (other_core,) = self.cores - {core}
+            self._move_to(other_core)
+
+    def _end_sleep(self, now: float) -> None:
+        if self.sleeping_since is not None:
+            self.slept += now - self.sleeping_since
         self.sleeping_since = None
         self.spin()
 
     def sleep(self) -> None:
-        """Threads that wait sleep after 100 spins; two threads on two cores take turns on one of them."""
-        torch: Any = sys.modules["torch"]
-        is_told = self.cores <= time_used().keys()  # when the other core is free again
-        if (
-            is_told
-            and len(self.cores) == torch.get_num_threads() == 2
-            and not multiprocessing.active_children()
-        ):
-            self._move_to(self._draw.choice([*self.cores]))
+        """Threads that wait sleep after 100 spins. Two threads on two cores take turns on one of
+        them.
+        """
+        if self._can_share_a_core():
+            self._move_to(self._draw.choice(sorted(self.cores)))
         self.team_may_end.clear()
-        threading.Thread(
-            target=self._idle_team, name="idle team", daemon=True
-        ).start()  # where this thread may run
+        # The thread starts on the cores on which this thread is.
+        threading.Thread(target=self._idle_team, name="idle team", daemon=True).start()
+
+    def _can_share_a_core(self) -> bool:
+        torch: Any = sys.modules["torch"]
+        has_two_of_both = len(self.cores) == torch.get_num_threads() == 2
+        # Else nobody could tell when the other core is free again.
+        is_told = self.cores <= time_used().keys()
+        # A loader's workers are what the cores are busy with. They need both.
+        has_workers = bool(multiprocessing.active_children())
+        return has_two_of_both and is_told and not has_workers
 
     def spin(self) -> None:
         """Threads that wait spin, on all cores."""
-        self._move_to(None)
+        self._use_all_cores()
         self.team_may_end.set()
 
     def seconds_slept(self) -> float:
         """For how long other processes have kept the cores busy."""
-        return self.slept + (
-            0.0 if self.sleeping_since is None else time.monotonic() - self.sleeping_since
-        )
+        if self.sleeping_since is None:
+            return self.slept
+        return self.slept + time.monotonic() - self.sleeping_since
+
+    def _use_all_cores(self) -> None:
+        self._move_to(None)
 
     def _move_to(self, core: int | None) -> None:
-        if core == self.core:  # on all: what a user's own code has chosen stays
+        """Let all threads of this process run on one core alone; None: on all cores."""
+        if core == self.core:
+            # On all cores: what a user's own code has chosen since stays.
             return
         self.core = core
+        cores = self.cores if core is None else {core}
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread), self.cores if core is None else {core})
+            # The thread may have ended.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(thread), cores)
 
     def _idle_team(self) -> None:
+        """A team of one thread more than there are cores: it does nothing, and ends when threads
+        shall spin.
+        """
         more_than_cores = ctypes.c_uint(len(self.cores) + 1)
-        self.openmp.GOMP_parallel(
-            ctypes.CDLL(None).sched_yield, None, more_than_cores, ctypes.c_uint(0)
-        )
+        do_nothing = ctypes.CDLL(None).sched_yield
+        self.openmp.GOMP_parallel(do_nothing, None, more_than_cores, ctypes.c_uint(0))
         self.team_may_end.wait()
 
     def find_openmp(self) -> bool:
         """Whether GNU's OpenMP is what torch, which has been imported, computes with."""
-        with contextlib.suppress(OSError):  # no /proc
+        # There may be no /proc.
+        with contextlib.suppress(OSError):
             mapped = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
-            self.openmp = ctypes.CDLL(mapped.group()) if mapped else None
+            if mapped is not None:
+                self.openmp = ctypes.CDLL(mapped.group())
         return self.openmp is not None
 
 
 class Reading:
-    """What the kernel has counted so far, in seconds; Linux only."""
+    """What the kernel has counted so far, in seconds. Linux only."""
 
     def __init__(self) -> None:
-        self.at, self.own, self.used = time.monotonic(), time.process_time(), time_used()
-        self.without_core: dict[
-            str, float
-        ] = {}  # for which each thread was ready to run and had no core
+        self.at = time.monotonic()
+        self.own = time.process_time()
+        self.used = time_used()
+        # For each thread of this process, how long it was ready to run and had no core.
+        self.without_core: dict[str, float] = {}
         for thread in Path("/proc/self/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # it has ended
-                self.without_core[thread.parent.name] = int(thread.read_text().split()[1]) / 1e9
+            # The thread may have ended.
+            with contextlib.suppress(OSError):
+                nanoseconds = int(thread.read_text().split()[1])
+                self.without_core[thread.parent.name] = nanoseconds / 1e9
 
-    def shares_since(
-        self, before: "Reading", cores: set[int], core: int | None
-    ) -> tuple[float, ...]:
-        """What :meth:`Waiting.look` takes, of these ``cores``; all of this process' own time was on ``core``."""
-        waited = sum(
-            now - before.without_core.get(thread, now) for thread, now in self.without_core.items()
-        )
-        used = {
-            number: self.used[number] - before.used[number] for number in cores & self.used.keys()
-        }
-        here = used.pop(core) - (self.own - before.own) if core in used else 0.0
-        return tuple(
-            seconds / (self.at - before.at) for seconds in (waited, here, sum(used.values()))
-        )
+    def shares_since(self, before: "Reading", cores: set[int], core: int | None) -> Shares:
+        """What has happened on these ``cores`` since ``before``. On ``core``, if given, were all
+        our own threads.
+        """
+        waited = 0.0
+        for thread, seconds in self.without_core.items():
+            # A thread that is new since then counts from now on.
+            waited += seconds - before.without_core.get(thread, seconds)
+        here = 0.0
+        elsewhere = 0.0
+        for number in cores & self.used.keys():
+            used = self.used[number] - before.used[number]
+            if number == core:
+                here = used - (self.own - before.own)
+            else:
+                elsewhere += used
+        passed = self.at - before.at
+        return Shares(waited / passed, here / passed, elsewhere / passed)
 
 
 def time_used() -> dict[int, float]:
-    """Seconds for which each core has worked for processes, by its number; empty without Linux's ``/proc/stat``."""
-    with contextlib.suppress(OSError):
-        rows = re.findall(r"(?m)^cpu(\d+) (\d+) (\d+) (\d+)", Path("/proc/stat").read_text())
-        return {int(core): sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") for core, *ticks in rows}
-    return {}
+    """Seconds for which each core has worked for processes, by its number; empty without Linux's
+    ``/proc/stat``.
+    """
+    try:
+        text = Path("/proc/stat").read_text()
+    except OSError:
+        return {}
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    used = {}
+    # A core's line begins with the ticks spent on processes, on processes of low priority, and in
+    # the kernel.
+    for core, *ticks in re.findall(r"(?m)^cpu(\d+) (\d+) (\d+) (\d+)", text):
+        used[int(core)] = sum(map(int, ticks)) / ticks_per_second
+    return used
 
 
+# The one object of a process, which every command starts.
 waiting = Waiting()

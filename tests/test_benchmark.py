@@ -18,20 +18,21 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.benchmark import tables, timing
-from project.benchmark.__main__ import TABLES, draw, main, measure_table, read_options
-from project.benchmark.tables import ResNet18, time_epoch
-from project.benchmark.timing import (
-    Epoch,
-    PerSampleImages,
-    RunClock,
-    alternate,
-    epochs_in_turn,
-    in_memory,
-    median_and_spread,
-    normalizer,
-    run_epochs,
+from project.benchmark import (
+    real_runs,
+    table_devices,
+    table_memory,  # feature: memory
+    timing,
 )
+from project.benchmark.__main__ import TABLES, main, measure_table, read_options
+from project.benchmark.conditions import conditions, line_of
+from project.benchmark.in_turn import epochs_in_turn
+from project.benchmark.loops_by_hand import FLOOR, FULL, PerSampleImages, in_memory, normalizer
+from project.benchmark.picture import draw
+from project.benchmark.real_runs import Epoch, RunClock, run_epochs
+from project.benchmark.table_devices import ResNet18
+from project.benchmark.table_loaders import time_epoch
+from project.benchmark.timing import alternate, median_and_spread
 from project.data import TensorImages
 from project.engine import signals
 from project.engine.exact_checkpoint import ExactCheckpoint
@@ -69,6 +70,42 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # The tables
 
 
+def test_a_case_that_the_table_chose_itself_is_left_out_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a batch of 1024 on a small GPU. The size that the user has configured is his own."""
+
+    def run_on(config: Any, epochs: int) -> RunClock:
+        if config.datamodule.batch_size in failing:
+            raise RuntimeError("CUDA out of memory")
+        run = RunClock()
+        run.names = {"device": "cpu", "network": "MLP"}
+        run.batches = 2
+        run.train_samples = 256
+        run.epochs = [Epoch(1.0, 1.0)]
+        return run
+
+    monkeypatch.setattr(real_runs, "run_epochs", run_on)
+    flags = [*SMALL, "--data.batch_size", "32", "--n", "2"]
+    words = ["devices", "--networks", "chosen", "--precisions", "32-true", *flags]
+    failing = [1024]
+    rows = measure_table("devices", read_options(words))
+    assert [row["batch_size"] for row in rows] == [32, 64, 256]
+    told = capsys.readouterr().err
+    assert told.count("batch 1024 is left out: RuntimeError: CUDA out of memory") == 1
+    failing = [32]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure_table("devices", read_options(words))
+
+
+def test_a_system_that_tells_no_load_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "getloadavg")
+    facts = conditions()
+    assert "load_average" not in facts
+    assert "quiet" not in facts
+    assert "busy" not in line_of(facts)
+
+
 def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
     tmp_path: Path,
 ) -> None:
@@ -89,9 +126,8 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
 
 
 def test_a_table_without_a_measured_value_leaves_its_panel_empty(tmp_path: Path) -> None:
-    draw(
-        tmp_path / "chart.png", {"devices": [{"device": "cpu", "samples_per_sec": None}]}, "nothing"
-    )
+    rows = [{"device": "cpu", "samples_per_sec": None}]
+    draw(tmp_path / "chart.png", {"devices": rows}, {"devices": "samples_per_sec"}, "nothing")
     assert (tmp_path / "chart.png").exists()
 
 
@@ -162,11 +198,11 @@ def test_memory_measures_the_device_that_was_asked_for(
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
     )
-    monkeypatch.setattr(tables, "usable", lambda device, precisions: ["32-true"])
-    monkeypatch.setattr(timing, "run_epochs", run_on)
+    monkeypatch.setattr(table_devices, "usable", lambda device, precisions: ["32-true"])
+    monkeypatch.setattr(real_runs, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
     options = read_options(["memory", "--quick", *flags])
-    assert list(tables.measure_memory(configure(flags, "project.benchmark"), options))
+    assert list(table_memory.measure_memory(configure(flags, "project.benchmark"), options))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
@@ -234,15 +270,22 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
 
     alive: list[tuple[str, int]] = []
     monkeypatch.setattr(timing, "alternate", watched)
-    found = epochs_in_turn("t", [timing.FLOOR, timing.FULL], [*SMALL, "--model.network", "MLP"], 2)
-    order = [timing.FLOOR, timing.FULL, timing.FULL, timing.FLOOR, timing.FLOOR, timing.FULL]
+    found = epochs_in_turn("t", [FLOOR, FULL], [*SMALL, "--model.network", "MLP"], 2)
+    order = [
+        FLOOR,
+        FULL,
+        FULL,
+        FLOOR,
+        FLOOR,
+        FULL,
+    ]
     assert alive == [
         (name, 2) for name in order
     ]  # a process each, alive from the first turn to the last
     assert spawned() == []
     assert {name: len(epochs) for name, epochs in found.items()} == {
-        timing.FLOOR: 2,
-        timing.FULL: 2,
+        FLOOR: 2,
+        FULL: 2,
     }  # one warmed up
     assert all(epoch.epoch_s >= epoch.train_s > 0 for epochs in found.values() for epoch in epochs)
     assert capfd.readouterr() == ("", "")
@@ -250,19 +293,19 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
 
 def test_what_a_loop_refuses_in_its_process_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^--model.lr must be above 0, got -1\.0\.$"):
-        epochs_in_turn("t", [timing.FLOOR], [*SMALL, "--model.lr", "-1"], 1)
+        epochs_in_turn("t", [FLOOR], [*SMALL, "--model.lr", "-1"], 1)
 
 
 def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(table: str, variants: dict[str, Any], rounds: int) -> None:
-        variants[timing.FULL]()  # its next epoch waits, and the floor has not begun
+        variants[FULL]()  # its next epoch waits, and the floor has not begun
         raise KeyboardInterrupt
 
     monkeypatch.setattr(timing, "alternate", stopped)
     with pytest.raises(KeyboardInterrupt):
-        epochs_in_turn("t", [timing.FULL, timing.FLOOR], [*SMALL, "--model.network", "MLP"], 2)
+        epochs_in_turn("t", [FULL, FLOOR], [*SMALL, "--model.network", "MLP"], 2)
     assert spawned() == []
     assert capfd.readouterr() == ("", "")
 
@@ -284,7 +327,7 @@ def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(
     before = {name: value.clone() for name, value in config.module.state_dict().items()}
     trained: list[Any] = []
     monkeypatch.setattr(
-        "project.benchmark.timing.Trainer.fit",
+        "project.benchmark.real_runs.Trainer.fit",
         lambda trainer, module, **_: trained.append((trainer, module)),
     )
     for _ in range(2):
@@ -335,7 +378,7 @@ def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.Mon
 
     waits: list[tuple[str, bool]] = []
     loader = [(torch.zeros(2, 1, 4, 4), torch.zeros(2))]
-    monkeypatch.setattr("project.benchmark.tables.synchronize", lambda device: None)
+    monkeypatch.setattr("project.benchmark.table_loaders.synchronize", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "to", copy)
     for device in ("cuda", "mps"):
         time_epoch(loader, lambda images: images, torch.device(device), 1)
@@ -390,7 +433,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(
         return []
 
     measured: list[tuple[str, int, int]] = []
-    monkeypatch.setattr("project.benchmark.tables.measure_overhead", measure)
+    monkeypatch.setattr("project.benchmark.table_overhead.measure_overhead", measure)
     Path("mine.yaml").write_text("data: {batch_size: 32}\n")
     for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
         measure_table("overhead", read_options(["overhead", *flags]))

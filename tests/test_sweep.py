@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import json
 import os
 import re
@@ -9,12 +8,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import filelock
 import pytest
 import torch
 import yaml
@@ -32,8 +33,11 @@ optuna = pytest.importorskip("optuna")
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 
-from project import sweep  # noqa: E402
-from project.sweep import RunningTrial, Space, environment_of, read_space  # noqa: E402
+from project.sweep import __main__ as sweep  # noqa: E402
+from project.sweep import results, trials  # noqa: E402
+from project.sweep import study as studies  # noqa: E402
+from project.sweep.space import Space, read_space  # noqa: E402
+from project.sweep.trials import RunningTrial, environment_of  # noqa: E402
 
 SPACE = """
 metric: {name: val/accuracy, goal: maximize}
@@ -82,7 +86,7 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(
-        sweep, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked})
+        trials, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked})
     )
 
 
@@ -121,10 +125,10 @@ def test_a_sweep_survives_a_kill_stops_early_and_beats_its_worst_start(
     )
     assert job.returncode == 0, told
     assert f"going on with lr: {len(begun)} of {count} trials were begun." in told
-    trials = open_study(tmp_path).trials
-    assert len(trials) == count
-    assert {t.state.name for t in trials} <= {"COMPLETE", "PRUNED"}, told
-    for before, after in zip(begun, trials, strict=False):
+    found = open_study(tmp_path).trials
+    assert len(found) == count
+    assert {t.state.name for t in found} <= {"COMPLETE", "PRUNED"}, told
+    for before, after in zip(begun, found, strict=False):
         assert before.params == after.params
     assert_complete(tmp_path, told, count)
 
@@ -158,12 +162,12 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
 
 def open_study(tmp_path: Path) -> optuna.Study:
     space = read_space(tmp_path / "space.yaml")
-    return sweep.open_study(tmp_path / "lr", space, trials=8, seed=0)
+    return studies.open_study(tmp_path / "lr", space, trials=8, seed=0)
 
 
 def test_a_trial_that_a_killed_sweep_left_goes_on_with_its_own_values(tmp_path: Path) -> None:
     space = Space({"lr": FloatDistribution(0.0, 1.0)})
-    study = sweep.open_study(tmp_path, space, trials=8, seed=0)
+    study = studies.open_study(tmp_path, space, trials=8, seed=0)
     finished, cut_off = study.ask(space.parameters), study.ask(space.parameters)
     half_drawn = study.ask()
     cut_off.report(0.5, 0)
@@ -172,7 +176,7 @@ def test_a_trial_that_a_killed_sweep_left_goes_on_with_its_own_values(tmp_path: 
     assert values[2] == {}
 
     for seed in (1, 2):  # killed again, before it has asked
-        study = sweep.open_study(tmp_path, space, trials=8, seed=seed)
+        study = studies.open_study(tmp_path, space, trials=8, seed=seed)
         assert [t.state.name for t in study.trials] == ["COMPLETE", "WAITING", "WAITING"]
     trial, drawn = study.ask(space.parameters), study.ask(space.parameters)
     assert (trial.number, drawn.number) == (cut_off.number, half_drawn.number)
@@ -183,6 +187,105 @@ def test_a_trial_that_a_killed_sweep_left_goes_on_with_its_own_values(tmp_path: 
     study.tell(trial.number, 0.75)
     assert study.trials[trial.number].intermediate_values == {0: 0.5, 1: 0.75}
     assert [t.state.name for t in study.trials] == ["COMPLETE", "COMPLETE", "RUNNING", "RUNNING"]
+
+
+@pytest.mark.parametrize("method", ["bayes", "random"])
+def test_a_sweep_that_goes_on_draws_what_it_has_not_drawn(tmp_path: Path, method: Any) -> None:
+    space = Space({"lr": FloatDistribution(0.0, 1.0)}, method=method)
+    for _ in range(4):  # two trials, then two more, ...
+        study = studies.open_study(tmp_path, space, trials=20, seed=0)
+        for _ in range(2):
+            asked = studies.next_trial(study, space)
+            study.tell(asked, 0.5)
+    drawn = [trial.params["lr"] for trial in study.trials]
+    assert len(set(drawn)) == 8, drawn
+
+
+def test_a_new_sweep_with_the_same_seed_draws_the_same(tmp_path: Path) -> None:
+    space = Space({"lr": FloatDistribution(0.0, 1.0)})
+    drawn = []
+    for name, seed in (("one", 3), ("two", 3), ("three", 4)):
+        (tmp_path / name).mkdir()
+        study = studies.open_study(tmp_path / name, space, trials=20, seed=seed)
+        drawn.append(studies.next_trial(study, space).params["lr"])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_grid_tries_every_setting_once_also_after_a_kill(tmp_path: Path) -> None:
+    text = "{method: grid, parameters: {size: {values: [8, 16, 32]}, num: {min: 1, max: 2}}}"
+    (tmp_path / "s.yaml").write_text(text)
+    space = read_space(tmp_path / "s.yaml")
+    assert studies.number_of_trials(space, 20) == 6
+    assert studies.number_of_trials(space, 4) == 4
+    study = studies.open_study(tmp_path, space, trials=20, seed=0)
+    for number in range(3):
+        asked = studies.next_trial(study, space)
+        if number != 1:
+            study.tell(asked, 0.5)
+    # The sweep is killed while its second trial runs.
+    study = studies.open_study(tmp_path, space, trials=20, seed=0)
+    interrupted = studies.next_trial(study, space)
+    assert interrupted.params == {"size": 8, "num": 2}
+    while studies.has_next_trial(study, space, 20):
+        study.tell(studies.next_trial(study, space), 0.5)
+    tried = [(trial.params["size"], trial.params["num"]) for trial in study.trials]
+    assert tried == [(8, 1), (8, 2), (16, 1), (16, 2), (32, 1), (32, 2)]
+
+
+def test_a_value_reaches_fit_as_it_would_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials.subprocess, "Popen", FakeProcess)
+    text = "{parameters: {a: {values: [null]}, b: true, c: {values: [[1, 2]]}, d: 1e-3, e: None}}"
+    (tmp_path / "s.yaml").write_text(text)
+    space = read_space(tmp_path / "s.yaml")
+    study = studies.open_study(tmp_path, space, trials=1, seed=0)
+    running = RunningTrial(studies.next_trial(study, space), space, tmp_path, [], {})
+    typed = [word for word in running.process.command if re.match("--[a-e]=", word)]
+    assert typed == ["--a=null", "--b=true", "--c=[1, 2]", "--d=1e-3", "--e=None"]
+
+
+def test_what_is_not_used_of_a_sweep_file_is_named(tmp_path: Path) -> None:
+    text = SPACE + "program: train.py\nrun_cap: 7\n"
+    (tmp_path / "s.yaml").write_text(text.replace("goal:", "target: 0.9, goal:"))
+    assert read_space(tmp_path / "s.yaml").notes == [
+        f"{tmp_path}/s.yaml: program, run_cap: for W&B alone, not used here.",
+        f"{tmp_path}/s.yaml: metric.target: not used here.",
+        "a trial that is worse than the median of the others is stopped early, "
+        "after 1 epoch or later (not by `type: hyperband`).",
+    ]
+
+
+def test_a_sweep_needs_no_symbolic_links_and_no_signal_to_a_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError("this file system has no symbolic links")
+
+    started: list[dict[str, Any]] = []
+
+    class Noted(FakeProcess):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            super().__init__(command)
+            started.append(options)
+
+    monkeypatch.setattr(os, "symlink", refused)
+    monkeypatch.setattr(trials.subprocess, "Popen", Noted)
+    monkeypatch.setattr(trials.sys, "platform", "win32")
+    space = Space({"lr": FloatDistribution(0.0, 1.0)})
+    study = studies.open_study(tmp_path, space, trials=1, seed=0)
+    RunningTrial(studies.next_trial(study, space), space, tmp_path, [], {})
+    assert len(study.trials) == 1
+    assert started[0]["preexec_fn"] is None
+
+
+def test_a_sweep_killed_while_it_wrote_goes_on_at_once(tmp_path: Path) -> None:
+    space = Space({"lr": FloatDistribution(0.0, 1.0)})
+    studies.open_study(tmp_path, space, trials=1, seed=0)
+    (tmp_path / "journal.log.lock").touch()
+    began = time.monotonic()
+    studies.next_trial(studies.open_study(tmp_path, space, trials=1, seed=0), space)
+    assert time.monotonic() - began < 20  # Optuna itself would wait for 30 s
 
 
 class FakeProcess:
@@ -202,10 +305,10 @@ class FakeProcess:
 
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningTrial:
-    """The fourth trial of a sweep; the three before it reached an error of 0.1 in each of their two epochs."""
-    monkeypatch.setattr(sweep.subprocess, "Popen", FakeProcess)
+    """The fourth trial of a sweep; those before it had an error of 0.1 in each of two epochs."""
+    monkeypatch.setattr(trials.subprocess, "Popen", FakeProcess)
     space = Space({"model.lr": FloatDistribution(0.0, 1.0)}, "val/error", goal="minimize")
-    study = sweep.open_study(tmp_path, space, trials=8, seed=0)
+    study = studies.open_study(tmp_path, space, trials=8, seed=0)
     for _ in range(3):
         good = study.ask()
         for epoch in (0, 1):
@@ -278,7 +381,7 @@ def test_a_trials_seconds_are_those_of_its_training_in_all_its_parts(trial: Runn
     torch.save({"callbacks": {"RunTimer": {"seconds": 75.5}}}, trial.folder / "last.ckpt")
     trial.process.exit_code = 0
     trial.watch()
-    rows = {row["trial"]: row for row in sweep.result_rows(trial.trial.study, trial.space)}
+    rows = {row["trial"]: row for row in results.result_rows(trial.trial.study, trial.space)}
     assert (rows[3]["seconds"], rows[3]["state"]) == (75.5, "done")
     assert "seconds" not in rows[0]  # nothing tells
 
@@ -311,24 +414,17 @@ def test_a_value_that_is_no_number_is_no_result(trial: RunningTrial) -> None:
 def test_a_resumed_sweep_waits_for_the_process_that_still_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep.wait_until_free(tmp_path / "none")  # no such run yet
-    holder = open(tmp_path / ".lock", "w")  # noqa: SIM115
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    waited: list[float] = []
-    monkeypatch.setattr(
-        sweep.time, "sleep", lambda seconds: (waited.append(seconds), holder.close())
-    )
-    sweep.wait_until_free(tmp_path)
-    assert waited == [sweep.POLL_SECONDS]
-    with open(tmp_path / ".lock", "w") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        waited.clear()
-        monkeypatch.setattr(sweep.time, "sleep", waited.append)
+    trials.wait_until_free(tmp_path / "none")  # no such run yet
+    holder = filelock.FileLock(tmp_path / ".lock", thread_local=False)
+    holder.acquire()
+    threading.Timer(0.5, holder.release).start()
+    trials.wait_until_free(tmp_path)
+    with filelock.FileLock(tmp_path / ".lock"):
+        monkeypatch.setattr(trials, "FREE_SECONDS", 0.3)
         with pytest.raises(
             UserError, match="still written by a process of the sweep that was killed"
         ):
-            sweep.wait_until_free(tmp_path)
-        assert sum(waited) == pytest.approx(60)
+            trials.wait_until_free(tmp_path)
 
 
 def test_trials_of_a_sweep_share_the_cores_and_the_gpus(
@@ -353,7 +449,7 @@ def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
     space = Space(
         {"lr": FloatDistribution(0.1, 1.0, log=True), "size": CategoricalDistribution([1, 2])}
     )
-    study = sweep.open_study(tmp_path, space, trials=8, seed=0)
+    study = studies.open_study(tmp_path, space, trials=8, seed=0)
     for number in range(6):
         asked = study.ask(space.parameters)
         for epoch in range(3 if number % 2 else 1):
@@ -361,7 +457,7 @@ def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
         study.tell(
             asked, **({"values": 0.5} if number % 2 else {"state": optuna.trial.TrialState.PRUNED})
         )
-    sweep.draw(tmp_path / "sweep.png", study, space, "six trials")
+    results.draw(tmp_path / "sweep.png", study, space, "six trials")
     with Image.open(tmp_path / "sweep.png") as picture:
         assert picture.width > 900
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1_000_000)}
@@ -377,7 +473,7 @@ def test_no_label_of_the_picture_covers_another(
     space = Space(
         {"lr": FloatDistribution(low, high, log=True), "decay": FloatDistribution(low, high)}
     )
-    study = sweep.open_study(tmp_path, space, trials=3, seed=0)
+    study = studies.open_study(tmp_path, space, trials=3, seed=0)
     for place in (0.3, 0.9):
         value = low + place * (high - low)
         study.enqueue_trial({"lr": value, "decay": value})
@@ -386,7 +482,7 @@ def test_no_label_of_the_picture_covers_another(
         study.tell(asked, place)
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    sweep.draw(tmp_path / "sweep.png", study, space, "two trials")
+    results.draw(tmp_path / "sweep.png", study, space, "two trials")
     drawn[0].draw_without_rendering()
     axis = drawn[0].axes[1]
     left, right = axis.get_xlim()
@@ -409,7 +505,8 @@ def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
         raise UserError(f"reads {path}")
 
     with monkeypatch.context() as patch:  # installed by pip: there is no repository
-        patch.setattr(sweep, "__file__", str(workplace / "site-packages" / "sweep.py"))
+        installed = workplace / "site-packages" / "project" / "sweep" / "__main__.py"
+        patch.setattr(sweep, "__file__", str(installed))
         with pytest.raises(
             UserError, match=r"--space: configs/sweep.yaml cannot be read: .* Name a file"
         ):
@@ -447,7 +544,8 @@ def test_bad_options_are_told_in_one_line(
 
 
 def test_a_sweep_without_optuna_says_how_to_install_it() -> None:
-    code = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_module('project.sweep', run_name='__main__')"
+    code = "import runpy, sys; sys.modules['optuna'] = None; "
+    code += "runpy.run_module('project.sweep', run_name='__main__')"
     ended = complete([sys.executable, "-c", code], cwd=ROOT, fresh=True)
     assert ended.returncode == 2
     assert (
@@ -475,12 +573,12 @@ def test_the_picture_has_room_for_choices_that_no_trial_drew(
         "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
     )
     space = Space({"size": CategoricalDistribution(["a", "b", "c"])})
-    study = sweep.open_study(tmp_path, space, trials=2, seed=0)
+    study = studies.open_study(tmp_path, space, trials=2, seed=0)
     study.enqueue_trial({"size": "a"})
     asked = study.ask(space.parameters)
     asked.report(0.5, 0)
     study.tell(asked, 0.5)
-    sweep.draw(tmp_path / "sweep.png", study, space, "one trial")
+    results.draw(tmp_path / "sweep.png", study, space, "one trial")
     low, high = figures[0].axes[1].get_xlim()
     assert low <= 0
     assert high >= 2
@@ -491,19 +589,19 @@ def test_a_sweep_goes_on_with_an_argument_that_is_no_text(tmp_path: Path) -> Non
     arguments = ["--data.root", os.fsdecode(b"d\xff")]
     for asked in (arguments, []):
         found, lock = sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", asked)
-        lock.close()
+        lock.release()
         assert found == arguments
 
 
 def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> None:
     space = tmp_path / "space.yaml"
     space.write_text(SPACE)
-    sweep.claim(tmp_path / "lr", space, ["--max_epochs", "3"])[1].close()
+    sweep.claim(tmp_path / "lr", space, ["--max_epochs", "3"])[1].release()
     arguments, lock = sweep.claim(tmp_path / "lr", space, [])
     assert arguments == ["--max_epochs", "3"]
     with pytest.raises(UserError, match="another process is sweeping there"):
         sweep.claim(tmp_path / "lr", space, [])
-    lock.close()
+    lock.release()
     with pytest.raises(UserError, match="was begun with `--max_epochs 3`"):
         sweep.claim(tmp_path / "lr", space, ["--max_epochs", "4"])
     space.write_text(SPACE.replace("0.01", "0.1"))
@@ -551,10 +649,9 @@ def test_damaged_files_of_a_sweep_are_told_in_one_line(
     (tmp_path / "space.yaml").write_text(SPACE)
 
     def begin(_: list[str]) -> int:
-        sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])[1].close()
-        return bool(
-            sweep.open_study(tmp_path / "lr", read_space(tmp_path / "space.yaml"), trials=1, seed=0)
-        )
+        sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])[1].release()
+        space = read_space(tmp_path / "space.yaml")
+        return bool(studies.open_study(tmp_path / "lr", space, trials=1, seed=0))
 
     assert begin([])
     (tmp_path / "lr" / name).write_text(text)
@@ -572,7 +669,7 @@ def test_a_sweep_killed_as_it_begins_leaves_no_half_written_record(
         with pytest.raises(KeyboardInterrupt):
             sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])
     assert not (tmp_path / "lr" / "sweep.json").exists()
-    sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", ["--max_epochs", "3"])[1].close()
+    sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", ["--max_epochs", "3"])[1].release()
 
 
 @pytest.mark.parametrize(
@@ -613,6 +710,11 @@ def test_wandbs_distributions_are_understood(entry: dict, parameter: Any, tmp_pa
         ("parameters: {x: {values: []}}", "x.values must be a non-empty list"),
         ("parameters: {x: {values: 5}}", "x.values must be a non-empty list"),
         ("parameters: {}", "must have a section `parameters:`"),
+        ("{method: gird, parameters: {x: 1}}", "method must be one of .* Did you mean grid?"),
+        ("{metod: grid, parameters: {x: 1}}", "unknown section `metod:`. Did you mean method?"),
+        ("{method: grid, parameters: {x: {min: 0.1, max: 1}}}", "x needs values in a grid"),
+        ("parameters: {x: {min: 1, max: 9, q: 2}}", "x.q cannot be used"),
+        ("parameters: {x: {values: [1, 2], distribution: normal}}", "x.distribution must be"),
         ("method: grid", "must have a section `parameters:`"),
         ("[1, 2]", "must have a section `parameters:`"),
         (
@@ -656,9 +758,9 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(
     }
     words = create_sweep_command(list(content["command"]))
     flags = create_sweep_command_args({"args": values})["args"]
-    assert words == ["${env}", "${interpreter}", "-m", "project.fit", sweep.NO_TEST, "${args}"]
+    assert words == ["${env}", "${interpreter}", "-m", "project.fit", trials.NO_TEST, "${args}"]
     monkeypatch.chdir(ROOT)
-    config = configure([sweep.NO_TEST, *flags], "project.fit")
+    config = configure([trials.NO_TEST, *flags], "project.fit")
     assert config.trainer["limit_test_batches"] == 0
     assert config.resolved["model"]["init_args"]["lr"] == values["model.lr"]["value"]
     assert config.resolved["data"]["init_args"]["batch_size"] == values["data.batch_size"]["value"]

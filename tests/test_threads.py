@@ -1,4 +1,6 @@
-"""Promise 13: thread counts follow what this process may use, and are shared with those started beside it."""
+"""Promise 13: thread counts follow what this process may use, and are shared with those started
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +63,16 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert threads.container_quota(tmp_path) == math.inf
     monkeypatch.setattr(threads, "container_quota", lambda: 1.5)
     assert available_cores() == 1
+
+
+def test_a_system_that_tells_no_affinity_has_all_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert threads.cores_at_start() == set()
+    monkeypatch.setattr(threads, "CORES", set())
+    monkeypatch.setattr(threads, "container_quota", lambda: math.inf)
+    assert available_cores() == os.cpu_count()
 
 
 def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:

@@ -22,17 +22,11 @@ from project.engine.cli import Configuration, configure
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tune import __main__ as tune
-from project.tune.short_trainings import (
-    Measured,
-    RateRamp,
-    TrainingSteps,
-    advice_lines,
-    advise,
-    find_largest,
-    one_device_flags,
-    read_curve,
-    train_shortly,
-)
+from project.tune.advice import advice_lines, advise
+from project.tune.batch_size import Search
+from project.tune.learning_rate import RateRamp, read_curve
+from project.tune.short_training import one_device_flags, train_shortly
+from project.tune.steps import CannotTrain, Measured, TrainingSteps
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 
@@ -52,7 +46,9 @@ def fits_up_to(
 )
 def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> None:
     tried: list[int] = []
-    fitting, limited_by = find_largest(fits_up_to(largest, tried), 55_000, "the training set", 60)
+    search = Search(fits_up_to(largest, tried))
+    limited_by = search.find_largest(55_000, "the training set", 60)
+    fitting = search.fitting
     assert (max(fitting, default=0), limited_by) == (largest, "memory")
     assert {*tried} - {*fitting} == {size for size in tried if size > largest}
     assert largest + 1 in tried
@@ -64,16 +60,16 @@ def test_the_search_finds_the_exact_largest_batch_in_few_tries(largest: int) -> 
 )
 def test_the_search_stops_at_the_ceiling_and_says_so(ceiling: int, sizes: list[int]) -> None:
     tried: list[int] = []
-    fitting, limited_by = find_largest(fits_up_to(55_000, tried), ceiling, "the training set", 60)
-    assert tried == list(fitting) == sizes
+    search = Search(fits_up_to(55_000, tried))
+    limited_by = search.find_largest(ceiling, "the training set", 60)
+    assert tried == list(search.fitting) == sizes
     assert limited_by == "the training set"
 
 
 def test_no_size_is_tried_whose_step_would_take_longer_than_allowed() -> None:
     tried: list[int] = []
-    _, limited_by = find_largest(
-        fits_up_to(55_000, tried, lambda size: size * 1000 / 64), 55_000, "", 2
-    )
+    search = Search(fits_up_to(55_000, tried, lambda size: size * 1000 / 64))
+    limited_by = search.find_largest(55_000, "", 2)
     assert tried == [16, 32, 64, 128]
     assert "--max_step_seconds" in limited_by
 
@@ -125,10 +121,8 @@ def test_the_advice_says_what_a_larger_batch_costs() -> None:
         )
 
     lines = told(6_399, 32)
-    assert (
-        "A larger batch is faster per sample but takes fewer optimizer steps: 99 an epoch at 64 and 24 an epoch at 256."
-        in lines
-    )
+    costs = "A larger batch is faster per sample but takes fewer optimizer steps"
+    assert f"{costs}: 99 an epoch at 64 and 24 an epoch at 256." in lines
     assert lines[-4:] == [
         "  --data.batch_size 64",
         "",
@@ -145,7 +139,7 @@ def test_the_advice_says_what_a_larger_batch_costs() -> None:
 @pytest.fixture(autouse=True)
 def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed is judged nowhere here."""
-    monkeypatch.setattr("project.tune.short_trainings.WINDOW_SECONDS", 0.01)
+    monkeypatch.setattr("project.tune.steps.WINDOW_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -165,7 +159,7 @@ def test_memory_is_freed_on_mps_where_the_general_call_fails(
     monkeypatch.setattr(torch.mps, "empty_cache", lambda: freed.append("mps"))
     monkeypatch.setattr(steps, "_train", lambda size: None)
     assert steps.measure(16) is None
-    assert freed == ["mps"]
+    assert freed == ["mps", "mps"]  # before and after the training
 
 
 def peak_of(steps: TrainingSteps, size: int) -> int:
@@ -180,7 +174,9 @@ def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(
 ) -> None:
     """Against every size's own peak, measured without a limit."""
     steps.memory_limit_bytes = peak_of(steps, 301) + 100
-    fitting, limited_by = find_largest(steps.measure, steps.training_samples or 0, "", 60)
+    search = Search(steps.measure)
+    limited_by = search.find_largest(steps.training_samples or 0, "", 60)
+    fitting = search.fitting
     limit, steps.memory_limit_bytes = steps.memory_limit_bytes, None
     peaks = {size: peak_of(steps, size) for size in range(298, 305)}
     assert max(fitting) == max(size for size, peak in peaks.items() if peak <= limit) == 301
@@ -226,7 +222,7 @@ def test_tries_are_real_steps_at_that_batch_size_and_leave_the_weights_alone(
         "training_step",
         lambda self, batch, index: seen.append(len(batch[1])) or step(self, batch, index),
     )
-    monkeypatch.setattr("project.tune.short_trainings.WINDOW_SECONDS", 0)
+    monkeypatch.setattr("project.tune.steps.WINDOW_SECONDS", 0)
     steps.flags["accumulate_grad_batches"] = 2
     measured = steps.measure(48)
     assert measured is not None
@@ -239,8 +235,8 @@ def test_tries_are_real_steps_at_that_batch_size_and_leave_the_weights_alone(
     assert os.listdir() == []  # the current folder
 
 
-def test_an_error_that_is_no_lack_of_memory_is_not_taken_for_one(
-    steps: TrainingSteps, monkeypatch: pytest.MonkeyPatch
+def test_a_mistake_in_the_model_is_its_own_error_and_not_a_lack_of_memory(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from project.model import ImageClassifier
 
@@ -249,8 +245,70 @@ def test_an_error_that_is_no_lack_of_memory_is_not_taken_for_one(
 
     monkeypatch.setattr(ImageClassifier, "training_step", broken)
     with pytest.raises(ValueError, match="a mistake"):
-        steps.measure(16)
+        tune.main(["batch_size", *SMALL, "--max_batch_size", "64"])
     assert is_out_of_memory(torch.OutOfMemoryError())
+
+
+class Normalized(LightningModule):
+    """BatchNorm cannot train on a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_size_that_cannot_train_is_named_and_does_not_end_the_search(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 65 samples, 16, 32 and 64 leave a single one."""
+    config = plain(Normalized(), PlainData(13, samples=65))
+    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
+    facts = json.loads(Path("sizes.json").read_text())
+    assert [row["batch_size"] for row in facts["sizes"]] == [13, 65]
+    assert list(facts["cannot_train"]) == ["16", "32", "64"]
+    told = capsys.readouterr()
+    assert "No training with a batch size of 16, 32, 64: ValueError: Expected more than" in told.out
+    assert "batch size 64: cannot train (ValueError" in told.err
+
+
+def test_a_size_that_cannot_train_says_nothing_about_memory() -> None:
+    def measure(size: int) -> Measured | None:
+        tried.append(size)
+        if size == 16:
+            raise CannotTrain("odd")
+        return Measured(size, 1.0) if size <= 40 else None
+
+    tried: list[int] = []
+    search = Search(measure)
+    assert search.find_largest(1000, "", 60) == "memory"
+    assert tried[:3] == [16, 32, 64]
+    assert max(search.fitting) == 40
+    assert search.failed == {16: "odd"}
+
+
+@pytest.mark.parametrize(("load", "is_said"), [(3.2, True), (0.1, False), (None, False)])
+def test_a_busy_machine_is_said(
+    load: float | None,
+    is_said: bool,
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("project.hardware.load_average", lambda: load)
+    config = plain(PlainModule(), PlainData())
+    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    monkeypatch.setattr(TrainingSteps, "measure", lambda self, size: fits_up_to(64, [])(size))
+    assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
+    told = capsys.readouterr().out
+    assert ("The machine was busy when this began (load 3.2)" in told) == is_said
+    assert json.loads(Path("sizes.json").read_text()).get("load_average") == load
 
 
 def test_tune_batch_size_writes_a_table_and_a_picture_and_touches_no_run(
@@ -349,7 +407,9 @@ def test_the_ramp_records_the_rate_and_the_loss_of_every_optimizer_step() -> Non
 
 
 class PlainModule(LightningModule):
-    """Nothing of ours: no ``lr``, its rate in the optimizer, a schedule that waits for a validation."""
+    """Nothing of ours: no ``lr``, its rate in the optimizer, a schedule that waits for a
+    validation.
+    """
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -370,14 +430,15 @@ class PlainModule(LightningModule):
 
 
 class PlainData(LightningDataModule):
-    """200 samples of a linear map."""
+    """Samples of a linear map."""
 
-    def __init__(self, batch_size: int = 20) -> None:
+    def __init__(self, batch_size: int = 20, samples: int = 200) -> None:
         super().__init__()
         self.batch_size = batch_size
+        self.samples = samples
 
     def train_dataloader(self) -> DataLoader[Any]:
-        inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+        inputs = torch.randn(self.samples, 8, generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(inputs, inputs[:, :4] * 3), batch_size=self.batch_size)
 
 
@@ -518,7 +579,8 @@ def test_an_optimizer_without_a_learning_rate_is_told(
 
 
 def test_help_is_quick_for_it_imports_no_torch() -> None:
-    code = "import sys; from project.tune.__main__ import main; from project.engine.command import exit_code"
+    code = "import sys; from project.tune.__main__ import main; "
+    code += "from project.engine.command import exit_code"
     code += "; assert exit_code(main, ['--help']) == 0; assert 'torch' not in sys.modules"
     help_text = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -585,7 +647,9 @@ def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(
     steps.measure(64)
     before = torch.cuda.memory_allocated()
     steps.memory_limit_bytes = GIB // 4
-    fitting, limited_by = find_largest(steps.measure, steps.training_samples or 0, "", 60)
+    search = Search(steps.measure)
+    limited_by = search.find_largest(steps.training_samples or 0, "", 60)
+    fitting = search.fitting
     assert limited_by == "memory"
     assert steps.measure(max(fitting) + 1) is None
     assert torch.cuda.memory_allocated() <= before + 2**20

@@ -1,4 +1,6 @@
-"""Promise 13: threads that wait spin while the cores are free, and sleep while other processes use them."""
+"""Promise 13: threads that wait spin while the cores are free, and sleep while other processes use
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from project import waiting as module
 from project.engine import trainer as engine_trainer
 from project.engine.summary import Summary, closing_lines
 from project.engine.trainer import build_trainer
-from project.waiting import Waiting, waiting
+from project.waiting import Shares, Waiting, waiting
 from tests.commands import SMALL, checkpoint, command, run, start, summary
 
 
@@ -44,7 +46,7 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
     waiting.sleep, waiting.spin = lambda: done.append("sleep"), lambda: done.append("spin")  # type: ignore[method-assign]
     changes = []
     for quarter in range(1, 81):  # twenty seconds beside another process
-        waiting.look(quarter / 4, 1.0)
+        waiting.look(quarter / 4, Shares(1.0))
         changes += [quarter / 4] if len(done) > len(changes) else []
     assert done[:4] == ["sleep", "spin", "sleep", "spin"]
     # seen at the next look; then a quarter, a half, one second of sleep
@@ -53,8 +55,8 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
     assert waiting.slept > 10
     while waiting.sleeping_since is not None:  # the other process has ended
         now += 0.25
-        waiting.look(now, 0.01)
-    waiting.look(now + 0.25, 0.01)
+        waiting.look(now, Shares(0.01))
+    waiting.look(now + 0.25, Shares(0.01))
     assert done[-1] == "spin"
     assert (
         waiting.patience == 0.25
@@ -62,27 +64,33 @@ def test_threads_sleep_while_others_use_the_cores_and_try_again_ever_more_seldom
 
 
 def test_two_threads_leave_a_core_to_others_until_it_is_free() -> None:
-    waiting, done = Waiting(), []
-    waiting.cores, waiting.sleep, waiting.spin = (
-        {0, 1},
-        lambda: done.append("sleep"),
-        lambda: done.append("spin"),
-    )  # type: ignore[method-assign]
-    waiting._move_to = lambda core: done.append(core) or setattr(waiting, "core", core)  # type: ignore[assignment, func-returns-value]
-    waiting.look(0.25, 1.0)
+    waiting = Waiting()
+    done: list[Any] = []
+
+    def move_to(core: int | None) -> None:
+        done.append(core)
+        waiting.core = core
+
+    waiting.cores = {0, 1}
+    waiting.sleep = lambda: done.append("sleep")  # type: ignore[method-assign]
+    waiting.spin = lambda: done.append("spin")  # type: ignore[method-assign]
+    waiting._move_to = move_to  # type: ignore[method-assign]
+    waiting.look(0.25, Shares(1.0))
     waiting.core = 0
-    for quarter in range(
-        2, 400
-    ):  # the other process is on the other core: nothing is tried in vain
-        waiting.look(quarter / 4, 1.0, here=0.02, elsewhere=1.0)
+    # The other process is on the other core: nothing is tried in vain.
+    for quarter in range(2, 400):
+        waiting.look(quarter / 4, Shares(1.0, here=0.02, elsewhere=1.0))
     assert done == ["sleep"]
     now = 100.0
-    while waiting.core == 0:  # another run has moved to the same core; both look, one goes
-        waiting.look(now := now + 0.25, 1.0, here=0.5, elsewhere=0.0)
+    # Another run has moved to the same core. Both look, one goes.
+    while waiting.core == 0:
+        now += 0.25
+        waiting.look(now, Shares(1.0, here=0.5, elsewhere=0.0))
     assert done == ["sleep", 1]
-    waiting.look(now + 0.25, 1.0, here=0.0, elsewhere=1.0)
+    waiting.look(now + 0.25, Shares(1.0, here=0.0, elsewhere=1.0))
     assert done == ["sleep", 1]
-    waiting.look(now + 0.5, 1.0, here=0.05, elsewhere=0.1)  # it has ended
+    # It has ended.
+    waiting.look(now + 0.5, Shares(1.0, here=0.05, elsewhere=0.1))
     assert done == ["sleep", 1, "spin"]
     assert waiting.seconds_slept() == pytest.approx(now + 0.25)
 
@@ -151,11 +159,14 @@ def test_on_two_cores_all_threads_move_to_one_and_back_and_workers_have_both() -
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_others_use_of_a_core_is_seen() -> None:
-    """Beside a process that never rests on the same core: half of the core is its, as this one never rests either."""
+    """Beside a process that never rests on the same core: half of the core is its, as this one
+    never rests either.
+    """
     core = min(os.sched_getaffinity(0))
     one_core = f"import os; os.sched_setaffinity(0, {{{core}}})\n"
     other = subprocess.Popen([sys.executable, "-c", f"{one_core}while True: pass"])
-    code = "import time; from project.waiting import Reading\nbegan, before = time.monotonic(), Reading()\n"
+    code = "import time; from project.waiting import Reading\n"
+    code += "began = time.monotonic(); before = Reading()\n"
     code += "while time.monotonic() - began < 2: pass\n"
     code += f"print(*Reading().shares_since(before, {{{core}}}, {core}))"
     try:
@@ -210,6 +221,15 @@ def test_the_users_own_waiting_stays(
         monkeypatch.setenv(name, value)
     waiting.start()
     assert began.wait(0.5) == (watched and sys.platform.startswith("linux"))
+
+
+def test_a_system_without_linuxs_calls_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting()
+    began = threading.Event()
+    monkeypatch.setattr(waiting, "_watch", began.set)
+    monkeypatch.delattr(os, "register_at_fork", raising=False)
+    waiting.start()
+    assert not began.wait(0.2)
 
 
 COUNT_SLEEPS = """
@@ -302,7 +322,8 @@ def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workpla
 
 
 def test_a_command_watches_the_cores_once_although_it_prepares_its_process_twice() -> None:
-    code = "import threading; from project.engine.command import prepare_process, run; prepare_process('__main__'); "
+    code = "import threading; from project.engine.command import prepare_process, run; "
+    code += "prepare_process('__main__'); "
     code += "run(lambda _: print([each.name for each in threading.enumerate()].count('waiting')))"
     left = {
         name: text

@@ -1,1 +1,3 @@
-"""What this machine does in a second, and what a run costs: tables of real runs and of loops written by hand."""
+"""What this machine does in a second, and what a run costs: tables of real runs and of loops
+written by hand.
+"""

@@ -8,42 +8,64 @@ Flags of project.fit (--data.*, --model.*, --config, Trainer flags) say what is 
 
 import os
 from argparse import Namespace
-from pathlib import Path
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
 from project.errors import UserError, nearest, require
-from project.tables import Row, check_output, flat, format_cell, format_table, write_rows
+from project.tables import Row, check_output, flat, format_table, write_rows
 
-TABLES = {  # Table → the column that its chart shows, and what it says.
-    "devices": (
+if TYPE_CHECKING:
+    from project.engine.cli import Configuration
+
+
+class Table(NamedTuple):
+    """A table of the benchmark."""
+
+    # The column that its chart shows.
+    quantity: str
+    # What the table says.
+    meaning: str
+
+
+TABLES = {
+    "devices": Table(
         "samples_per_sec",
         "devices × precisions: speed, speed-up over CPU float32, accuracy, peak memory",
     ),
-    "loaders": (
+    "loaders": Table(
         "ms_per_batch",
         "this project's loader and a plain PyTorch loop's: milliseconds per batch",
     ),
-    "memory": (
+    "memory": Table(
         "peak_mib",
         "peak by precision, activation checkpointing, accumulation, batch size",
     ),  # feature: memory
-    "overhead": ("epoch_s", "what a run costs against loops written by hand"),
+    "overhead": Table("epoch_s", "what a run costs against loops written by hand"),
 }
+NETWORKS = ("chosen", "ResNet18")
+PRECISIONS = ("32-true", "tf32", "16-mixed", "bf16-mixed")
+WORKERS = (0, 2, 4)
+
+# Measurements behind every median. All tables together take about ten minutes with three.
+N_OF_ONE_TABLE = 5
+N_OF_ALL_TABLES = 3
+N_QUICK = 2
+
 QUICK = ["--data.train_samples", "1024", "--data.val_samples", "200"]
 QUICK += ["--data.source", "sample"]  # feature: mnist
-# The preset of overhead, which shows best in a small network with small batches. The loops by hand do not augment.
+
+# The preset of overhead, which shows best in a small network with small batches.
 SMALL_MLP = [
-    "--model.network",
-    "MLP",
-    "--model.lr",
-    "0.002",
-    "--model.label_smoothing",
-    "0",
-    "--data.batch_size",
-    "64",
+    *("--model.network", "MLP"),
+    *("--model.lr", "0.002"),
+    *("--model.label_smoothing", "0"),
+    *("--data.batch_size", "64"),
+    # The loops by hand do not augment.
+    *("--data.shift_pixels", "0"),
 ]
-SMALL_MLP += ["--data.shift_pixels", "0"]
-# With these flags no preset is used: a configuration or class of the user's own may not know its flags.
+USE_THE_PRESET = ("overhead", "loaders")
+# With these flags no preset is used: a class of the user's own may not know its flags.
 BEATS_THE_PRESET = (
     "--config",
     "-c",
@@ -52,152 +74,139 @@ BEATS_THE_PRESET = (
     "--data",
     "--data.class_path",
 )
-NETWORKS, PRECISIONS = ("chosen", "ResNet18"), ("32-true", "tf32", "16-mixed", "bf16-mixed")
 
 
 def main(argv: list[str]) -> int:
     """Measure what ``argv`` asks for, print it, and write it where it says."""
     options = read_options(argv)
-    os.environ["WANDB_MODE"] = "offline"  # a benchmark uploads nothing
+    # A benchmark uploads nothing.
+    os.environ["WANDB_MODE"] = "offline"
     with quick_imports():
-        from project.benchmark.timing import conditions, line_of
-
+        from project.benchmark.conditions import conditions, line_of
     facts = conditions()
     print(line_of(facts), flush=True)
     tables: dict[str, list[Row]] = {}
     for name in [options.table] if options.table else TABLES:
         tables[name] = measure_table(name, options)
-        print(f"\n{name}: {TABLES[name][1]}\n{format_table(tables[name])}", flush=True)
-        if options.output:  # after every table: a stopped pass keeps what it has
-            as_json = options.output.suffix.lower() == ".json"
-            lines = [
-                {"table": table, **row, **flat(facts)}
-                for table, rows in tables.items()
-                for row in rows
-            ]
-            write_rows(options.output, {**facts, "tables": tables} if as_json else lines)
-        if options.plot:
-            draw(options.plot, tables, line_of(facts))
+        print(f"\n{name}: {TABLES[name].meaning}\n{format_table(tables[name])}", flush=True)
+        # Files are written after every table: a pass that is stopped keeps what it has.
+        write(options, facts, tables, title=line_of(facts))
     return 0
 
 
+def write(options: Namespace, facts: Row, tables: dict[str, list[Row]], title: str) -> None:
+    """Write the tables and their picture, where files were asked for."""
+    if options.output and options.output.suffix.lower() == ".json":
+        write_rows(options.output, {**facts, "tables": tables})
+    elif options.output:
+        lines: list[Row] = []
+        for table, rows in tables.items():
+            lines += [{"table": table, **row, **flat(facts)} for row in rows]
+        write_rows(options.output, lines)
+    if options.plot:
+        from project.benchmark.picture import draw
+
+        quantities = {name: table.quantity for name, table in TABLES.items()}
+        draw(options.plot, tables, quantities, title)
+
+
 def read_options(argv: list[str]) -> Namespace:
-    """The benchmark's options, ``table`` (None: all) and, for ``fit``, ``fit_flags``; a UserError for bad values."""
+    """The benchmark's options, ``table`` (None: all) and, for ``fit``, ``fit_flags``.
+
+    A UserError for bad values.
+    """
     table, rest = take_word(argv, TABLES, switches=("--quick",))
     if table is None and argv and not argv[0].startswith("-"):
-        raise UserError(
-            f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{nearest(argv[0], TABLES)}"
-        )
-    tables = "\ntables:\n" + "\n".join(f"  {name}: {what}" for name, (_, what) in TABLES.items())
-    parser = CommandParser(f"project.benchmark {table or ''}".strip(), (__doc__ or "") + tables)
-    add = parser.add_argument
-    add_output(parser)
-    add_output(parser, "--plot", (".png",), "chart (default: beside --output; none without it)")
-    add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
-    n = 5 if table else 3  # all tables together take about ten minutes
-    add(
-        "--n",
-        type=int,
-        default=n,
-        metavar="N",
-        help=f"measurements behind every median (default: {n})",
-    )
-    parser.set_defaults(
-        table=table, networks=NETWORKS, precisions=PRECISIONS, batch_sizes=(), workers=(0, 2, 4)
-    )
-    if table == "devices":
-        add("--networks", nargs="+", choices=NETWORKS, help="chosen is --model.network")
-    if table in ("devices", "memory"):
-        add("--precisions", nargs="+", choices=PRECISIONS)
-        add(
-            "--batch_sizes",
-            nargs="+",
-            type=int,
-            metavar="B",
-            help="default: some that suit the device",
-        )
-    if table == "loaders":
-        add(
-            "--workers",
-            nargs="+",
-            type=int,
-            metavar="W",
-            help="worker counts to try (default: 0 2 4)",
-        )
+        hint = nearest(argv[0], TABLES)
+        raise UserError(f"TABLE must be one of {', '.join(TABLES)}, got {argv[0]}.{hint}")
+    parser = make_parser(table)
     options, fit_flags = parser.parse_known_args(rest)
     options.fit_flags = fit_flags
-    counts = {
-        "n": (1, [options.n]),
-        "batch_sizes": (1, options.batch_sizes),
-        "workers": (0, options.workers),
-    }
-    for name, (least, values) in counts.items():
-        require(
-            (lowest := min(values, default=least)) >= least,
-            f"--{name}",
-            f"be at least {least}",
-            lowest,
-        )
+    check_at_least(1, "--n", [options.n])
+    check_at_least(1, "--batch_sizes", options.batch_sizes)
+    check_at_least(0, "--workers", options.workers)
     if options.output and not options.plot:
         options.plot = check_output(options.output.with_suffix(".png"), (".png",), "--plot")
     return options
 
 
+def make_parser(table: str | None) -> CommandParser:
+    """The options of a table; None: of a pass over all tables."""
+    meanings = [f"  {name}: {entry.meaning}" for name, entry in TABLES.items()]
+    doc = (__doc__ or "") + "\ntables:\n" + "\n".join(meanings)
+    parser = CommandParser(f"project.benchmark {table or ''}".strip(), doc)
+    parser.set_defaults(
+        table=table, networks=NETWORKS, precisions=PRECISIONS, batch_sizes=(), workers=WORKERS
+    )
+    add_output(parser)
+    add_output(parser, "--plot", (".png",), "chart (default: beside --output; none without it)")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="tiny sizes: tries the command out, measures nothing")
+    n = N_OF_ONE_TABLE if table else N_OF_ALL_TABLES
+    behind = f"measurements behind every median (default: {n})"
+    add("--n", type=int, default=n, metavar="N", help=behind)
+    if table == "devices":
+        add("--networks", nargs="+", choices=NETWORKS, help="chosen is --model.network")
+    if table in ("devices", "memory"):
+        add("--precisions", nargs="+", choices=PRECISIONS)
+        sizes = "default: some that suit the device"
+        add("--batch_sizes", nargs="+", type=int, metavar="B", help=sizes)
+    if table == "loaders":
+        counts = "worker counts to try (default: 0 2 4)"
+        add("--workers", nargs="+", type=int, metavar="W", help=counts)
+    return parser
+
+
+def check_at_least(least: int, option: str, values: Iterable[int]) -> None:
+    """A UserError for a value that is too small."""
+    for value in values:
+        require(value >= least, option, f"be at least {least}", value)
+
+
 def measure_table(name: str, options: Namespace) -> list[Row]:
     """The rows of one table. Typed flags of ``fit`` win over the table's preset."""
-    from project.benchmark import tables
+    from project.engine import contract
     from project.engine.cli import configure
 
-    own = any(word.split("=")[0] in BEATS_THE_PRESET for word in options.fit_flags)
-    preset = SMALL_MLP if name in ("overhead", "loaders") and not own else []
-    flags = [*preset, *(QUICK if options.quick else []), *options.fit_flags]
+    flags = [*preset_of(name, options), *(QUICK if options.quick else []), *options.fit_flags]
     config = configure(flags, "project.benchmark")
-    size = getattr(config.datamodule, "batch_size", 0)
-    if not size:
+    data = config.datamodule
+    if not isinstance(data, contract.HasBatchSize) or not data.batch_size:
         raise UserError(
-            f"--data: the table {name} needs a batch_size, {type(config.datamodule).__name__} has none."
+            f"--data: the table {name} needs a batch_size, {type(data).__name__} has none."
         )
-    n = min(options.n, 2) if options.quick else options.n
-    options = Namespace(**vars(options) | {"n": n, "fit_flags": flags, "batch_size": size})
-    return list(getattr(tables, f"measure_{name}")(config, options))
+    n = min(options.n, N_QUICK) if options.quick else options.n
+    changed = {"n": n, "fit_flags": flags, "batch_size": data.batch_size}
+    return list(rows_of(name, config, Namespace(**vars(options) | changed)))
 
 
-def draw(path: Path, tables: dict[str, list[Row]], title: str) -> None:
-    """The tables as one picture: a panel per table, a bar per row."""
-    from matplotlib.figure import Figure
+def preset_of(table: str, options: Namespace) -> list[str]:
+    """The flags of a small MLP for tables of loops and loaders, else none."""
+    typed = {word.partition("=")[0] for word in options.fit_flags}
+    if table in USE_THE_PRESET and typed.isdisjoint(BEATS_THE_PRESET):
+        return SMALL_MLP
+    return []
 
-    heights = [max(1.2, 0.28 * len(rows)) for rows in tables.values()]
-    figure = Figure(figsize=(10, sum(heights) + 1.1 * len(tables) + 0.5), layout="constrained")
-    panels = figure.subplots(len(tables), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[
-        :, 0
-    ]
-    for axes, (name, rows) in zip(panels, tables.items(), strict=True):
-        quantity = TABLES[name][0]
-        drawn = [row for row in rows if row.get(quantity) is not None]
-        if not drawn:  # such as a compiled network's memory on a CPU
-            continue
-        before = list(drawn[0])[
-            : list(drawn[0]).index(quantity)
-        ]  # the columns that say what was measured
-        naming = [
-            key for key in before if any(row.get(key) != drawn[0][key] for row in drawn)
-        ] or before[:1]
-        names = [", ".join(format_cell(row.get(key)) for key in naming) for row in drawn]
-        values = [row[quantity] for row in drawn]
-        errors = [row[quantity] * row.get("spread_pct", 0) / 200 for row in drawn]
-        axes.barh(
-            range(len(drawn)),
-            values,
-            xerr=errors,
-            tick_label=names,
-            color="#4477aa",
-            ecolor="#999999",
-        )
-        axes.invert_yaxis()
-        axes.set_title(f"{name}: {quantity} by {', '.join(naming)}", loc="left", fontsize=10)
-        axes.set_xscale("log" if max(values) > 50 * max(min(values), 1e-9) else "linear")
-    figure.suptitle(title, fontsize=7)
-    figure.savefig(path, dpi=120)
+
+def rows_of(table: str, config: "Configuration", options: Namespace) -> Iterable[Row]:
+    """Measure a table."""
+    if table == "devices":
+        from project.benchmark.table_devices import measure_devices
+
+        return measure_devices(config, options)
+    if table == "loaders":
+        from project.benchmark.table_loaders import measure_loaders
+
+        return measure_loaders(config, options)
+    # feature: memory
+    if table == "memory":
+        from project.benchmark.table_memory import measure_memory
+
+        return measure_memory(config, options)
+    # end feature: memory
+    from project.benchmark.table_overhead import measure_overhead
+
+    return measure_overhead(config, options)
 
 
 if __name__ == "__main__":

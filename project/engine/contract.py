@@ -61,6 +61,13 @@ class HasNetwork(Protocol):
 
 
 @runtime_checkable
+class ChoosesMemoryFormat(Protocol):
+    """A module that says how the channels of its images lie in memory."""
+
+    memory_format: torch.memory_format
+
+
+@runtime_checkable
 class NamesClasses(Protocol):
     """A module or data module that names the classes that it tells apart, in the order of the
     outputs.
@@ -172,6 +179,28 @@ class HoldsDataOnDevice(Protocol):
     bytes_on_device: dict[str, int]  # by split
 
 
+@runtime_checkable
+class HasBatchSize(Protocol):
+    """A data module whose loaders follow this number: ``tune`` and ``benchmark`` set it."""
+
+    batch_size: int
+
+
+@runtime_checkable
+class HasEvalBatchSize(Protocol):
+    """A data module with another batch size for validation and test."""
+
+    eval_batch_size: int
+
+
+@runtime_checkable
+class StandardizesImages(Protocol):
+    """A data module whose images get mean 0 and standard deviation 1, channel by channel."""
+
+    mean: list[float]
+    std: list[float]
+
+
 # What a dataset may have
 
 
@@ -182,6 +211,14 @@ class GathersBatches(Protocol):
     def gather(self, indices: Tensor) -> Any:
         """``indices``: int64 (batch,). Returns the batch."""
         ...
+
+
+@runtime_checkable
+class HoldsImages(Protocol):
+    """A dataset whose images lie in memory, all of one shape."""
+
+    images: Tensor  # uint8 in 0-255 or float in 0-1, (count, channels, height, width)
+    labels: Tensor  # int64 (count,)
 
 
 @runtime_checkable

@@ -1,85 +1,112 @@
-"""Find a learning rate or a batch size for this machine, by short trainings that leave no run behind.
+"""Find a learning rate or a batch size for this machine, by short trainings that leave no run
+behind.
 
-python -m project.tune lr
-python -m project.tune batch_size --precision bf16-mixed --output sizes.csv
-python -m project.tune batch_size --model.network MLP --memory_limit_gib 2     # as if the device had no more
+python -m project.tune lr python -m project.tune batch_size --precision bf16-mixed --output
+sizes.csv python -m project.tune batch_size --model.network MLP --memory_limit_gib 2     # as if the
+device had no more
 
-Takes the flags of project.fit (--config, --model.*, --data.*, --precision, --accelerator ...), see its --help.
+Takes the flags of project.fit (--config, --model.*, --data.*, --precision, --accelerator ...), see
+its --help.
 """
 
 import difflib
 import math
+from argparse import Namespace
+from collections.abc import Sequence
 
 from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
 from project.errors import UserError, nearest, require
 from project.tables import check_output, write_rows
 
 WHAT = ("lr", "batch_size")
+ABOVE_ZERO = ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds")
+# A range test with fewer steps makes no curve.
+FEWEST_STEPS = 20
 
 
 def main(argv: list[str]) -> int:
     """Tune as ``argv`` says; returns the exit code."""
+    options = read_options(argv)
+    with quick_imports():
+        from project.engine.cli import configure
+        from project.tune.batch_size import tune_batch_size
+        from project.tune.learning_rate import tune_lr
+        from project.tune.short_training import one_device_flags
+    config = configure(options.fit_flags, "project.tune")
+    flags = one_device_flags(config)
+    if options.what == "lr":
+        rows, facts = tune_lr(config, flags, options)
+    else:
+        rows, facts = tune_batch_size(config, flags, options)
+    if options.output:
+        is_json = options.output.suffix.lower() == ".json"
+        write_rows(options.output, facts if is_json else rows)
+    print(f"picture in {options.plot}")
+    return 0
+
+
+def make_parser() -> CommandParser:
+    """The options of both searches."""
     parser = CommandParser("project.tune", __doc__)
     parser.add_argument("what", metavar="lr|batch_size", help="what to find")
     add_output(parser)
-    add_output(
-        parser, "--plot", (".png",), "the picture (default: tune_lr.png or tune_batch_size.png)"
-    )
+    default = "the picture (default: tune_lr.png or tune_batch_size.png)"
+    add_output(parser, "--plot", (".png",), default)
     add = parser.add_argument_group("lr").add_argument
     add("--min_lr", type=float, default=1e-6, help="first learning rate (default: 1e-6)")
     add("--max_lr", type=float, default=1.0, help="last learning rate (default: 1)")
     add("--steps", type=int, default=200, help="optimizer steps between them (default: 200)")
     add = parser.add_argument_group("batch_size").add_argument
     add("--max_batch_size", type=int, help="largest size to try (default: the training set)")
-    add(
-        "--memory_limit_gib",
-        type=float,
-        help="memory to stay within (default: all of a GPU's, 60 %% of free RAM)",
-    )
-    add(
-        "--max_step_seconds",
-        type=float,
-        default=2.0,
-        help="try no size whose step takes longer (default: 2)",
-    )
+    # argparse reads %% as one percent sign.
+    memory = "memory to stay within (default: all of a GPU's, 60 %% of free RAM)"
+    add("--memory_limit_gib", type=float, help=memory)
+    seconds = "try no size whose step takes longer (default: 2)"
+    add("--max_step_seconds", type=float, default=2.0, help=seconds)
+    return parser
+
+
+def read_options(argv: list[str]) -> Namespace:
+    """The options of ``argv``, with those of ``fit`` in ``fit_flags``; a UserError for bad
+    values.
+    """
+    parser = make_parser()
     what, rest = take_word(argv, WHAT)
-    options, fit_flags = parser.parse_known_args([what, *rest] if what else argv)
+    # The word may stand anywhere among the flags.
+    words = [what, *rest] if what else argv
+    options, fit_flags = parser.parse_known_args(words)
     if options.what not in WHAT:
-        raise UserError(
-            f"tune what? {' or '.join(WHAT)}, got {options.what}.{nearest(str(options.what), WHAT)}"
-        )
-    for name in ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds"):
+        hint = nearest(str(options.what), WHAT)
+        raise UserError(f"tune what? {' or '.join(WHAT)}, got {options.what}.{hint}")
+    check_values(options)
+    check_spelling(fit_flags, options)
+    if not options.plot:
+        options.plot = check_output(f"tune_{options.what}.png", (".png",), "--plot")
+    # They are repeated in the advice.
+    options.fit_flags = fit_flags
+    return options
+
+
+def check_values(options: Namespace) -> None:
+    """A UserError for a number that makes no sense."""
+    for name in ABOVE_ZERO:
         value = getattr(options, name)
         require(value is None or 0 < value < math.inf, f"--{name}", "be above 0", value)
-    require(
-        options.min_lr < options.max_lr,
-        "--min_lr",
-        f"be below --max_lr ({options.max_lr:g})",
-        options.min_lr,
-    )
-    require(
-        options.steps >= 20, "--steps", "be at least 20", f"{options.steps} (fewer make no curve)"
-    )
-    for name in (
-        word.split("=")[0] for word in fit_flags
-    ):  # a misspelt option, which fit would not know
-        close = difflib.get_close_matches(
-            name, [f"--{option}" for option in vars(options)], n=1, cutoff=0.85
-        )
-        if close and name != "--max_steps":  # a Trainer flag
-            raise UserError(f"unknown option {name}. Did you mean {close[0]}? See --help.")
-    options.plot = options.plot or check_output(f"tune_{options.what}.png", (".png",), "--plot")
-    options.fit_flags = fit_flags  # repeated in the advice
-    with quick_imports():
-        from project.engine.cli import configure
-        from project.tune.short_trainings import one_device_flags, tune_batch_size, tune_lr
-    config = configure(fit_flags, "project.tune")
-    tune = tune_lr if options.what == "lr" else tune_batch_size
-    rows, facts = tune(config, one_device_flags(config), options)
-    if options.output:
-        write_rows(options.output, facts if options.output.suffix.lower() == ".json" else rows)
-    print(f"picture in {options.plot}")
-    return 0
+    is_rising = options.min_lr < options.max_lr
+    require(is_rising, "--min_lr", f"be below --max_lr ({options.max_lr:g})", options.min_lr)
+    got = f"{options.steps} (fewer make no curve)"
+    require(options.steps >= FEWEST_STEPS, "--steps", f"be at least {FEWEST_STEPS}", got)
+
+
+def check_spelling(fit_flags: Sequence[str], options: Namespace) -> None:
+    """A UserError for a misspelt option of ours, which ``fit`` would not know."""
+    ours = [f"--{name}" for name in vars(options)]
+    for word in fit_flags:
+        flag = word.partition("=")[0]
+        close = difflib.get_close_matches(flag, ours, n=1, cutoff=0.85)
+        # --max_steps is a flag of the Trainer.
+        if close and flag != "--max_steps":
+            raise UserError(f"unknown option {flag}. Did you mean {close[0]}? See --help.")
 
 
 if __name__ == "__main__":
