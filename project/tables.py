@@ -1,7 +1,7 @@
 """Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written.
 
-A row is a dictionary. A key that a row lacks was not measured: it is a dash in a terminal, an empty cell in CSV, and
-absent in JSON.
+A row is a dictionary. A key that a row lacks was not measured: it is a dash in a terminal, an empty
+cell in CSV, and absent in JSON.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ LARGEST_NUMBER = 1e100
 def check_output(
     path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output"
 ) -> Path:
-    """``path``, or a UserError where no file with such an ending can be written. Call it before any work."""
+    """``path``, or a UserError where no file with such an ending can be written. Call it before any
+    work.
+    """
     # Path.expanduser() raises where there is no such user.
     path = Path(os.path.expanduser(path))
     require(
@@ -75,8 +77,8 @@ def can_be_written(path: Path) -> bool:
 def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
     """Write rows, or one mapping alone, in full precision as JSON or CSV, by the file's ending.
 
-    In CSV a text that a spreadsheet would take for a formula gets an apostrophe before it, as spreadsheets do it
-    themselves. In JSON every text stays what it is.
+    In CSV a text that a spreadsheet would take for a formula gets an apostrophe before it, as
+    spreadsheets do it themselves. In JSON every text stays what it is.
     """
     plain = as_plain(rows)
     if path.suffix.lower() == ".json":
@@ -89,7 +91,9 @@ def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
 
 
 def as_plain(rows: Sequence[Row] | Row) -> Any:
-    """Rows of plain values: NaN and infinity, which JSON does not have, become None; other objects their text."""
+    """Rows of plain values: NaN and infinity, which JSON does not have, become None; other objects
+    their text.
+    """
     text = json.dumps(rows, default=str)
     return json.loads(text, parse_constant=lambda _: None)
 
@@ -117,18 +121,17 @@ def csv_cell(value: Any) -> Any:
 def read_rows(path: Path) -> list[dict[str, float]]:
     """The rows of a ``metrics.csv``, without empty cells; none where there is no file."""
     try:
-        file = open(path, newline="", encoding="utf-8")
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
     except FileNotFoundError:
         return []
-    rows = []
-    with file:
-        for row in csv.DictReader(file):
-            rows.append({name: float(text) for name, text in row.items() if text})
-    return rows
+    return [{name: float(text) for name, text in row.items() if text} for row in rows]
 
 
 def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
-    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
+    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError
+    where that fails.
+    """
     if isinstance(data, str):
         data = data.encode(errors="backslashreplace")  # a file's name need not be Unicode
     # The process's number is in the name, because two commands may write the same file.
@@ -150,7 +153,8 @@ def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
 def flush_folder(folder: Path) -> None:
     """Flush a folder's list of names to disk, so that a new name survives a power cut.
 
-    Windows cannot open a folder, and some file systems cannot flush one. There it is up to the file system itself.
+    Windows cannot open a folder, and some file systems cannot flush one. There it is up to the file
+    system itself.
     """
     try:
         opened = os.open(folder, os.O_RDONLY)
@@ -166,7 +170,9 @@ def flush_folder(folder: Path) -> None:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text: a heading, a rule, one line per row; numbers to the right, in four significant digits."""
+    """Rows as aligned text: a heading, a rule, one line per row; numbers to the right, in four
+    significant digits.
+    """
     columns = [format_column(name, [row.get(name) for row in rows]) for name in columns_of(rows)]
     lines = zip(*columns, strict=True)
     return "\n".join("  ".join(cells).rstrip() for cells in lines)
@@ -184,7 +190,9 @@ def format_column(name: str, values: Sequence[Any]) -> list[str]:
 
 
 def format_cell(value: Any) -> str:
-    """One value for a person: ``12,345``, ``12.3``, ``0.9912``, ``yes``, ``-`` for what was not measured."""
+    """One value for a person: ``12,345``, ``12.3``, ``0.9912``, ``yes``, ``-`` for what was not
+    measured.
+    """
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -247,7 +255,9 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration's nested keys joined by dots, without the ``init_args`` levels, as they are typed."""
+    """A configuration's nested keys joined by dots, without the ``init_args`` levels, as they are
+    typed.
+    """
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
