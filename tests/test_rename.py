@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from project import rename
 from project.engine import command as entry
-from project.rename import CLONE, FEATURES, PACKAGE, features_here, renamed, texts, without_marked
+from project.rename import __main__ as rename
+from project.rename.clone import Clone
+from project.rename.leave_out import shortened
+from project.rename.make import ORIGIN
+from project.rename.marks import MARK, without_marked
+from project.rename.names import renamed
 from tests.commands import complete
+
+HERE = rename.HERE
+CLONE, PACKAGE = HERE.folder, HERE.package
+FEATURES, ALONG = HERE.features().files, HERE.features().along
 
 NAME, LONGER = "digits", "handwriting"
 MADE_UP = [
@@ -60,7 +68,9 @@ def python(clone: Path, *arguments: str, timeout: float = 240) -> subprocess.Com
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A fresh clone of this repository: what is committed, and what is changed in files that git knows."""
+    """A fresh clone of this repository: what is committed, and what is changed in files that git
+    knows.
+    """
     return make_clone(tmp_path)
 
 
@@ -136,32 +146,115 @@ MARKED = {
 def test_marked_lines_statements_blocks_and_commands_go_with_the_last_feature_that_is_named(
     name: str, gone: set[str], left: str
 ) -> None:
-    text = without_marked(Path(name), MARKED[name].replace("XX", "report"), gone)
+    text = shortened(HERE, Path(name), MARKED[name].replace("XX", "report"), gone, {})
     lines = [re.split(r"\s*(#|<!--)", line)[0].strip() for line in text.splitlines()]
     kept = " ".join(line for line in lines if line)
     assert kept == left
 
 
+FORMATTED = """
+def head(
+    a: int,  # feature: report
+    b: int,
+) -> int:
+    return b
+
+
+def whole(
+    c: int,
+) -> int:  # feature: report
+    return c
+
+
+@decorated(
+    with_what
+)
+class Kept:
+    both = [
+        one(1)
+        if 1
+        else None,  # feature: report
+        two(  # feature: report
+            2
+        ),
+        three,
+    ]
+    table = {
+        "a": b(
+            c
+        ),  # feature: report
+        "d": e,
+    }
+
+
+COLOURS = (
+    "red",
+    "blue",
+)  # feature: report
+if COLOURS:
+    pass
+print(
+    1,
+    end=("a"
+    "b"),  # feature: report
+)
+"""
+
+
+def test_a_mark_that_the_formatter_moved_to_the_last_line_means_the_same() -> None:
+    left = without_marked(Path("a.py"), FORMATTED, {"report"})
+    ast.parse(left)
+    assert "".join(left.split()) == (
+        "defhead(b:int,)->int:returnb@decorated(with_what)classKept:both=[three,]"
+        'table={"d":e,}ifCOLOURS:passprint(1,)'
+    )
+    for word in ("whole", "red", "one", "two", "else", "end", '"a"'):
+        assert word not in left, word
+    for word in ("head", "b: int", "Kept", "three", '"d": e', "print(", "1,"):
+        assert word in left, word
+
+
+def problems_of_marks() -> list[str]:
+    """Python files that are no Python any more where a feature is left out, or all of them are."""
+    found = []
+    for path, text in HERE.texts().items():
+        if path.suffix != ".py" or path.name == "test_rename.py":
+            continue
+        marked = {
+            name
+            for names in re.findall(r"feature: ([a-z_, ]+)", text)
+            for name in names.split(", ")
+        }
+        for gone in [*({name} for name in sorted(marked & {*FEATURES})), {*FEATURES}]:
+            try:
+                ast.parse(without_marked(path, text, gone))
+            except SyntaxError as error:
+                found.append(f"{path} without {', '.join(sorted(gone))[:40]}: {error}")
+    return found
+
+
+def test_what_is_left_of_every_marked_file_is_python() -> None:
+    assert problems_of_marks() == []
+
+
 def test_every_mark_names_features_and_ends_and_every_pattern_finds_a_file() -> None:
-    for path, text in texts().items():
+    for path, text in HERE.texts().items():
         if path.name == "test_rename.py":
             continue
         open_marks: list[str] = []
         for line in text.splitlines():
-            if mark := rename.MARK.match(line):
+            if mark := MARK.match(line):
                 assert {*mark[3].split(", ")} <= {*FEATURES}, f"{path}: {line}"
                 if not mark[1].strip():
                     assert not mark[2] or open_marks.pop() == mark[3], f"{path}: {line}"
                     open_marks += [] if mark[2] else [mark[3]]
         assert not open_marks, f"{path}: {open_marks} does not end"
-    if features_here() == {*FEATURES}:
+    if HERE.features_here() == {*FEATURES}:
         for pattern in [pattern for patterns in FEATURES.values() for pattern in patterns]:
             assert git(CLONE, "ls-files", "--", pattern), pattern
 
 
-def test_a_text_in_any_encoding_is_renamed_and_a_picture_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_in_any_encoding_is_renamed_and_a_picture_is_not(tmp_path: Path) -> None:
     latin, picture = b"caf\xe9 %s.fit\n", b"\x89PNG\0 %s.fit\n"
     code = b"# -*- coding: latin-1 -*-\nname = 'caf\xe9'\nreport = 1  # feature: report\n"
     (tmp_path / "c.py").write_bytes(code)
@@ -169,9 +262,9 @@ def test_a_text_in_any_encoding_is_renamed_and_a_picture_is_not(
         (tmp_path / name).write_bytes(content % PACKAGE.encode())
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "--all")
-    monkeypatch.setattr(rename, "CLONE", tmp_path)
-    rename.rewrite(lambda path, text: renamed(path, text, PACKAGE, NAME))
-    rename.rewrite(lambda path, text: without_marked(path, text, {"report"}))
+    clone = Clone(tmp_path, PACKAGE)
+    clone.rewrite(lambda path, text: renamed(path, text, PACKAGE, NAME))
+    clone.rewrite(lambda path, text: without_marked(path, text, {"report"}))
     assert (tmp_path / "c.py").read_bytes() == code[: code.index(b"report")]
     assert (tmp_path / "a.txt").read_bytes() == latin % NAME.encode()
     assert (tmp_path / "b.png").read_bytes() == picture % PACKAGE.encode()
@@ -225,7 +318,7 @@ LARGEST = {"mnist", "all"}  # the others' clones are many
     "feature",
     [
         pytest.param(feature, marks=() if feature in LARGEST else pytest.mark.nightly)
-        for feature in (*sorted(features_here()), "all")
+        for feature in (*sorted(HERE.features_here()), "all")
     ],
 )
 def test_each_feature_lifts_out(clone: Path, before: set[str], feature: str) -> None:
@@ -236,11 +329,11 @@ def test_each_feature_lifts_out(clone: Path, before: set[str], feature: str) -> 
 def lift_out(clone: Path, features: str) -> None:
     told = python(clone, "-m", f"{PACKAGE}.rename", NAME, "--without", features)
     assert told.returncode == 0, told.stderr
-    gone = features_here() if features == "all" else {*features.split(",")}
-    for feature, further in rename.ALONG.items():
+    gone = HERE.features_here() if features == "all" else {*features.split(",")}
+    for feature, further in ALONG.items():
         gone |= {further} if feature in gone else set()
     assert f"left out: {', '.join(sorted(gone))}\n" in told.stdout
-    kept = {pattern for feature in features_here() - gone for pattern in FEATURES[feature]}
+    kept = {pattern for feature in HERE.features_here() - gone for pattern in FEATURES[feature]}
     for pattern in [pattern for feature in gone for pattern in FEATURES[feature]]:
         found = git(clone, "ls-files", "--", pattern.replace(f"{PACKAGE}/", f"{NAME}/"))
         assert bool(found) == (pattern in kept), pattern
@@ -303,7 +396,9 @@ def files(clone: Path) -> dict[Path, str]:
 
 
 def leftovers(clone: Path, name: str) -> list[str]:
-    """Lines of tracked files where a name still looks like a package's: dotted, a folder, imported, a variable's."""
+    """Lines of tracked files where a name still looks like a package's: dotted, a folder, imported,
+    a variable's.
+    """
     git(clone, "add", "--all")
     pattern = rf"(^|[^][A-Za-z0-9_./-])({name}\.([a-z_]+\b|\{{)|{name}/|(from|import|-m) {name}\b|{name.upper()}_[A-Z])"
     found = subprocess.run(
@@ -315,7 +410,9 @@ def leftovers(clone: Path, name: str) -> list[str]:
 
 
 def problems(clone: Path, package: str) -> list[str]:
-    """What is wrong with the files of a clone: ruff's findings, imports and mentions of what is not there."""
+    """What is wrong with the files of a clone: ruff's findings, imports and mentions of what is not
+    there.
+    """
     found = []
     for arguments in (["check", "--quiet"], ["format", "--check", "--quiet"]):
         ended = python(clone, "-m", "ruff", *arguments, "--no-cache")
@@ -324,9 +421,11 @@ def problems(clone: Path, package: str) -> list[str]:
 
 
 def dangling(clone: Path, package: str) -> list[str]:
-    """Names of modules, and of what is in them, that a clone's files import or mention and that are not there.
+    """Names of modules, and of what is in them, that a clone's files import or mention and that are
+    not there.
 
-    README and comments are read as well: a sentence that sends its reader to a command that is gone is a mistake.
+    README and comments are read as well: a sentence that sends its reader to a command that is gone
+    is a mistake.
     """
     code = files(clone)
     defined = {}
@@ -339,12 +438,9 @@ def dangling(clone: Path, package: str) -> list[str]:
         defined.setdefault(parent, set()).add(name)
     found = []
     for path, text in code.items():
-        if path.name in (
-            "rename.py",
-            "features.yaml",
-            "test_rename.py",
-            "test_completion.py",
-        ):  # speak of what may be gone, or of halves
+        # They speak of what may be gone, or of halves.
+        speaks_of_others = ("features.yaml", "test_rename.py", "test_completion.py")
+        if path.name in speaks_of_others or path.parent.name == "rename":
             continue
         mentions = re.findall(rf"(?<![\w./\[-]){package}\.[a-z]\w*(?:\.[a-zA-Z]\w*)*", text)
         mentions += [
@@ -404,8 +500,7 @@ def test_what_cannot_be_is_refused_and_nothing_touched(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rename, "rewrite", None)  # whatever happens, this clone stays what it is
-    monkeypatch.setattr(rename, "remove", None)
+    monkeypatch.setattr(rename, "make", None)  # whatever happens, this clone stays what it is
     assert entry.exit_code(rename.main, words) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

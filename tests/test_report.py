@@ -187,7 +187,7 @@ def test_report_names_machine_and_date() -> None:
 def marked(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
     """The epochs that each chart marks: number from 1 → step of its end."""
     seen: list[dict[int, int]] = []
-    monkeypatch.setattr(page, "mark_epochs", lambda _, epochs: seen.append(epochs))
+    monkeypatch.setattr("project.report.charts.mark_epochs", lambda _, epochs: seen.append(epochs))
     return seen
 
 
