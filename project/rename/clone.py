@@ -1,4 +1,4 @@
-"""A clone of the template, or of a package made from it: its folder, package, files and features."""
+"""A clone of the template, or of a package made from it: its folder, files and features."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def parts_of(node: ast.AST) -> Iterator[tuple[int, int]]:
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         parts += [(entry, entry) for entry in node.elts]
     elif isinstance(node, ast.Call):
-        parts += [(argument, argument) for argument in [*node.args, *node.keywords]]
+        parts += [(argument, argument) for argument in node.args]
+        parts += [(keyword, keyword) for keyword in node.keywords]
     elif isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
             parts.append((key or value, value))
