@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from project.engine import command as entry
+from project.errors import UserError
 from project.rename import __main__ as rename
 from project.rename.clone import Clone
 from project.rename.leave_out import shortened
-from project.rename.make import ORIGIN
+from project.rename.make import Origin, make
 from project.rename.marks import MARK, without_marked
 from project.rename.names import renamed
+from project.rename.update import update
 from tests.commands import complete
 
 HERE = rename.HERE
@@ -415,7 +417,10 @@ def problems(clone: Path, package: str) -> list[str]:
     """
     found = []
     # A line of another length is no problem: a name may be longer.
-    for arguments in (["check", "--quiet", "--extend-ignore", "E501"], ["format", "--check", "--quiet"]):
+    for arguments in (
+        ["check", "--quiet", "--extend-ignore", "E501"],
+        ["format", "--check", "--quiet"],
+    ):
         ended = python(clone, "-m", "ruff", *arguments, "--no-cache")
         found += [ended.stdout] if ended.returncode else []
     return [*found, *dangling(clone, package)]
@@ -513,3 +518,130 @@ def test_renaming_to_the_present_name_does_nothing(clone: Path) -> None:
     assert told.returncode == 0
     assert "nothing to do" in told.stdout
     assert git(clone, "status", "--porcelain") == ""
+
+
+# Taking later changes of the template
+
+
+def make_template(folder: Path) -> Path:
+    """A template of a few files of this one, under git, with one commit."""
+    template = folder / "template"
+    package = template / PACKAGE
+    package.mkdir(parents=True)
+    (package / "features.yaml").write_text(
+        f"report: [{PACKAGE}/report.py]\nrename: [{PACKAGE}/rename]\n---\n{{}}\n---\n{{}}\n"
+    )
+    (package / "fit.py").write_text(
+        f"import {PACKAGE}.report  # feature: report\n\nRATE = 1\n\nSTEPS = 2\n\nLAST = 3\n"
+    )
+    (package / "report.py").write_text("PAGE = 1\n")
+    (package / "other.py").write_text(f"from {PACKAGE} import fit\n")
+    (template / "README.md").write_text(f"# {PACKAGE}\n\npython -m {PACKAGE}.fit\n")
+    git(template, "init", "--quiet")
+    commit(template, "First")
+    return template
+
+
+def commit(folder: Path, message: str) -> str:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--allow-empty", "-m", message)
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+def made_from(template: Path, folder: Path, without: list[str]) -> Clone:
+    """Somebody's package, made from a template as rename does it."""
+    git(folder, "clone", "--quiet", str(template), "mine")
+    clone = Clone(folder / "mine", PACKAGE)
+    head = clone.git("rev-parse", "HEAD").strip()
+    make(clone, NAME, without, Origin(head, PACKAGE, NAME, without))
+    commit(clone.folder, "Mine")
+    return Clone(clone.folder, NAME)
+
+
+def test_a_package_takes_later_changes_of_the_template_and_keeps_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = make_template(tmp_path)
+    mine = made_from(template, tmp_path, ["report"])
+    fit = mine.folder / NAME / "fit.py"
+    fit.write_text(fit.read_text().replace("RATE = 1", "RATE = 10"))
+    (mine.folder / NAME / "mine.py").write_text("MINE = 1\n")
+    commit(mine.folder, "My own changes")
+
+    theirs = template / PACKAGE / "fit.py"
+    theirs.write_text(theirs.read_text().replace("LAST = 3", "LAST = 30"))
+    (template / PACKAGE / "report.py").write_text("PAGE = 2\n")
+    (template / PACKAGE / "new.py").write_text(f"from {PACKAGE} import fit\n\nprint(fit)\n")
+    (template / PACKAGE / "other.py").unlink()
+    newest = commit(template, "Second")
+
+    assert update(mine, str(template)) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("  git add --all && git commit -m")
+    # What both have is there, in the package's own name and without what was left out.
+    assert fit.read_text() == "RATE = 10\n\nSTEPS = 2\n\nLAST = 30\n"
+    assert (mine.folder / NAME / "new.py").read_text() == f"from {NAME} import fit\n\nprint(fit)\n"
+    assert not (mine.folder / NAME / "other.py").exists()
+    assert not (mine.folder / NAME / "report.py").exists()
+    assert (mine.folder / NAME / "mine.py").exists()
+    assert not (mine.folder / PACKAGE).exists()
+    assert Origin.of(mine.folder) == Origin(newest, PACKAGE, NAME, ["report"])
+    commit(mine.folder, "Update")
+    assert update(mine, str(template)) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert mine.git("status", "--porcelain") == ""
+
+
+def test_a_line_that_both_have_changed_is_marked_as_git_marks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = make_template(tmp_path)
+    mine = made_from(template, tmp_path, [])
+    fit = mine.folder / NAME / "fit.py"
+    fit.write_text(fit.read_text().replace("STEPS = 2", "STEPS = 20"))
+    commit(mine.folder, "My own changes")
+    theirs = template / PACKAGE / "fit.py"
+    theirs.write_text(theirs.read_text().replace("STEPS = 2", "STEPS = 200"))
+    commit(template, "Second")
+
+    assert update(mine, str(template)) == 1
+    told = capsys.readouterr().out
+    assert f"1 of them need you, for both sides changed the same lines:\n  {NAME}/fit.py" in told
+    text = fit.read_text()
+    assert re.search(r"<<<<<<< HEAD\nSTEPS = 20\n=======\nSTEPS = 200\n>>>>>>> ", text)
+    assert mine.git("diff", "--name-only", "--diff-filter=U") == f"{NAME}/fit.py\n"
+    mine.git("reset", "--hard", "--quiet")
+    assert "STEPS = 20\n" in fit.read_text()
+
+
+def test_an_update_that_cannot_be_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    template = make_template(tmp_path)
+    with pytest.raises(UserError, match=r"--update needs \.template\.yaml"):
+        update(Clone(template, PACKAGE), str(template))
+    mine = made_from(template, tmp_path, [])
+    with pytest.raises(UserError, match="--update must be the template's folder or address"):
+        update(mine, str(tmp_path / "nowhere"))
+    (tmp_path / "other").mkdir()
+    other = make_template(tmp_path / "other")
+    commit(other, "Another history")
+    Origin("0" * 40, PACKAGE, NAME).write(mine.folder)
+    commit(mine.folder, "Another origin")
+    with pytest.raises(UserError, match="which lacks commit 0000000000"):
+        update(mine, str(other))
+    (mine.folder / "draft.txt").touch()
+    with pytest.raises(UserError, match="uncommitted changes"):
+        update(mine, str(template))
+    assert mine.git("log", "--format=%s").splitlines()[0] == "Another origin"
+    assert mine.git("status", "--porcelain") == "?? draft.txt\n"
+
+
+def test_a_package_that_is_renamed_again_still_knows_its_template(clone: Path) -> None:
+    head = git(clone, "rev-parse", "HEAD").strip()
+    assert python(clone, "-m", f"{PACKAGE}.rename", LONGER, "--without", "sweep").returncode == 0
+    assert Origin.of(clone) == Origin(head, PACKAGE, LONGER, ["sweep"])
+    commit(clone, "Rename")
+    told = python(clone, "-m", f"{LONGER}.rename", NAME, "--without", "report")
+    assert told.returncode == 0, told.stderr
+    assert Origin.of(clone) == Origin(head, PACKAGE, NAME, ["report", "sweep"])
+    lines = told.stdout.splitlines()
+    assert len(lines) < 10, "the useful lines are not lost below a list of files"
+    assert [line.split()[0] for line in lines[-3:]] == ["git", "pip", "python"]
