@@ -52,8 +52,10 @@ class Clone:
     def features(self) -> Features:
         """The features that this version of the template knows."""
         text = (self.folder / self.package / "features.yaml").read_text(encoding="utf-8")
-        files, along, needs = yaml.safe_load_all(text)
-        return Features(files, along, needs)
+        documents = [each or {} for each in yaml.safe_load_all(text)]
+        # An older template has fewer of them.
+        documents += [{}] * (3 - len(documents))
+        return Features(*documents)
 
     def features_here(self) -> set[str]:
         """The features that this clone still has: those with files of their first pattern."""
