@@ -328,6 +328,18 @@ def test_each_feature_lifts_out(clone: Path, before: set[str], feature: str) -> 
     assert [line for line in problems(clone, NAME) if line not in before] == []
 
 
+def test_what_is_left_does_not_call_itself_after_digits_that_are_gone(clone: Path) -> None:
+    if "mnist" not in HERE.features_here():
+        pytest.skip("the digits are gone")
+    lift_out(clone, "mnist")
+    first_words = {
+        "README.md": (clone / "README.md").read_text().partition("\n```")[0],
+        "pyproject.toml": (clone / "pyproject.toml").read_text().partition("dependencies")[0],
+        "__init__.py": (clone / NAME / "__init__.py").read_text(),
+    }
+    assert {name: text for name, text in first_words.items() if "mnist" in text.lower()} == {}
+
+
 def lift_out(clone: Path, features: str) -> None:
     told = python(clone, "-m", f"{PACKAGE}.rename", NAME, "--without", features)
     assert told.returncode == 0, told.stderr

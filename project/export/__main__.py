@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--data.source",
-        metavar="auto|mnist|sample",
+        metavar="SOURCE",
         help="which test set (default: as in training)",
     )
     return parser.parse_args(argv)

@@ -13,8 +13,8 @@ from project.engine.restore import Loaded
 from project.errors import UserError
 from project.predict.preparation import DIGITS  # feature: mnist
 
-# Below this probability a label is unsure. 90 % of the wrong labels of the default network on
-# MNIST's test set are, and 3 % of the right ones.
+# Below this probability a label is unsure. Of the default network's labels on its test set of digits
+# 90 % of the wrong ones are, and 3 % of the right ones.
 UNSURE = 0.7
 
 

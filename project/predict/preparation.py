@@ -28,8 +28,9 @@ class Preparation(NamedTuple):
 def choose_preparation(loaded: Loaded) -> Preparation:
     """The way of the data module's ``prepare_file(path)``, else of its ``prepare_image(pixels)``.
 
-    Without either it is MNIST's way for the ten digits at 28x28, else the middle of the picture,
-    scaled to the data module's ``image_shape``. Images become uint8, or float in 0-1.
+    Without either it is the middle of the picture, scaled to the data module's ``image_shape``; of
+    the ten digits at 28x28 it is the digit, as their makers prepared it. Images become uint8, or
+    float in 0-1.
     """
     data: Any = loaded.datamodule
     owner = "the data module" if data is None else type(data).__name__

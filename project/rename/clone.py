@@ -22,6 +22,8 @@ class Features:
     along: dict[str, str]
     # Feature → what stands in tests, and in commands of a page, that need it
     needs: dict[str, str]
+    # Feature → words that speak of it, and the words that stand there without it
+    instead: dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Clone:
         text = (self.folder / self.package / "features.yaml").read_text(encoding="utf-8")
         documents = [each or {} for each in yaml.safe_load_all(text)]
         # An older template has fewer of them.
-        documents += [{}] * (3 - len(documents))
+        documents += [{}] * (4 - len(documents))
         return Features(*documents)
 
     def features_here(self) -> set[str]:

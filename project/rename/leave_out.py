@@ -18,6 +18,10 @@ def leave_out(clone: Clone, gone: Collection[str]) -> None:
     staying = {pattern for name in files if name not in gone for pattern in files[name]}
     clone.git("rm", "-r", "--ignore-unmatch", "--", *sorted(going - staying))
     clone.rewrite(lambda path, text: shortened(clone, path, text, gone, needs))
+    words = {}
+    for name in gone:
+        words |= features.instead.get(name, {})
+    clone.rewrite(lambda path, text: with_other_words(path, text, words))
     remove_stale_tests(clone, needs)
 
 
@@ -37,6 +41,15 @@ def shortened(
         fit = rf"(?m)( && python -m {clone.package}\.fit)$"
         kept = re.sub(fit, rf"\1 {example(gone)}", kept)
     return kept
+
+
+def with_other_words(path: Path, text: str, words: dict[str, str]) -> str:
+    """A text whose sentences speak of no feature that is gone."""
+    if path.name == "features.yaml":
+        return text
+    for before, instead in words.items():
+        text = text.replace(before, instead)
+    return text
 
 
 def without_commands(clone: Clone, text: str, gone: Collection[str], needs: dict[str, str]) -> str:
