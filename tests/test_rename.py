@@ -94,28 +94,76 @@ def make_clone(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("path", "before", "after"),
     [
-        ("a.py", "from P.data import x\nimport P.fit as f\n", "from N.data import x\nimport N.fit as f\n"),
-        ("a.py", "import P\nP.fit.main([])\nself.P.fit\n", "import N\nN.fit.main([])\nself.P.fit\n"),
+        (
+            "a.py",
+            "from P.data import x\nimport P.fit as f\n",
+            "from N.data import x\nimport N.fit as f\n",
+        ),
+        (
+            "a.py",
+            "import P\nP.fit.main([])\nself.P.fit\n",
+            "import N\nN.fit.main([])\nself.P.fit\n",
+        ),
         ("a.py", 'wandb.init(P="a", b={"P": 1}["P"])\n', 'wandb.init(P="a", b={"P": 1}["P"])\n'),
-        ("a.py", '"P.model.ConvNet", f"python -m P.fit {y}"\n', '"N.model.ConvNet", f"python -m N.fit {y}"\n'),
-        ("a.py", '"""This P: see :mod:`P.fit`."""  # a P\n', '"""This P: see :mod:`N.fit`."""  # a P\n'),
-        ("a.py", '"import P.fit; me/P/runs, wandb.ai/me/P"\n', '"import N.fit; me/P/runs, wandb.ai/me/P"\n'),
-        ("a.py", 'f"P.{x}", f"-m P.{x}", f"from P. {x}"\n', 'f"N.{x}", f"-m N.{x}", f"from P. {x}"\n'),
-        ("a.py", 'os.environ["P_KILLS"], WANDB_P_KILLS\n', 'os.environ["N_KILLS"], WANDB_P_KILLS\n'),
+        (
+            "a.py",
+            '"P.model.ConvNet", f"python -m P.fit {y}"\n',
+            '"N.model.ConvNet", f"python -m N.fit {y}"\n',
+        ),
+        (
+            "a.py",
+            '"""This P: see :mod:`P.fit`."""  # a P\n',
+            '"""This P: see :mod:`N.fit`."""  # a P\n',
+        ),
+        (
+            "a.py",
+            '"import P.fit; me/P/runs, wandb.ai/me/P"\n',
+            '"import N.fit; me/P/runs, wandb.ai/me/P"\n',
+        ),
+        (
+            "a.py",
+            'f"P.{x}", f"-m P.{x}", f"from P. {x}"\n',
+            'f"N.{x}", f"-m N.{x}", f"from P. {x}"\n',
+        ),
+        (
+            "a.py",
+            'os.environ["P_KILLS"], WANDB_P_KILLS\n',
+            'os.environ["N_KILLS"], WANDB_P_KILLS\n',
+        ),
         ("a.py", 'DEFAULT_PROJECT = "w-b"  # a w-b\n', 'DEFAULT_PROJECT = "thing"  # a w-b\n'),
-        ("a.yaml", "P: mnist\nclass_path: P.model.MLP # this P\n", "P: mnist\nclass_path: N.model.MLP # this P\n"),
+        (
+            "a.yaml",
+            "P: mnist\nclass_path: P.model.MLP # this P\n",
+            "P: mnist\nclass_path: N.model.MLP # this P\n",
+        ),
         ("a.yaml", "P: w-b\nwandb --P w-b\n", "P: thing\nwandb --P thing\n"),
         ("a.yaml", "command: [python, -m, P.fit]\n", "command: [python, -m, N.fit]\n"),
         ("README.md", "# P\nA P in P/data, `P`.\n", "# N\nA P in N/data, `N`.\n"),
-        ("README.md", "```\ndocker run P --x\nP: a\nwandb --P b\n", "```\ndocker run N --x\nP: a\nwandb --P b\n"),
+        (
+            "README.md",
+            "```\ndocker run P --x\nP: a\nwandb --P b\n",
+            "```\ndocker run N --x\nP: a\nwandb --P b\n",
+        ),
         ("pyproject.toml", '[P]\nname = "P"\n[P.urls]\n', '[P]\nname = "N"\n[P.urls]\n'),
-        ("pyproject.toml", 'all = ["P[dev]"]\npath = "P/a.py" # P\n', 'all = ["N[dev]"]\npath = "N/a.py" # P\n'),
-        ("Dockerfile", '# docker build -t P .\nCOPY P P\n["P.fit"]\n', '# docker build -t N .\nCOPY N N\n["N.fit"]\n'),
+        (
+            "pyproject.toml",
+            'all = ["P[dev]"]\npath = "P/a.py" # P\n',
+            'all = ["N[dev]"]\npath = "N/a.py" # P\n',
+        ),
+        (
+            "Dockerfile",
+            '# docker build -t P .\nCOPY P P\n["P.fit"]\n',
+            '# docker build -t N .\nCOPY N N\n["N.fit"]\n',
+        ),
         (".dockerignore", "!P/\n", "!N/\n"),
-        ("run", "#!/bin/sh\n# a P\n[[ $m == P.* ]] && ls P/*.py\n", "#!/bin/sh\n# a P\n[[ $m == N.* ]] && ls N/*.py\n"),
+        (
+            "run",
+            "#!/bin/sh\n# a P\n[[ $m == P.* ]] && ls P/*.py\n",
+            "#!/bin/sh\n# a P\n[[ $m == N.* ]] && ls N/*.py\n",
+        ),
         ("LICENSE", "The P maintainers, P/data\n", "The P maintainers, P/data\n"),
     ],
-)  # fmt: skip
+)
 def test_only_what_means_the_package_is_renamed(path: str, before: str, after: str) -> None:
     old = "pro" + "ject"  # this file is renamed as well
     for letter, word in (("P", old), ("N", "thing")):
@@ -128,9 +176,11 @@ def test_only_what_means_the_package_is_renamed(path: str, before: str, after: s
 
 MARKED = {
     "a.py": "a\nb  # feature: XX\n# feature: XX\nc\nd  # feature: tune\n# end feature: XX\nif g:\n"
-    "    # feature: tune\n    e\n    # end feature: tune\n# feature: XX, tune\nf\n# end feature: XX, tune\n"
+    "    # feature: tune\n    e\n    # end feature: tune\n"
+    "# feature: XX, tune\nf\n# end feature: XX, tune\n"
     "@h  # feature: XX\ndef i(k,\n  l):\n    j\n",
-    "a.md": "a\n\n<!-- feature: XX -->\nb\n<!-- end feature: XX -->\n\nc\n| d | <!-- feature: XX --> |\n"
+    "a.md": "a\n\n<!-- feature: XX -->\nb\n<!-- end feature: XX -->\n\nc\n"
+    "| d | <!-- feature: XX --> |\n"
     f"python -m {PACKAGE}.XX lr\n| `{PACKAGE}.XX` | e |\ntext {PACKAGE}.XX\n",
 }
 
@@ -414,7 +464,9 @@ def leftovers(clone: Path, name: str) -> list[str]:
     a variable's.
     """
     git(clone, "add", "--all")
-    pattern = rf"(^|[^][A-Za-z0-9_./-])({name}\.([a-z_]+\b|\{{)|{name}/|(from|import|-m) {name}\b|{name.upper()}_[A-Z])"
+    before = "(^|[^][A-Za-z0-9_./-])"
+    dotted = rf"{name}\.([a-z_]+\b|\{{)"
+    pattern = rf"{before}({dotted}|{name}/|(from|import|-m) {name}\b|{name.upper()}_[A-Z])"
     found = subprocess.run(
         ["git", "grep", "-nE", pattern], cwd=clone, capture_output=True, text=True
     ).stdout

@@ -13,7 +13,7 @@ from project.engine.restore import Loaded
 from project.errors import UserError
 from project.predict.preparation import DIGITS  # feature: mnist
 
-# Below this probability a label is unsure. Of the default network's labels on its test set of digits
+# Below this probability a label is unsure. Of the default network's labels on its test digits
 # 90 % of the wrong ones are, and 3 % of the right ones.
 UNSURE = 0.7
 
