@@ -1,5 +1,4 @@
-"""Turn a checkpoint into ONNX, torch.export and safetensors files, checked against it on the test
-set.
+"""Turn a checkpoint into ONNX, torch.export and safetensors files, checked on the test set.
 
 python -m project.export python -m project.export --ckpt_path checkpoints/mine/best.ckpt
 --output_dir exported python -m project.export --formats safetensors     # the weights alone: any

@@ -18,7 +18,7 @@ def leave_out(clone: Clone, gone: Collection[str]) -> None:
     staying = {pattern for name in files if name not in gone for pattern in files[name]}
     clone.git("rm", "-r", "--ignore-unmatch", "--", *sorted(going - staying))
     clone.rewrite(lambda path, text: shortened(clone, path, text, gone, needs))
-    words = {}
+    words: dict[str, str] = {}
     for name in gone:
         words |= features.instead.get(name, {})
     clone.rewrite(lambda path, text: with_other_words(path, text, words))
