@@ -1,8 +1,8 @@
 """Turn a checkpoint into ONNX, torch.export and safetensors files, checked on the test set.
 
-python -m project.export python -m project.export --ckpt_path checkpoints/mine/best.ckpt
---output_dir exported python -m project.export --formats safetensors     # the weights alone: any
-module, nothing is traced
+python -m project.export
+python -m project.export --ckpt_path checkpoints/mine/best.ckpt --output_dir exported
+python -m project.export --formats safetensors     # the weights alone, of any module
 
 Writes model.onnx, model.pt2 and model.safetensors beside the checkpoint. The first two are the
 module's own `forward`. Of an image classifier it takes `images`, float32 in 0-1, (batch, channels,
