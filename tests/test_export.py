@@ -375,6 +375,17 @@ def test_batches_may_be_dictionaries_and_outputs_what_they_like(
     assert [value.name for value in graph.output] == outputs
 
 
+def test_an_output_with_another_name_is_told_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, told in ((LikeInput, True), (Named, False)):
+        loaded = Loaded(module().eval(), Rooms(), {}, {}, Path("best.ckpt"))
+        assert export.export_all(loaded, tmp_path, ["pt2"], None) == 0
+        out = capsys.readouterr().out
+        assert ("the output x is called x_output_output: an input has its name\n" in out) == told
+        assert ("is called" in out) == told
+
+
 def test_an_example_may_be_a_dictionary_of_inputs_by_name(tmp_path: Path) -> None:
     module = Prices()
     module.example_input_array = {"outside": torch.rand(1, 5), "inside": torch.rand(1, 5)}

@@ -201,7 +201,7 @@ def export_all(loaded: Loaded, folder: Path, formats: Sequence[str], table: Path
         f"{loaded.path}: comparing the exports on {count:,} samples ({samples.source})", flush=True
     )
     for output in samples.outputs:
-        if output.name != output.key:
+        if output.key in samples.names:
             print(f"the output {output.key} is called {output.name}: an input has its name")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
         written = {name: Path(scratch) / FILES[name] for name in formats}
