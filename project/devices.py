@@ -5,134 +5,202 @@ python -m project.devices --output devices.json --data.root /data
 """
 
 import shlex
-from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from project import hardware
 from project.engine.command import CommandParser, add_output, run
 from project.loggers import wandb_state  # feature: wandb
 from project.tables import format_table, write_rows
 
-BUSY_PCT, LEAST_FREE = (
-    30,
-    0.5,
-)  # a GPU that computes so much for others, or has less memory free, is taken
+# A GPU is taken if it computes so much for others, or if a smaller share of its memory is free.
+BUSY_PCT = 30
+LEAST_FREE = 0.5
+
+
+class Flag(NamedTuple):
+    """A flag of ``fit``, its value as it is typed, and why this machine wants it."""
+
+    flag: str
+    value: str
+    reason: str
 
 
 def main(argv: list[str]) -> int:
-    """Report as ``argv`` says. The first lines appear before torch, which takes seconds, is imported."""
+    """Report as ``argv`` says. The first lines appear before torch, which takes seconds, is
+    imported.
+    """
     parser = CommandParser("project.devices", __doc__)
     add_output(parser, endings=(".json",), what="also write everything as JSON")
-    parser.add_argument(
-        "--data.root", dest="root", default="data", help="the folder of MNIST"
-    )  # feature: mnist
+    # feature: mnist
+    parser.add_argument("--data.root", dest="root", default="data", help="the folder of MNIST")
+    # end feature: mnist
     args = parser.parse_args(argv)
-    cpu, memory = hardware.cpu(), hardware.memory()
-    arithmetic = " and ".join(
-        name for name, there in (("bfloat16", cpu["bf16"]), ("AMX", cpu["amx"])) if there
-    )
-    cores = f"{cpu['cores']} of {cpu['cores_of_machine']} cores"  # fewer by affinity or by a container's limit
-    print(f"CPU     {cpu['name']}, {cores}, {arithmetic or 'no bfloat16 arithmetic'}", flush=True)
-    print(
-        f"memory  {memory['total_gib']:.1f} GiB, {memory['available_gib']:.1f} GiB available",
-        flush=True,
-    )
+
+    cpu = hardware.cpu()
+    memory = hardware.memory()
+    print(f"CPU     {describe_cpu(cpu)}", flush=True)
+    print(f"memory  {describe_memory(memory)}", flush=True)
     facts: dict[str, Any] = {"cpu": cpu, "memory": memory}
-    facts["wandb"] = wandb_state()._asdict()  # feature: wandb
-    print(f"W&B     {facts['wandb']['text']}", flush=True)  # feature: wandb
-    facts["mnist"] = mnist_state(args.root)  # feature: mnist
-    print(f"MNIST   {facts['mnist']['text']}", flush=True)  # feature: mnist
-    facts["accelerators"] = gpus = hardware.accelerators()
-    print(f"\n{format_table(gpus)}" if gpus else f"GPU     {hardware.unusable_gpus() or 'none'}")
+    # feature: wandb
+    facts["wandb"] = wandb_state()._asdict()
+    print(f"W&B     {facts['wandb']['text']}", flush=True)
+    # end feature: wandb
+    # feature: mnist
+    facts["mnist"] = mnist_state(args.root)
+    print(f"MNIST   {facts['mnist']['text']}", flush=True)
+    # end feature: mnist
+
+    gpus = hardware.accelerators()
+    facts["accelerators"] = gpus
+    if gpus:
+        print()
+        print(format_table(gpus))
+    else:
+        print(f"GPU     {hardware.unusable_gpus() or 'none'}")
+
     flags = recommend(cpu, gpus)
-    if facts["mnist"]["found"] and args.root != "data":  # feature: mnist
+    # feature: mnist
+    if facts["mnist"]["found"] and args.root != "data":
         flags.append(Flag("--data.root", shlex.quote(args.root), "the full MNIST set is there"))
+    # end feature: mnist
     command = " ".join(["python -m project.fit", *(f"{flag.flag} {flag.value}" for flag in flags)])
-    facts["recommended"] = {
-        "command": command,
-        "reasons": {flag.flag: flag.reason for flag in flags},
-    }
-    print(f"\n{command}\n\n{format_table([flag._asdict() for flag in flags])}")
+    reasons = {flag.flag: flag.reason for flag in flags}
+    facts["recommended"] = {"command": command, "reasons": reasons}
+    print()
+    print(command)
+    print()
+    print(format_table([flag._asdict() for flag in flags]))
     if args.output:
         write_rows(args.output, facts)
     return 0
 
 
-def mnist_state(root: str) -> dict[str, Any]:  # feature: mnist
-    """Whether the four files of the full set lie where fit looks: ``found``, ``folder``, ``text``."""
+def describe_cpu(cpu: Mapping[str, Any]) -> str:
+    """The processor in one line: its name, the cores that may be used, and the arithmetic that it
+    has.
+    """
+    # Affinity or a container's limit may leave fewer cores than the machine has.
+    cores = f"{cpu['cores']} of {cpu['cores_of_machine']} cores"
+    has = []
+    if cpu["bf16"]:
+        has.append("bfloat16")
+    if cpu["amx"]:
+        has.append("AMX")
+    arithmetic = " and ".join(has) or "no bfloat16 arithmetic"
+    return f"{cpu['name']}, {cores}, {arithmetic}"
+
+
+def describe_memory(memory: Mapping[str, Any]) -> str:
+    """The host's memory in one line."""
+    return f"{memory['total_gib']:.1f} GiB, {memory['available_gib']:.1f} GiB available"
+
+
+# feature: mnist
+def mnist_state(root: str) -> dict[str, Any]:
+    """Whether the four files of the full set lie where fit looks: ``found``, ``folder``,
+    ``text``.
+    """
     from project.data import MNISTDataModule
 
     data = MNISTDataModule(root)
-    folder, missing = data.raw_folder(), data.missing()
-    text = (
-        f"incomplete in {folder}: {', '.join(missing)} missing" if missing else f"found in {folder}"
-    )
-    if len(missing) == len(data.files):
+    folder = data.raw_folder()
+    missing = data.missing()
+    if not missing:
+        text = f"found in {folder}"
+    elif len(missing) < len(data.files):
+        text = f"incomplete in {folder}: {', '.join(missing)} missing"
+    else:
         text = f"not in {folder}: fit downloads it, or uses the bundled digits"
     return {"found": not missing, "folder": str(folder), "text": text}
 
 
-Flag = namedtuple(
-    "Flag", "flag value reason"
-)  # a flag of ``fit``, its value as typed, why this machine wants it
+# end feature: mnist
 
 
 def recommend(cpu: Mapping[str, Any], accelerators: Sequence[Mapping[str, Any]]) -> list[Flag]:
-    """Flags for what :func:`project.hardware.cpu` and :func:`project.hardware.accelerators` found."""
-    if accelerators:
-        chosen, why = choose_gpus(accelerators)
-        kind, here = "mps" if chosen[0]["type"] == "mps" else "gpu", f"{chosen[0]['name']} is here"
-        devices = str(len(chosen))
-        if len(chosen) < len(accelerators):  # a comma makes it a list of indices, not a count
-            devices = ",".join(str(row["index"]) for row in chosen) + (
-                "," if len(chosen) == 1 else ""
-            )
-    else:
-        chosen, kind, here, devices = [], "cpu", "there is no accelerator that PyTorch can use", "1"
-        why = f"one process uses all cores ({cpu['cores']}) as threads; more processes would only share them"
-    flags = [Flag("--accelerator", kind, here), Flag("--devices", devices, why)]
-    if len(chosen) > 1:
-        flags.append(
-            Flag("--strategy", "ddp", "one process per GPU, each with its part of every batch")
+    """Flags for what :func:`project.hardware.cpu` and :func:`project.hardware.accelerators`
+    found.
+    """
+    if not accelerators:
+        why = (
+            f"one process uses all cores ({cpu['cores']}) as threads; "
+            "more processes would only share them"
         )
-    # named, not recommended, for its speed was not measured; bf16 comes first, because it needs no loss scaling
-    other = "bf16-mixed" if all(row.get("bf16") for row in chosen or [cpu]) else None
-    other = other or (
-        "16-mixed" if chosen and all(row.get("tensor_cores") for row in chosen) else None
-    )
-    hint = f"; try {other} as well, which this hardware can compute" if other else ""
-    return [*flags, Flag("--precision", "32-true", f"float32 throughout{hint}")]
+        return [
+            Flag("--accelerator", "cpu", "there is no accelerator that PyTorch can use"),
+            Flag("--devices", "1", why),
+            recommend_precision(has_bf16=cpu["bf16"], has_tensor_cores=False),
+        ]
+    chosen, why = choose_gpus(accelerators)
+    kind = "mps" if chosen[0]["type"] == "mps" else "gpu"
+    flags = [
+        Flag("--accelerator", kind, f"{chosen[0]['name']} is here"),
+        Flag("--devices", devices_value(chosen, accelerators), why),
+    ]
+    if len(chosen) > 1:
+        reason = "one process per GPU, each with its part of every batch"
+        flags.append(Flag("--strategy", "ddp", reason))
+    has_bf16 = all(row.get("bf16") for row in chosen)
+    has_tensor_cores = all(row.get("tensor_cores") for row in chosen)
+    flags.append(recommend_precision(has_bf16, has_tensor_cores))
+    return flags
+
+
+def devices_value(
+    chosen: Sequence[Mapping[str, Any]], accelerators: Sequence[Mapping[str, Any]]
+) -> str:
+    """The value of ``--devices`` for the chosen GPUs: their count, or their indices if some are
+    left out.
+    """
+    if len(chosen) == len(accelerators):
+        return str(len(chosen))
+    indices = ",".join(str(row["index"]) for row in chosen)
+    # A comma makes a single number an index instead of a count.
+    return indices + "," if len(chosen) == 1 else indices
+
+
+def recommend_precision(has_bf16: bool, has_tensor_cores: bool) -> Flag:
+    """float32; another precision is only named, for its speed was not measured here."""
+    # bfloat16 comes first, because it needs no loss scaling.
+    other = None
+    if has_bf16:
+        other = "bf16-mixed"
+    elif has_tensor_cores:
+        other = "16-mixed"
+    reason = "float32 throughout"
+    if other is not None:
+        reason += f"; try {other} as well, which this hardware can compute"
+    return Flag("--precision", "32-true", reason)
 
 
 def choose_gpus(accelerators: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
     """The largest set of equal GPUs that nobody else uses, and the reason for this choice."""
-    idle = []
-    for row in accelerators:
-        free = row.get("memory_free_gib", row["memory_total_gib"])
-        if (
-            row.get("utilization_pct", 0) <= BUSY_PCT
-            and free >= LEAST_FREE * row["memory_total_gib"]
-        ):
-            idle.append(row)
+    idle = [row for row in accelerators if is_idle(row)]
     if not idle:
         freest = max(accelerators, key=lambda row: row.get("memory_free_gib", 0.0))
         return [freest], "every GPU is in use by others; this one has the most free memory"
-    groups = [
-        [row for row in idle if row["name"] == name]
-        for name in dict.fromkeys(row["name"] for row in idle)
-    ]
-    chosen = max(groups, key=lambda group: (len(group), group[0]["memory_total_gib"]))
+
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in idle:
+        groups.setdefault(row["name"], []).append(row)
+    chosen = max(groups.values(), key=lambda group: (len(group), group[0]["memory_total_gib"]))
+
     left_out = len(accelerators) - len(chosen)
+    if not left_out and len(chosen) == 1:
+        return chosen, "the only GPU"
     if not left_out:
-        return chosen, "the only GPU" if len(
-            chosen
-        ) == 1 else f"{len(chosen)} equal GPUs, none in use"
+        return chosen, f"{len(chosen)} equal GPUs, none in use"
+    are = "idle and equal" if len(chosen) > 1 else "idle"
     others = "the other is" if left_out == 1 else f"the other {left_out} are"
-    return (
-        chosen,
-        f"idle{' and equal' if len(chosen) > 1 else ''}; {others} in use or of another kind",
-    )
+    return chosen, f"{are}; {others} in use or of another kind"
+
+
+def is_idle(gpu: Mapping[str, Any]) -> bool:
+    """Whether nobody else uses a GPU. What could not be measured counts as idle."""
+    total = gpu["memory_total_gib"]
+    free = gpu.get("memory_free_gib", total)
+    return gpu.get("utilization_pct", 0) <= BUSY_PCT and free >= LEAST_FREE * total
 
 
 if __name__ == "__main__":

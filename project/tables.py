@@ -1,9 +1,12 @@
-"""Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written. A row is a dictionary.
-A key it lacks was not measured: a dash in a terminal, an empty cell in CSV, absent in JSON.
+"""Tables in the terminal, the same rows as ``.json`` or ``.csv``, and how every file is written.
+
+A row is a dictionary. A key that a row lacks was not measured: it is a dash in a terminal, an empty
+cell in CSV, and absent in JSON.
 """
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import math
@@ -19,12 +22,27 @@ from project.errors import UserError, require
 
 Row = Mapping[str, Any]
 
+# A spreadsheet takes a cell that begins with one of these for a formula, and computes it.
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+# A number beyond it cannot be averaged or drawn.
+LARGEST_NUMBER = 1e100
+
 
 def check_output(
     path: Path | str, endings: Sequence[str] = (".json", ".csv"), option: str = "--output"
 ) -> Path:
-    """``path``, or a UserError where no file with such an ending can be written. Call it before any work."""
-    path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no such user
+    """``path``, or a UserError where no file with such an ending can be written. Call it before any
+    work.
+    """
+    # Path.expanduser() raises where there is no such user.
+    path = Path(os.path.expanduser(path))
+    require(
+        not path.is_dir(),
+        option,
+        "be a file",
+        f"the folder {path}",
+        f" Name a file in it: {path / 'out'}{endings[0]}.",
+    )
     require(
         path.suffix.lower() in endings,
         option,
@@ -33,74 +51,98 @@ def check_output(
         " These are the formats.",
     )
     require(
-        not path.is_dir(),
-        option,
-        "be a file",
-        f"the folder {path}",
-        f" Name one in it: {path}/out{endings[0]}.",
-    )
-    require(
         path.parent.is_dir(),
         option,
         "lie in a folder that exists",
         path,
         f" Create {path.parent} first.",
     )
-    with contextlib.suppress(
-        OSError
-    ):  # os.access() says yes to root where no file can be made, as in /proc
+    if not can_be_written(path):
+        raise UserError(
+            f"{option} must be a file you may write, got {path}. Choose another folder."
+        )
+    return path
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether a file can be made in the folder of ``path``, and ``path`` itself may be replaced."""
+    try:
+        # os.access() is not enough: it says yes to root where no file can be made, as in /proc.
         tempfile.TemporaryFile(dir=path.parent).close()
-        if not path.exists() or os.access(path, os.W_OK):
-            return path
-    raise UserError(f"{option} must be a file you may write, got {path}. Choose another folder.")
+    except OSError:
+        return False
+    return not path.exists() or os.access(path, os.W_OK)
 
 
 def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
-    """Write rows, or one mapping alone, in full precision as JSON or CSV, by the file's ending."""
-    text = io.StringIO()
-    # through JSON and back: NaN and infinity, which JSON does not have, become None
-    plain = json.loads(json.dumps(rows, default=str), parse_constant=lambda _: None)
+    """Write rows, or one mapping alone, in full precision as JSON or CSV, by the file's ending.
+
+    In CSV a text that a spreadsheet would take for a formula gets an apostrophe before it, as
+    spreadsheets do it themselves. In JSON every text stays what it is.
+    """
+    plain = as_plain(rows)
     if path.suffix.lower() == ".json":
-        text.write(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
+    elif isinstance(plain, dict):
+        text = as_csv([plain])
     else:
-        plain = [plain] if isinstance(plain, dict) else plain
-        writer = csv.DictWriter(text, columns_of(plain), restval="", lineterminator="\n")
-        writer.writeheader()
-        for row in plain:
-            writer.writerow(
-                {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()}
-            )
-    write_atomically(text.getvalue(), path)
+        text = as_csv(plain)
+    write_atomically(text, path)
+
+
+def as_plain(rows: Sequence[Row] | Row) -> Any:
+    """Rows of plain values: NaN and infinity, which JSON does not have, become None; other objects
+    their text.
+    """
+    text = json.dumps(rows, default=str)
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Plain rows as a CSV text with a heading; lists and dictionaries as JSON in their cell."""
+    names = columns_of(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([csv_cell(name) for name in names])
+    for row in rows:
+        writer.writerow([csv_cell(row.get(name, "")) for name in names])
+    return text.getvalue()
+
+
+def csv_cell(value: Any) -> Any:
+    """A value as the cell of a CSV file: never a formula."""
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
+        return "'" + value
+    return value
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
     """The rows of a ``metrics.csv``, without empty cells; none where there is no file."""
-    with contextlib.suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
-        return [
-            {name: float(text) for name, text in row.items() if text}
-            for row in csv.DictReader(file)
-        ]
-    return []
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError:
+        return []
+    return [{name: float(text) for name, text in row.items() if text} for row in rows]
 
 
 def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
-    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError where that fails."""
-    # a file's name need not be valid Unicode: Python reads such a byte as a code that UTF-8 does not have
-    data = data.encode(errors="backslashreplace") if isinstance(data, str) else data
-    beside = path.with_name(
-        f".{path.name}.{os.getpid()}.part"
-    )  # two commands may write the same file
+    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError
+    where that fails.
+    """
+    if isinstance(data, str):
+        data = data.encode(errors="backslashreplace")  # a file's name need not be Unicode
+    # The process's number is in the name, because two commands may write the same file.
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(beside, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must survive a power cut
-        finally:
-            os.close(folder)
+        flush_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink()
@@ -108,43 +150,96 @@ def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
         raise UserError(f"{path} could not be saved: {error.strerror or error}. {fix}") from error
 
 
+def flush_folder(folder: Path) -> None:
+    """Flush a folder's list of names to disk, so that a new name survives a power cut.
+
+    Windows cannot open a folder, and some file systems cannot flush one. There it is up to the file
+    system itself.
+    """
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(opened)
+
+
 def format_table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text: a heading, a rule, one line per row; numbers to the right, in four significant digits."""
-    columns = []
-    for name in columns_of(rows):
-        values = [row.get(name) for row in rows]
-        texts = [name, *map(format_cell, values)]
-        width = max(map(len, texts))
-        to_right = all(
-            isinstance(value, int | float | None) and not isinstance(value, bool)
-            for value in values
-        )
-        columns.append(
-            [
-                f"{text:{'>' if to_right else '<'}{width}}"
-                for text in [name, "-" * width, *texts[1:]]
-            ]
-        )
-    return "\n".join("  ".join(texts).rstrip() for texts in zip(*columns, strict=True))
+    """Rows as aligned text: a heading, a rule, one line per row; numbers to the right, in four
+    significant digits.
+    """
+    columns = [format_column(name, [row.get(name) for row in rows]) for name in columns_of(rows)]
+    lines = zip(*columns, strict=True)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def format_column(name: str, values: Sequence[Any]) -> list[str]:
+    """A column's cells, all of one width: its name, a rule, its values."""
+    heading = printable(name)
+    texts = [format_cell(value) for value in values]
+    width = max(len(text) for text in [heading, *texts])
+    cells = [heading, "-" * width, *texts]
+    if all(value is None or is_plain_number(value) for value in values):
+        return [cell.rjust(width) for cell in cells]
+    return [cell.ljust(width) for cell in cells]
 
 
 def format_cell(value: Any) -> str:
-    """One value for a person: ``12,345``, ``12.3``, ``0.9912``, ``yes``, ``-`` for what was not measured."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    """One value for a person: ``12,345``, ``12.3``, ``0.9912``, ``yes``, ``-`` for what was not
+    measured.
+    """
+    if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int):
-        return ("no", "yes")[value] if isinstance(value, bool) else f"{value:,}"
+        return f"{value:,}"
     if isinstance(value, float):
-        decimals = 4 if abs(value) < 1 else max(0, 4 - len(str(int(abs(value)))))
-        return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:,.{decimals}f}"
+        return format_float(value)
     if isinstance(value, list | tuple):
-        return " ".join(map(format_cell, value))
-    return " ".join(str(value).split())
+        return " ".join(format_cell(each) for each in value)
+    return printable(str(value))
+
+
+def format_float(value: float) -> str:
+    """A number in four significant digits; ``-`` where it is not finite."""
+    if not math.isfinite(value):
+        return "-"
+    if 0 < abs(value) < 0.001:
+        return f"{value:.2e}"
+    if abs(value) < 1:
+        return f"{value:.4f}"
+    digits_before_point = len(str(int(abs(value))))
+    decimals = max(0, 4 - digits_before_point)
+    return f"{value:,.{decimals}f}"
+
+
+def printable(text: str) -> str:
+    r"""A text in one line for the terminal. A control character becomes its code, such as ``\x1b``.
+
+    Otherwise the name of a file or a run could clear the screen, or change the terminal's title.
+    """
+    one_line = " ".join(text.split())
+    if one_line.isprintable():
+        return one_line
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in one_line
+    )
+
+
+def is_plain_number(value: Any) -> bool:
+    """Whether a value is an int or a float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
     """Whether a value is a number that can be averaged and drawn: not NaN, and not beyond 1e100."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+    return is_plain_number(value) and abs(value) < LARGEST_NUMBER
 
 
 def load_yaml(text: str) -> Any:
@@ -160,10 +255,16 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration's nested keys joined by dots, without the ``init_args`` levels, as they are typed."""
+    """A configuration's nested keys joined by dots, without the ``init_args`` levels, as they are
+    typed.
+    """
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}".replace(".init_args", "").replace("init_args", "").strip(".")
-        is_section = isinstance(value, dict) and value
-        found |= flat(value, f"{name}." if name else "") if is_section else {name: value}
+        if not (isinstance(value, dict) and value):
+            found[name] = value
+        elif name:
+            found |= flat(value, f"{name}.")
+        else:
+            found |= flat(value)
     return found

@@ -101,7 +101,8 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
     [
         (
             NAMES,
-            "error: no W&B API key is configured. Run wandb login, or look at the workspace with --print.",
+            "error: no W&B API key is configured. Run wandb login, "
+            "or look at the workspace with --print.",
         ),
         (["--entity", "me"], "error: --project must be given, to save a workspace."),
         (["--entity", "", "--project", "p"], "error: --entity must be given, to save a workspace."),

@@ -19,11 +19,16 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from project import export
 from project.data import MNISTDataModule
 from project.engine import command as entry
 from project.engine.restore import Loaded, load
 from project.errors import UserError
+from project.export import __main__ as export
+from project.export.compare import compare
+from project.export.forward import answer
+from project.export.samples import Samples, find_samples
+from project.export.trace import trace
+from project.export.write import write_files
 from project.model import MLP, ConvNet, MNISTClassifier
 from tests.trained import trained_checkpoint
 
@@ -75,7 +80,7 @@ def test_onnx_and_torch_export_agree_with_the_checkpoint_on_all_10000_test_image
 
 
 def agree_on(images: torch.Tensor, batch_size: int, folder: Path, loaded: Loaded) -> None:
-    expected = export.answer(loaded.module, (images,))["output"]
+    expected = answer(loaded.module, (images,))["output"]
     session = onnxruntime.InferenceSession(
         folder / "model.onnx", providers=["CPUExecutionProvider"]
     )
@@ -113,7 +118,7 @@ def test_the_files_say_what_goes_in_what_comes_out_and_where_they_are_from(
     assert facts["run_name"] == "trained"
     test = loaded.datamodule.splits["test"]
     accuracy = (
-        (export.answer(loaded.module, (test.images,))["output"].argmax(dim=1) == test.labels)
+        (answer(loaded.module, (test.images,))["output"].argmax(dim=1) == test.labels)
         .double()
         .mean()
     )
@@ -148,11 +153,12 @@ class ThreeColours(MNISTDataModule):
         raise OSError("there are none")
 
 
-def exported_rows(loaded: Loaded, folder: Path) -> tuple[export.Samples, list[dict[str, Any]]]:
+def exported_rows(loaded: Loaded, folder: Path) -> tuple[Samples, list[dict[str, Any]]]:
     """What is exported to ``folder``, and how it compares with the checkpoint."""
-    samples = export.find_samples(loaded)
-    export.write_files(folder, loaded, export.trace(loaded, samples), samples)
-    return samples, export.compare(folder, loaded, samples)
+    samples = find_samples(loaded)
+    files = {name: folder / file for name, file in export.FILES.items()}
+    write_files(files, loaded, trace(loaded, samples), samples)
+    return samples, compare(files, loaded, samples)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +178,8 @@ def test_other_shapes_and_ways_of_training_export_as_well(
         MNISTClassifier(network, **options).eval(), ThreeColours(), {}, {}, Path("best.ckpt")
     )
     samples, rows = exported_rows(loaded, tmp_path)
-    assert (samples.names, samples.outputs) == (["images"], ["logits"])
+    assert samples.names == ["images"]
+    assert [output.name for output in samples.outputs] == ["logits"]
     assert samples.source == "random images; no test set of tensors: there are none"
     assert len(rows) == 7
     assert all(
@@ -194,7 +201,7 @@ class Empty(ThreeColours):
 def test_a_test_set_without_a_batch_is_said_to_be_one() -> None:
     network = MLP(image_shape=(3, 16, 24), num_classes=4)
     loaded = Loaded(MNISTClassifier(network).eval(), Empty(), {}, {}, Path("best.ckpt"))
-    assert export.find_samples(loaded).source == "random images; the test set has no batch"
+    assert find_samples(loaded).source == "random images; the test set has no batch"
 
 
 class Houses(LightningDataModule):
@@ -295,6 +302,163 @@ def test_a_module_that_brings_its_test_set_is_compared_on_it(tmp_path: Path) -> 
     assert all(row["agrees"] for row in rows)
 
 
+class Named(LightningModule):
+    """Somebody else's module with a forward of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+class LikeInput(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"x": self.layer(x), "x_output": x.sum(dim=1)}
+
+
+class Fixed(Named):
+    """Some outputs are no batch: one never changes, one depends on all samples."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": self.layer(x), "bias": self.layer.bias, "mean": x.mean()}
+
+
+class Nothing(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x), None
+
+
+class OneDictionary(Named):
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        return self.layer(batch["x"])
+
+
+class Rooms(LightningDataModule):
+    """Data whose batches are dictionaries, with a text among them."""
+
+    def test_dataloader(self) -> Any:
+        for _ in range(3):
+            yield {"label": torch.zeros(4).long(), "x": torch.rand(4, 5), "name": ["a"] * 4}
+
+
+class Pairs(Rooms):
+    """Data whose batches are inputs by name, and targets."""
+
+    def test_dataloader(self) -> Any:
+        for batch in super().test_dataloader():
+            yield {"x": batch["x"]}, batch["label"]
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "outputs"),
+    [
+        (Named, Rooms, ["output"]),
+        (Named, Pairs, ["output"]),
+        (OneDictionary, Rooms, ["output"]),
+        (LikeInput, Rooms, ["x_output_output", "x_output"]),
+        (Fixed, Rooms, ["y", "bias", "mean"]),
+        (Nothing, Rooms, ["output_0"]),
+    ],
+)
+def test_batches_may_be_dictionaries_and_outputs_what_they_like(
+    module: type[Named], data: type[Rooms], outputs: list[str], tmp_path: Path
+) -> None:
+    loaded = Loaded(module().eval(), data(), {}, {}, Path("best.ckpt"))
+    samples, rows = exported_rows(loaded, tmp_path)
+    assert samples.source == f"{data.__name__} test"
+    assert len(rows) == 7
+    assert all(row["agrees"] and row["samples"] == 12 for row in rows)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert [value.name for value in graph.input] == ["x"]
+    assert [value.name for value in graph.output] == outputs
+
+
+def test_an_output_with_another_name_is_told_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, told in ((LikeInput, True), (Named, False)):
+        loaded = Loaded(module().eval(), Rooms(), {}, {}, Path("best.ckpt"))
+        assert export.export_all(loaded, tmp_path, ["pt2"], None) == 0
+        out = capsys.readouterr().out
+        assert ("the output x is called x_output_output: an input has its name\n" in out) == told
+        assert ("is called" in out) == told
+
+
+def test_an_example_may_be_a_dictionary_of_inputs_by_name(tmp_path: Path) -> None:
+    module = Prices()
+    module.example_input_array = {"outside": torch.rand(1, 5), "inside": torch.rand(1, 5)}
+    samples, rows = exported_rows(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")), tmp_path)
+    assert (samples.names, samples.way) == (["inside", "outside"], "names")
+    assert all(row["agrees"] for row in rows)
+
+
+class Squeezed(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x).sum(dim=1, keepdim=True).squeeze()
+
+
+class Branches(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x) if x.sum() > 0 else self.layer(-x)
+
+
+class OfOneSize(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x.view(12, 5)) if len(x) == 12 else self.layer(x)
+
+
+class Leaves(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.from_numpy(self.layer(x).detach().numpy())
+
+
+class Noisy(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x) + torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Squeezed, "output must have the batch as its first dimension, got the shape () for one"),
+        (Branches, "it decides by the values of its inputs"),
+        (OfOneSize, "it is written for certain batch sizes"),
+        (Leaves, "it leaves PyTorch by .numpy()"),
+        (Noisy, "it gives two answers to the same input"),
+    ],
+)
+def test_a_forward_that_cannot_be_traced_is_told_in_its_own_terms_and_its_weights_are_written(
+    module: type[Named], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = Loaded(module().eval(), Rooms(), {}, {}, Path("best.ckpt"))
+    with pytest.raises(UserError) as error:
+        export.export_all(loaded, tmp_path, ["onnx", "pt2", "safetensors"], None)
+    assert str(error.value).startswith(f"{module.__name__}.forward cannot be exported: {reason}")
+    assert "\n" not in str(error.value)
+    assert "def forward" not in "".join(capsys.readouterr())
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    written = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(written["layer.weight"], loaded.module.layer.weight)
+
+
+def test_weights_alone_need_neither_a_trace_nor_a_test_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.export.export", None)
+    monkeypatch.setattr(MNISTDataModule, "prepare_data", None)
+    flags = ["--output_dir", str(tmp_path / "out"), "--formats", "safetensors"]
+    table = ["--output", str(tmp_path / "table.json")]
+    words = ["--ckpt_path", str(trained_checkpoint()), *flags, *table]
+    assert entry.exit_code(export.main, words) == 0
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    (row,) = json.loads((tmp_path / "table.json").read_text())
+    assert row["agrees"] is True
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata()["run_name"] == "trained"
+
+
 class NoForward(LightningModule):
     pass
 
@@ -316,7 +480,8 @@ class Fails(Prices):
         (TakesText(), "export has nothing to trace TakesText with: no test set"),
         (
             Fails(),
-            "export has nothing .*: no test set.*; Fails.forward fails on example_input_array: mat1",
+            "export has nothing .*: no test set.*; "
+            "Fails.forward fails on example_input_array: mat1",
         ),
     ],
 )
@@ -324,19 +489,19 @@ def test_what_a_module_lacks_is_one_line_before_any_work(
     module: LightningModule, message: str
 ) -> None:
     with pytest.raises(UserError, match=f"^{message}") as error:
-        export.find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")))
+        find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")))
     assert "\n" not in str(error.value)
 
 
 def test_an_export_that_disagrees_is_an_error_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exports see other pixels than the checkpoint: the kind of mistake that the comparison is for."""
-    exported = export.Samples.exported.fget
+    """The exports see other pixels than the checkpoint: the kind of mistake that the comparison is
+    for.
+    """
+    exported = Samples.exported.fget
     assert exported is not None
-    monkeypatch.setattr(
-        export.Samples, "exported", property(lambda self: (exported(self)[0] + 0.01,))
-    )
+    monkeypatch.setattr(Samples, "exported", property(lambda self: (exported(self)[0] + 0.01,)))
     flags = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", str(tmp_path / "out")]
     assert entry.exit_code(export.main, flags) == 1
     assert os.listdir(tmp_path / "out") == []
@@ -355,9 +520,9 @@ def test_a_network_that_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
         {},
         Path("best.ckpt"),
     )
-    samples = export.find_samples(loaded)
+    samples = find_samples(loaded)
     with pytest.raises(UserError, match=r"MNISTClassifier.forward cannot be exported: ") as error:
-        export.trace(loaded, samples)
+        trace(loaded, samples)
     assert "\n" not in str(error.value)
 
 
@@ -390,14 +555,13 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
 ) -> None:
     loaded = load(trained_checkpoint(), ["--data.source", "auto", "--data.root", str(mnist_root)])
     seen: list[str] = []
-    find_samples = export.find_samples
 
     def noted(loaded: Loaded) -> Any:
         seen.append(find_samples(loaded).source)
         raise UserError("enough")
 
-    monkeypatch.setattr("project.export.load", lambda *_: loaded)
-    monkeypatch.setattr("project.export.find_samples", noted)
+    monkeypatch.setattr("project.engine.restore.load", lambda *_: loaded)
+    monkeypatch.setattr("project.export.samples.find_samples", noted)
     words = [word for name in typed for word in (name, str(mnist_root))]
     assert (
         entry.exit_code(
@@ -414,7 +578,10 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
         (["--ckpt_path", "missing.ckpt"], "there is no checkpoint missing.ckpt"),
         (["--output", "x.onnx"], "--output must end in .json or .csv, got x.onnx"),
         (["--outputdir", "x"], "unknown option --outputdir. Did you mean --output_dir?"),
+        (["--output", "x.onnx"], "--output_dir says where the model's files go"),
         (["--output_dir", "FILE"], "--output_dir must be a folder"),
+        (["--output_dir", "x.csv"], "is a file of its own: --output x.csv"),
+        (["--formats", "onxx"], "be any of onnx, pt2, safetensors, got onxx. Did you mean onnx?"),
         (
             ["--output_dir", "new", "--data.source", "x"],
             "--data.source must be one of auto, mnist, sample, got x",
@@ -454,7 +621,7 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
     def noted(path: Path, words: list[str]) -> Any:
         raise UserError(" ".join(words))
 
-    monkeypatch.setattr(export, "load", noted)
+    monkeypatch.setattr("project.engine.restore.load", noted)
     flags = [
         "--ckpt_path",
         str(trained_checkpoint()),
@@ -469,7 +636,7 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
 
 def test_a_pixel_in_0_to_1_is_what_a_byte_was_in_training(loaded: Loaded) -> None:
     images = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 28, 28)
-    of_bytes = export.answer(loaded.module, (images,))["output"]
+    of_bytes = answer(loaded.module, (images,))["output"]
     np.testing.assert_allclose(
-        of_bytes, export.answer(loaded.module, (images.float() / 255,))["output"], atol=1e-4
+        of_bytes, answer(loaded.module, (images.float() / 255,))["output"], atol=1e-4
     )

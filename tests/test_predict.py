@@ -15,14 +15,18 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image, ImageDraw, ImageFont
 
-from project import predict
 from project.data.digits import find_digit, is_unclear
 from project.data.images import fit_image
 from project.engine import command as entry
 from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
 from project.model import MNISTClassifier
-from project.predict import find_files, read_image
+from project.predict import __main__ as predict
+from project.predict.answers import predict_batch
+from project.predict.files import find_files
+from project.predict.images import read_image
+from project.predict.labelling import predict_files
+from project.predict.preparation import choose_preparation
 from tests.digit_files import WAYS
 from tests.photos import KINDS, photograph, take_photographs
 from tests.trained import trained_checkpoint
@@ -51,7 +55,7 @@ def test_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_mnis
 ) -> None:
     """At most one of 30 worse, and at most three of 300."""
     images, labels = digits[0][:count], digits[1][:count]
-    answer = predict.predict_batch(loaded, torch.from_numpy(images)[:, None])
+    answer = predict_batch(loaded, torch.from_numpy(images)[:, None])
     direct = np.mean(answer.argmax(dim=1).numpy() == labels)
     assert direct > 0.9
     rng = np.random.default_rng(0)
@@ -61,7 +65,7 @@ def test_digits_in_ten_kinds_of_file_are_predicted_as_well_as_straight_from_mnis
             way(image, tmp_path / f"{way.__name__}_{index:03}", rng)
             for index, image in enumerate(images)
         ]
-        rows, _, bad = predict.predict_files(loaded, paths)
+        rows, _, bad = predict_files(loaded, paths)
         assert not bad
         assert [row["file"] for row in rows] == [str(path) for path in paths]
         found[way.__name__] = np.mean(accurate(rows, labels))
@@ -104,7 +108,9 @@ def test_prepared_digits_have_mnists_box_and_centre_of_mass(
 
 
 def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> None:
-    """DejaVu ships with matplotlib. Bar for a net of seconds; the README's figure is of many fonts and a full run."""
+    """DejaVu ships with matplotlib. Bar for a net of seconds; the README's figure is of many fonts
+    and a full run.
+    """
     import matplotlib
 
     font = ImageFont.truetype(
@@ -114,7 +120,7 @@ def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> Non
         picture = Image.new("RGB", (300, 220), "navy")
         ImageDraw.Draw(picture).text((20, 20), str(digit), font=font, fill="yellow")
         picture.save(tmp_path / f"{digit}.png")
-    rows, _, _ = predict.predict_files(loaded, find_files([str(tmp_path)]))
+    rows, _, _ = predict_files(loaded, find_files([str(tmp_path)])[0])
     assert sum(row["digit"] == Path(row["file"]).stem for row in rows) >= 7
 
 
@@ -122,17 +128,18 @@ def test_digits_of_a_system_font_are_read(loaded: Loaded, tmp_path: Path) -> Non
 def test_photographs_under_uneven_light_on_ruled_paper_and_with_noise_are_read(
     loaded: Loaded, tmp_path: Path, every: int
 ) -> None:
-    """Of all 60 a background that is one plane, without removal of lines, leaves 35 right; 8 of the ruled ones."""
+    """Of all 60 a background that is one plane, without removal of lines, leaves 35 right; 8 of the
+    ruled ones.
+    """
     test = loaded.datamodule.splits["test"]
     labels = take_photographs(test.images[:, 0].numpy(), test.labels.numpy(), tmp_path, every)
-    rows, _, bad = predict.predict_files(loaded, list(labels))
+    rows, _, bad = predict_files(loaded, list(labels))
     assert not bad
     right = np.array([int(row["digit"]) == labels[Path(row["file"])] for row in rows]).reshape(
         len(KINDS), -1
     )
-    print(
-        f"right of {right.shape[1]} photographs each: {dict(zip(KINDS, right.sum(axis=1).tolist(), strict=True))}"
-    )
+    right_of_each = dict(zip(KINDS, right.sum(axis=1).tolist(), strict=True))
+    print(f"right of {right.shape[1]} photographs each: {right_of_each}")
     assert right.mean() >= 0.9
     wrong_and_sure = [
         row for row, fits in zip(rows, right.flat, strict=True) if not fits and not row["note"]
@@ -177,7 +184,7 @@ def test_an_unsure_label_says_so(loaded: Loaded, tmp_path: Path) -> None:
     picture = np.zeros((28, 28), dtype=np.uint8)
     picture[6:22, 4:24] = 255
     Image.fromarray(picture).save(tmp_path / "block.png")
-    (row,), _, _ = predict.predict_files(loaded, [tmp_path / "block.png"])
+    (row,), _, _ = predict_files(loaded, [tmp_path / "block.png"])
     assert row["probability"] < 0.7
     assert row["note"] == "unsure (below 70%)"
 
@@ -357,8 +364,9 @@ def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None
     for name in ("b.png", "a.PNG", ".hidden.png", "c.txt"):
         (tmp_path / name).write_bytes(b"")
     words = [str(tmp_path), str(tmp_path / "b.png")]
-    assert find_files(words, only_images=True) == [tmp_path / "a.PNG", tmp_path / "b.png"]
-    assert find_files(words) == [tmp_path / "a.PNG", tmp_path / "b.png", tmp_path / "c.txt"]
+    images = [tmp_path / "a.PNG", tmp_path / "b.png"]
+    assert find_files(words, only_images=True) == (images, [])
+    assert find_files(words) == ([*images, tmp_path / "c.txt"], [])
     with pytest.raises(UserError):
         find_files([str(tmp_path / "*.gif")])
     (tmp_path / "texts").mkdir()
@@ -367,8 +375,42 @@ def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None
         find_files([str(tmp_path / "texts")], only_images=True)
 
 
+def test_an_empty_folder_among_others_is_skipped_and_named(
+    digits: tuple[np.ndarray, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("full", "empty", "texts"):
+        (tmp_path / "scans" / name).mkdir(parents=True)
+    Image.fromarray(digits[0][0]).save(tmp_path / "scans" / "full" / "a.png")
+    (tmp_path / "scans" / "texts" / "b.txt").write_text("no image")
+    every_folder = sorted(str(path) for path in (tmp_path / "scans").iterdir())
+    checkpoint = ["--ckpt_path", str(trained_checkpoint())]
+    for words in (every_folder, [str(tmp_path / "scans" / "*")]):
+        assert entry.exit_code(predict.main, [*words, *checkpoint]) == 0
+        told = capsys.readouterr()
+        assert "full/a.png" in told.out
+        empty, texts = told.err.splitlines()
+        assert empty.startswith(f"skipped: {tmp_path}/scans/empty is a folder without files")
+        assert texts.startswith(f"skipped: {tmp_path}/scans/texts is a folder without files")
+
+
+def test_the_name_of_a_file_does_not_reach_the_terminal_as_a_command(
+    digits: tuple[np.ndarray, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clears_the_screen = "\x1b[2J.png"
+    Image.fromarray(digits[0][0]).save(tmp_path / f"good{clears_the_screen}")
+    (tmp_path / f"bad{clears_the_screen}").write_text("no image at all")
+    words = [str(tmp_path), "--ckpt_path", str(trained_checkpoint())]
+    assert entry.exit_code(predict.main, words) == 2
+    told = capsys.readouterr()
+    assert r"good\x1b[2J.png" in told.out
+    assert r"bad\x1b[2J.png: not an image" in told.err
+    assert "\x1b" not in told.out + told.err
+
+
 def test_postscript_is_never_started(tmp_path: Path) -> None:
-    """Pillow would hand an .eps file to Ghostscript, a whole programming language, whatever its name ends in."""
+    """Pillow would hand an .eps file to Ghostscript, a whole programming language, whatever its
+    name ends in.
+    """
     Image.new("RGB", (50, 50)).save(tmp_path / "x.eps")
     shutil.copy(tmp_path / "x.eps", tmp_path / "x.png")
     with pytest.raises(BadImage, match="not an image"):
@@ -423,28 +465,23 @@ def test_what_predict_step_returns_becomes_the_columns(
     (tmp_path / "a.txt").write_text("1 2 3")
     (tmp_path / "b.txt").write_text("no numbers")
     (tmp_path / "c.txt").write_text("1 2 3 4")  # of another length: a batch of its own
-    files = find_files([str(tmp_path)])
-    rows, _, bad = predict.predict_files(
-        Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files[:2]
-    )
+    files, _ = find_files([str(tmp_path)])
+    rows, _, bad = predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files[:2])
     assert rows == [{"file": str(files[0]), **expected}]
     assert bad == [(files[1], "ValueError: could not convert string to float: 'no'")]
-    assert (
-        len(predict.predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files)[0])
-        == 2
-    )
+    assert len(predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files)[0]) == 2
 
 
 def test_only_probabilities_of_the_named_classes_become_a_label(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0.2 0.7 0.1")
     (tmp_path / "b.txt").write_text("0.9 0.9 0.1")
-    files = find_files([str(tmp_path)])
+    files, _ = find_files([str(tmp_path)])
     loaded = Loaded(Plain(lambda x: x), Numbers(), {}, {}, tmp_path)
     loaded.datamodule.class_names = ["cat", "dog", "bird"]
-    (row,), _, _ = predict.predict_files(loaded, files[:1])
+    (row,), _, _ = predict_files(loaded, files[:1])
     assert (row["label"], row["runner_up"]) == ("dog", "cat")
     assert (row["probability"], row["runner_up_probability"]) == pytest.approx((0.7, 0.2))
-    rows, _, _ = predict.predict_files(
+    rows, _, _ = predict_files(
         loaded, files
     )  # several labels may hold at once: no label is the answer
     assert list(rows[0]) == ["file", "prediction_0", "prediction_1", "prediction_2"]
@@ -465,9 +502,7 @@ def test_only_probabilities_of_the_named_classes_become_a_label(tmp_path: Path) 
 def test_a_module_that_does_not_fit_is_one_line(answer: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1 2 3")
     with pytest.raises(UserError) as error:
-        predict.predict_files(
-            Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), [tmp_path / "a.txt"]
-        )
+        predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), [tmp_path / "a.txt"])
     assert message in str(error.value)
 
 
@@ -476,7 +511,7 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
         data = LightningDataModule()
         for name, value in attributes.items():
             setattr(data, name, value)
-        return predict.choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))[1]
+        return choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))[1]
 
     ten = [str(digit) for digit in range(10)]
     clothes = [
@@ -510,7 +545,7 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
 def test_help_and_typing_errors_come_before_torch() -> None:
     script = """if True:
         import sys
-        from project import predict
+        from project.predict import __main__ as predict
         from project.engine.command import exit_code
         assert exit_code(predict.main, ["--help"]) == 0
         assert exit_code(predict.main, ["no*such.png"]) == 2

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -19,14 +20,15 @@ from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 
 from project import fit
-from project import report as page
 from project.callbacks import test_predictions  # feature: test_predictions
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.data import MNISTDataModule
 from project.engine import summary as summary_module
 from project.engine.restore import load
 from project.engine.summary import Mistake, RunRecord, Summary, read_series
-from project.report import MOST_POINTS, curves, render
+from project.report import Report, page
+from project.report.charts import MOST_POINTS, curves
+from project.report.page import render
 from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders
 
@@ -94,7 +96,9 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
     assert len(re.findall(r"<img ", source)) == min(24, wrong)  # feature: test_predictions
 
 
-def record_of(metrics: dict[str, float] | None = None, **facts: Any) -> RunRecord:
+def record_of(
+    metrics: dict[str, float] | None = None, stopped_by: str | None = None, **facts: Any
+) -> RunRecord:
     """A record of a run of four epochs of ten steps."""
     known: dict[str, Any] = {
         "run_name": "r",
@@ -110,7 +114,9 @@ def record_of(metrics: dict[str, float] | None = None, **facts: Any) -> RunRecor
         "fit_seconds": 1.0,
         "command": "fit",
     }
-    return RunRecord(Summary(**(known | facts), metrics=metrics or {}), config="")
+    return RunRecord(
+        Summary(**(known | facts), metrics=metrics or {}), config="", stopped_by=stopped_by
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +187,7 @@ def test_report_names_machine_and_date() -> None:
 def marked(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
     """The epochs that each chart marks: number from 1 → step of its end."""
     seen: list[dict[int, int]] = []
-    monkeypatch.setattr(page, "mark_epochs", lambda _, epochs: seen.append(epochs))
+    monkeypatch.setattr("project.report.charts.mark_epochs", lambda _, epochs: seen.append(epochs))
     return seen
 
 
@@ -235,7 +241,9 @@ def test_an_epoch_that_was_not_trained_to_its_end_is_not_marked(
 def trained_predictions(
     callback: TestPredictions, batch_size: int = 77
 ) -> tuple[torch.Tensor, MNISTDataModule]:
-    """Test the small run's best checkpoint with the callback; returns its probabilities (200, 10)."""
+    """Test the small run's best checkpoint with the callback; returns its probabilities (200,
+    10).
+    """
     loaded = load(reported_run() / "best.ckpt")
     datamodule = MNISTDataModule(source="sample", test_samples=200, eval_batch_size=batch_size)
     trainer = Trainer(
@@ -304,7 +312,7 @@ def test_a_report_that_fails_is_one_warning_and_no_failed_run(
     def fail(*_: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr("project.report.render", fail)
+    monkeypatch.setattr(page, "render", fail)
     flags = [
         *REPORTED,
         "--accelerator",
@@ -321,8 +329,43 @@ def test_a_report_that_fails_is_one_warning_and_no_failed_run(
     assert summary(tmp_path / "r")["test/accuracy"] > 0.1
 
 
+class Ended:
+    """Stands in for a Trainer: the report asks it nothing."""
+
+
+def test_the_callback_writes_the_page_into_its_folder(tmp_path: Path) -> None:
+    Report(tmp_path).leave(Ended(), record_of())  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == render(record_of())
+
+
+def test_a_stopped_run_waits_for_its_charts_no_longer_than_it_has_and_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is left behind inside matplotlib aborts the process as it ends."""
+    threads: list[int] = []
+    drawn = page.draw
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return drawn(*arguments)
+
+    monkeypatch.setattr(page, "draw", noted)
+    record = record_of(stopped_by="SIGTERM")
+    record.series = {f"own/{index}": [(1, 1.0)] for index in range(3)}
+    Report(tmp_path).leave(Ended(), record)  # type: ignore[arg-type]
+    assert threads == [threading.get_ident()] * 3
+    monkeypatch.setattr("project.report.PATIENCE", -1.0)
+    (tmp_path / "report.html").unlink()
+    with pytest.warns(UserWarning, match=r"report.html could not be written \(TimeoutError"):
+        Report(tmp_path).leave(Ended(), record)  # type: ignore[arg-type]
+    assert not (tmp_path / "report.html").exists()
+
+
 def crowded_record() -> RunRecord:
-    """A record as a user's own data may make it: many classes, colour images, long hostile names, a long run."""
+    """A record as a user's own data may make it: many classes, colour images, long hostile names, a
+    long run.
+    """
     generator = np.random.default_rng(0)
     names = [f'<b>&class</b> "{i}" {"x" * (i % 40)}' for i in range(150)]
     confusion = generator.integers(0, 3, (150, 150)) + 50 * np.eye(150, dtype=np.int64)
@@ -457,7 +500,9 @@ def browser(folder: Path) -> Iterator[str]:
 
 @asynccontextmanager
 async def tab(address: str) -> AsyncIterator[Any]:
-    """A page of the browser: a function that sends it a command and returns the answer, with all events so far."""
+    """A page of the browser: a function that sends it a command and returns the answer, with all
+    events so far.
+    """
     import aiohttp
 
     async with aiohttp.ClientSession() as session:
@@ -497,10 +542,13 @@ async def look(address: str, path: Path, width: int, scheme: str) -> dict[str, A
         await send("Page.navigate", url=path.as_uri())
         facts: dict[str, Any] = {}
         ask = """({ready: document.readyState, width: document.documentElement.scrollWidth,
-            ground: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
+            ground: getComputedStyle(document.body).backgroundColor,
+            ink: getComputedStyle(document.body).color,
             axis: getComputedStyle(document.querySelector('svg text')).fill,
-            charts: [...document.querySelectorAll('svg')].filter(svg => svg.getBoundingClientRect().height > 80).length,
-            images: [...document.images].filter(image => image.complete && image.naturalWidth > 0).length})"""
+            charts: [...document.querySelectorAll('svg')]
+                .filter(svg => svg.getBoundingClientRect().height > 80).length,
+            images: [...document.images]
+                .filter(image => image.complete && image.naturalWidth > 0).length})"""
         for _ in range(100):
             result = await send("Runtime.evaluate", expression=ask, returnByValue=True)
             facts = result["result"].get("value") or {}

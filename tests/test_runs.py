@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import os
 import re
@@ -16,10 +15,15 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 import project
-from project import runs
 from project.engine.command import exit_code
+from project.runs import __main__ as runs
+from project.runs import (
+    page,  # feature: report
+    seeds,
+)
 from tests.commands import SMALL, Process, popen
 from tests.trained import trained_checkpoint
 
@@ -59,7 +63,9 @@ def make_run(
     rows = [
         "step,epoch,train/loss,val/accuracy,memory/rss_gib",
         "10,0,0.5,,1",
-        f"20,1,0.4,{accuracy},1",
+        "15,0,0.45,,1",
+        f"20,0,,{accuracy - 0.1},1",
+        f"25,1,0.4,{accuracy},1",
         "30,1,",
     ]
     (folder / "metrics.csv").write_text("\n".join(rows))
@@ -99,6 +105,71 @@ def test_the_list_tells_what_differs_and_what_came_out(root: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", rows[0]["date"])
 
 
+def shown(capsys: pytest.CaptureFixture[str], root: Path, *words: str) -> str:
+    capsys.readouterr()
+    assert exit_code(runs.main, ["--root", str(root), *words]) == 0
+    return capsys.readouterr().out
+
+
+def make_runs_of_three_tasks(root: Path) -> None:
+    """Runs of modules that share hardly a setting: twenty of their own each."""
+    for task in ("Prices", "Names", "Weather"):
+        for seed in (1, 2):
+            folder = make_run(root, f"{task}-{seed}", 0.01 * seed, seed)
+            own = {f"{task.lower()}_{letter}": seed for letter in "abcdefghijklmnopqrst"}
+            model = {"class_path": f"mine.{task}", "init_args": {**own, "lr": 0.01 * seed}}
+            (folder / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+            summary = json.loads((folder / "summary.json").read_text())
+            summary |= {"monitor": f"val/{task}", f"val/{task}": 0.5}
+            (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_runs_of_several_tasks_fit_the_terminal(
+    width: int, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_runs_of_three_tasks(root)
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = shown(capsys, root).splitlines()
+    assert max(len(line) for line in lines) <= width
+    headings = [line.split()[:4] for line in lines if line.startswith("name ")]
+    assert headings == [
+        ["name", "date", "state", "val/Names"],
+        ["name", "date", "state", "val/Prices"],
+        ["name", "date", "state", "val/Weather"],
+        ["name", "date", "state", "val/accuracy"],
+    ]
+    modules = [line for line in lines if line in ("Names", "Prices", "Weather", "MNISTClassifier")]
+    assert modules == ["Names", "Prices", "Weather", "MNISTClassifier"]
+    assert "more columns do not fit: --settings, or --output FILE)" in lines[-1]
+
+
+def test_all_settings_are_shown_where_they_are_asked_for_and_always_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_runs_of_three_tasks(root)
+    monkeypatch.setenv("COLUMNS", "80")
+    own = [f"model.prices_{letter}" for letter in "abcdefghijklmnopqrst"]
+    told = shown(capsys, root, "--settings")
+    assert all(name in told for name in own)
+    assert "do not fit" not in told
+    (row, *_) = [row for row in listed(root) if row["name"] == "Prices-1"]
+    assert {name: row[name] for name in own} == dict.fromkeys(own, 1)
+
+
+def test_a_long_text_is_cut_and_a_runs_name_is_whole_and_no_command_of_the_terminal(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    name = "a-run-with-a-name-that-is-longer-than-any-text-is-shown\x1b[2J"
+    make_run(root, name, optimizer="o" * 60)
+    told = shown(capsys, root)
+    assert "o" * 23 + "…" in told
+    assert "o" * 24 not in told
+    assert r"is-shown\x1b[2J" in told
+    assert "\x1b" not in told
+
+
 def test_lists_are_sorted_and_written_as_csv(root: Path) -> None:
     assert [row["name"] for row in listed(root, "--sort", "val/accuracy")] == [
         "slow-1",
@@ -129,7 +200,7 @@ def test_a_configuration_is_trained_with_several_seeds_and_goes_on_after_a_stop(
             words = [*words[:2], "tests.interrupted", "10", "SIGTERM", *words[3:]]
         return popen(words, 1, 2, env=env)
 
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=start))
+    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=start))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     small = SMALL[: SMALL.index("MLP") + 1]  # --report is the page of these runs
     words = [
@@ -159,8 +230,7 @@ def test_a_configuration_is_trained_with_several_seeds_and_goes_on_after_a_stop(
 def test_a_run_is_running_while_its_lock_is_held_and_interrupted_without_an_end(root: Path) -> None:
     make_run(root, "stopped", finished=False)
     (root / "slow-1" / ".lock").touch()
-    with open(root / "fast" / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(root / "fast" / ".lock"):
         states = {row["name"]: row["state"] for row in listed(root)}
         assert states == {
             "fast": "running",
@@ -229,9 +299,9 @@ class Page(HTMLParser):
 def test_the_page_compares_all_runs_and_needs_no_network(root: Path) -> None:
     listed(root, "--report", str(root / "page.html"))
     text = (root / "page.html").read_text()
-    page = Page(text)
-    assert "script" not in page.tags
-    assert not page.attributes & {"src", "onload", "onerror"}
+    shown = Page(text)
+    assert "script" not in shown.tags
+    assert not shown.attributes & {"src", "onload", "onerror"}
     assert not re.search(r"url\(\s*[\"']?(?!#)|@import", text)
     headings = [
         "Runs",
@@ -239,13 +309,13 @@ def test_the_page_compares_all_runs_and_needs_no_network(root: Path) -> None:
         "Settings that differ",
         "Test results",
     ]
-    assert all(heading in page.texts for heading in headings)
-    assert {"train/loss", "val/accuracy"} <= set(page.texts)
-    assert "memory/rss_gib" not in page.texts
+    assert all(heading in shown.texts for heading in headings)
+    assert {"train/loss", "val/accuracy"} <= set(shown.texts)
+    assert "memory/rss_gib" not in shown.texts
     assert text.count("<svg") == 2
-    for colour in runs.COLOURS[:2]:  # two configurations: the seeds of one share a colour
+    for colour in page.COLOURS[:2]:  # two configurations: the seeds of one share a colour
         assert colour in text
-    assert runs.COLOURS[2] not in text
+    assert page.COLOURS[2] not in text
 
 
 def test_no_markup_of_a_run_reaches_the_page(root: Path) -> None:
@@ -257,9 +327,21 @@ def test_no_markup_of_a_run_reaches_the_page(root: Path) -> None:
     )
     (folder / "metrics.csv").write_text(f'step,"{evil}"\n1,2\n')
     listed(root, "--report", str(root / "page.html"))
-    page = Page((root / "page.html").read_text())
-    assert not page.tags & {"script", "img", "b"}
-    assert evil in page.texts
+    shown = Page((root / "page.html").read_text())
+    assert not shown.tags & {"script", "img", "b"}
+    assert evil in shown.texts
+
+
+def test_a_metric_with_a_single_value_is_a_number_and_no_empty_chart(root: Path) -> None:
+    for run in ("fast", "slow-1", "slow-2"):
+        (root / run / "metrics.csv").write_text(
+            "step,epoch,train/loss,only/once\n1,0,0.5,0.25\n2,0,0.4,\n3,0,,\n"
+        )
+    listed(root, "--report", str(root / "page.html"))
+    text = (root / "page.html").read_text()
+    assert text.count("<svg") == 1
+    assert "Metrics with a single value" in text
+    assert text.count("0.2500") == 3
 
 
 # end feature: report
@@ -292,7 +374,7 @@ def test_a_real_run_is_listed_without_torch(tmp_path: Path) -> None:
         shutil.copy(folder / name, tmp_path / "runs" / "trained" / name)
     script = """if True:
         import sys
-        from project import runs
+        from project.runs import __main__ as runs
         assert runs.main(sys.argv[1:]) == 0
         assert not {"torch", "lightning", "matplotlib", "numpy"} & set(sys.modules)
     """
@@ -310,7 +392,7 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
     words = [sys.executable, "-X", "importtime", "-m", PACKAGE]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     told = dict(re.findall(rf"^python -m {PACKAGE}\.(\w+) +(\S.*)$", done.stdout, re.MULTILINE))
-    here = Path(runs.__file__).parent
+    here = Path(project.__file__).parent
     files = {
         path
         for path in (*here.glob("*.py"), *here.glob("*/__main__.py"))

@@ -45,6 +45,44 @@ def test_csv_reads_back_with_every_column_of_every_row(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t"])
+def test_a_text_in_a_csv_is_never_a_formula_and_stays_what_it_is_in_json(
+    tmp_path: Path, start: str
+) -> None:
+    rows = [{"file": f"{start}cmd|'/c calc'!A1", f"{start}name": -1.5}]
+    write_rows(tmp_path / "out.csv", rows)
+    with open(tmp_path / "out.csv", newline="") as file:
+        heading, cells = csv.reader(file)
+    assert heading == ["file", f"'{start}name"]
+    assert cells == [f"'{start}cmd|'/c calc'!A1", "-1.5"]
+    write_rows(tmp_path / "out.json", rows)
+    assert json.loads((tmp_path / "out.json").read_text()) == rows
+
+
+def test_a_control_character_reaches_a_terminal_as_its_code() -> None:
+    clears_the_screen = "\x1b[2J\x1b]0;title\x07a.png"
+    turns_the_line = "\u202egnp.exe"
+    table = format_table([{"file": clears_the_screen, "na\x1bme": turns_the_line}])
+    assert "\x1b" not in table
+    assert "\x07" not in table
+    assert "\u202e" not in table
+    assert r"\x1b[2J\x1b]0;title\x07a.png" in table
+    assert r"na\x1bme" in table
+
+
+def test_a_folder_that_cannot_be_opened_or_flushed_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows cannot open a folder."""
+
+    def cannot_open(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("project.tables.os.open", cannot_open)
+    write_rows(tmp_path / "out.json", ROWS[:1])
+    assert json.loads((tmp_path / "out.json").read_text()) == ROWS[:1]
+
+
 @pytest.mark.parametrize("name", ["out.csv", "out.json"])
 def test_a_name_that_is_not_unicode_is_written_with_its_byte_as_a_code(
     tmp_path: Path, name: str

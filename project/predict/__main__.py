@@ -1,0 +1,88 @@
+"""Label image files of any size, format and colours.
+
+python -m project.predict digit.png
+python -m project.predict scans/ "photos/*.jpg" --output labels.csv
+python -m project.predict scans/ --contact_sheet prepared.png     # what the network is shown
+
+The module's `predict_step` answers, and its answer becomes the columns. What turns a file into an
+input is the data module's `prepare_file(path)`, or its `prepare_image(pixels)`; without either, the
+middle of the picture is scaled. The column `note` says where a label is unsure, or where a picture
+shows more than one digit.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports, run
+from project.predict.files import find_files
+from project.tables import Row, format_table, printable, write_rows
+
+
+def main(argv: list[str]) -> int:
+    """Predict as ``argv`` says. Returns 2 where a file had to be skipped."""
+    args = parse(argv)
+    # A mistyped word is told at once, before torch is imported, which takes seconds.
+    find_files(args.images)
+
+    with quick_imports():
+        from project.engine import contract
+        from project.engine.restore import find_checkpoint, load
+        from project.predict.labelling import predict_files
+
+    allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
+    loaded = load(find_checkpoint(args.ckpt_path), allowed)
+    reads_any_file = isinstance(loaded.datamodule, contract.PreparesFiles)
+    paths, empty = find_files(args.images, only_images=not reads_any_file)
+    labelled = predict_files(loaded, paths)
+    # With nothing to write, an older file stays what it is.
+    if labelled.rows:
+        print(format_table(labelled.rows))
+        print_notes(labelled.rows)
+        if args.output:
+            write_rows(args.output, labelled.rows)
+        if args.contact_sheet:
+            from project.predict.contact_sheet import draw_contact_sheet
+
+            draw_contact_sheet(args.contact_sheet, labelled.inputs, labelled.rows)
+    for folder in empty:
+        print(f"skipped: {folder}", file=sys.stderr)
+    for path, reason in labelled.skipped:
+        print(f"skipped {printable(str(path))}: {printable(reason)}", file=sys.stderr)
+    if not labelled.skipped:
+        return 0
+    print(
+        f"error: {len(labelled.skipped)} of {len(paths)} files could not be read, see above.",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = CommandParser("project.predict", __doc__)
+    parser.add_argument(
+        "images",
+        nargs="+",
+        metavar="IMAGE",
+        help="files, folders (with what is below them) and globs",
+    )
+    add_checkpoint(parser)
+    add_output(parser)
+    add_output(
+        parser, "--contact_sheet", (".png",), "draw the prepared images with their predictions"
+    )
+    return parser.parse_args(argv)
+
+
+def print_notes(rows: Sequence[Row]) -> None:
+    """Print how often each note stands in the table; nothing where there is none."""
+    notes = Counter(row["note"] for row in rows if row.get("note"))
+    if notes:
+        counts = ", ".join(f"{count} {note}" for note, count in notes.most_common())
+        print(f"of {len(rows)} files: {counts}")
+
+
+if __name__ == "__main__":
+    run(main)

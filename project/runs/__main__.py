@@ -1,0 +1,126 @@
+"""List, compare and average the runs of checkpoints/.
+
+python -m project.runs
+python -m project.runs --sort val/accuracy
+python -m project.runs --settings                      # every column, however wide
+python -m project.runs --seeds --output seeds.csv      # mean and standard deviation over seeds
+python -m project.runs --seeds 5 --run_name slow --model.lr 0.01   # trains five of them first
+
+Reads each run's summary.json, config.yaml and metrics.csv. The terminal shows what fits: for each
+module its runs with their results and the settings by which they differ. With --seeds N, options
+that are not named here are those of fit.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from project.engine.command import CommandParser, add_output, run
+from project.errors import nearest, require
+from project.runs.listing import by_module, differing, fitted, sort_rows
+from project.runs.saved_run import SavedRun, find_runs
+from project.runs.seeds import seed_rows, train_seeds
+from project.tables import (
+    Row,
+    columns_of,
+    format_table,
+    printable,
+    write_atomically,
+    write_rows,
+)
+
+
+def main(argv: list[str]) -> int:
+    """List, compare or draw runs as ``argv`` says."""
+    args, fit_arguments = parse(argv)
+    names = train_seeds(args.seeds or 0, args.run_name, args.root, fit_arguments)
+    runs = find_runs(args.root)
+    require(
+        runs,
+        "--root",
+        "hold runs",
+        f"{args.root}, where there is none",
+        " Train one: python -m project.fit",
+    )
+    if names:
+        runs = [each for each in runs if each.name in names]
+    rows = rows_of(runs, args)
+    if args.sort:
+        known = columns_of(rows)
+        must = f"be a column ({', '.join(known)})"
+        require(args.sort in known, "--sort", must, args.sort, nearest(args.sort, known))
+        rows = sort_rows(rows, args.sort)
+    print_tables(runs, args)
+    if args.output:
+        write_rows(args.output, rows)
+    # feature: report
+    if args.report:
+        from project.runs.page import render
+
+        write_atomically(render(runs), args.report)
+        print(f"report in {args.report}")
+    # end feature: report
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of the command line, and those that are left for fit."""
+    parser = CommandParser("project.runs", __doc__)
+    parser.add_argument(
+        "--root", type=Path, default="checkpoints", metavar="DIR", help="the folder of the runs"
+    )
+    parser.add_argument(
+        "--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds"
+    )
+    parser.add_argument(
+        "--settings", action="store_true", help="show every column, not only those that fit"
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
+        help="one line per configuration: mean and std over its seeds; "
+        "with N train those first, or go on with them",
+    )
+    parser.add_argument("--run_name", metavar="NAME", help="of the N runs: NAME-1, NAME-2, ...")
+    add_output(parser, what="also write every column: .json or .csv")
+    # feature: report
+    add_output(parser, "--report", (".html",), "draw the runs on one page that needs no network")
+    # end feature: report
+    args, fit_arguments = parser.parse_known_args(argv)
+    if fit_arguments and not args.seeds:
+        parser.error(f"unrecognized arguments: {' '.join(fit_arguments)}")
+    return args, fit_arguments
+
+
+def rows_of(runs: list[SavedRun], args: argparse.Namespace) -> list[Row]:
+    """A row for each run, or with ``--seeds`` for each configuration, with every column."""
+    if args.seeds is not None:
+        return seed_rows(runs)
+    settings = differing(runs)
+    return [each.row(settings) for each in runs]
+
+
+def print_tables(runs: list[SavedRun], args: argparse.Namespace) -> None:
+    """Print a table for each module: runs of different tasks share hardly a column."""
+    width = shutil.get_terminal_size().columns
+    groups = by_module(runs)
+    hidden = 0
+    for place, (module, group) in enumerate(groups.items()):
+        if len(groups) > 1:
+            print(("\n" if place else "") + printable(module))
+        rows = rows_of(group, args)
+        if args.sort:
+            rows = sort_rows(rows, args.sort)
+        shown = rows if args.settings else fitted(rows, width)
+        hidden += len(columns_of(rows)) - len(columns_of(shown))
+        print(format_table(shown))
+    if hidden:
+        columns = "column does" if hidden == 1 else "columns do"
+        print(f"({hidden} more {columns} not fit: --settings, or --output FILE)")
+
+
+if __name__ == "__main__":
+    run(main)

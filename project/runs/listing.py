@@ -1,0 +1,74 @@
+"""Which columns of runs are worth showing, and in which order the runs stand."""
+
+from collections.abc import Sequence
+
+from project.runs.saved_run import SavedRun
+from project.tables import Row, columns_of, format_table, is_number, printable
+
+# Characters of a text in the terminal; the name of a run is always whole.
+LONGEST_TEXT = 24
+WHOLE = ("name", "runs")
+
+
+def by_module(runs: Sequence[SavedRun]) -> dict[str, list[SavedRun]]:
+    """The runs of each module, by the name of its class."""
+    groups: dict[str, list[SavedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.module, []).append(run)
+    return groups
+
+
+def differing(runs: Sequence[SavedRun]) -> list[str]:
+    """Names of the settings that are not the same in all runs."""
+    found = []
+    for name in columns_of([run.settings for run in runs]):
+        first = runs[0].settings.get(name)
+        if any(run.settings.get(name) != first for run in runs):
+            found.append(name)
+    return found
+
+
+def sort_rows(rows: Sequence[Row], column: str) -> list[Row]:
+    """Rows by a column: numbers first, then texts, then what is missing."""
+
+    def key(row: Row) -> tuple[int, float, str]:
+        value = row.get(column)
+        if is_number(value):
+            return (0, value, "")  # type: ignore[return-value]
+        if value is None:
+            return (2, 0, "")
+        return (1, 0, str(value))
+
+    return sorted(rows, key=key)
+
+
+def fitted(rows: Sequence[Row], width: int) -> list[Row]:
+    """Rows with the first columns that fit into ``width`` characters; at least with the first.
+
+    Long texts are cut, and columns without a value are left out.
+    """
+    names = [name for name in columns_of(rows) if has_values(rows, name)]
+    while len(names) > 1:
+        shown = only(rows, names)
+        if len(format_table(shown).splitlines()[1]) <= width:
+            return shown
+        names.pop()
+    return only(rows, names)
+
+
+def has_values(rows: Sequence[Row], name: str) -> bool:
+    """Whether a column holds anything."""
+    return any(row.get(name) is not None for row in rows)
+
+
+def only(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """Rows with these columns alone, their texts cut."""
+    return [{name: cut(name, row.get(name)) for name in names} for row in rows]
+
+
+def cut(name: str, value: object) -> object:
+    """A value of the column ``name`` for the terminal: numbers as they are, long texts cut."""
+    if value is None or isinstance(value, int | float) or name in WHOLE:
+        return value
+    text = printable(str(value))
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"

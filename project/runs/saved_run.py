@@ -1,0 +1,118 @@
+"""What a run's folder says of the run."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from project.tables import Row, flat, is_number, load_yaml
+
+# Settings that do not tell configurations apart: where a run and its data lie
+PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.root")
+# A run's folder has at least one of these files.
+FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")
+LOCK = ".lock"
+
+
+class SavedRun:
+    """A run as its files describe it; a damaged file counts as an empty one.
+
+    Attributes:
+        name: That of its folder.
+        module: The name of the class of its module.
+        settings: Its configuration, flat, without where the run and its data lie.
+        summary: What ``summary.json`` holds.
+        results: The metric that the run followed, at its best, and those of the test. The first
+            two are what the run is judged by.
+        state: ``finished``, ``interrupted`` or ``running``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.name
+        self.settings = without_class_paths(flat(mapping_in(folder / "config.yaml")))
+        self.module = str(self.settings.get("model") or "")
+        self.summary = mapping_in(folder / "summary.json")
+        self.results = self._find_results()
+        self.state = self._find_state()
+
+    def _find_results(self) -> dict[str, float]:
+        # The followed metric comes first, then the same one of the test.
+        followed = str(self.summary.get("monitor"))
+        first = [followed, f"test/{followed.rpartition('/')[2]}"]
+        tests = [name for name in self.summary if name.startswith("test/")]
+        names = dict.fromkeys([*first, *tests])
+        return {name: self.summary[name] for name in names if is_number(self.summary.get(name))}
+
+    def _find_state(self) -> str:
+        if is_locked(self.folder / LOCK):
+            return "running"
+        return "finished" if self.summary.get("finished") else "interrupted"
+
+    def row(self, settings: list[str]) -> Row:
+        """The run as a line of the list, with the values of these settings."""
+        files = [self.folder / name for name in FILES]
+        written = max(file.stat().st_mtime for file in files if file.exists())
+        row: dict[str, Any] = {
+            "name": self.name,
+            "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(written)),
+            "state": self.state,
+        }
+        # A terminal may have room for the first columns alone.
+        results = list(self.results.items())
+        row |= results[:2]
+        row |= {name: self.settings.get(name) for name in settings}
+        row |= results[2:]
+        row |= {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
+        return row
+
+
+def find_runs(root: Path) -> list[SavedRun]:
+    """The runs in a folder, by name; a link to one, such as ``latest``, is none of its own."""
+    folders = sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
+    return [SavedRun(folder) for folder in folders if is_run(folder)]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return any((folder / name).exists() for name in FILES)
+
+
+def without_class_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A flat configuration with ``{"model": "B"}`` in place of ``{"model.class_path": "a.B"}``."""
+    settings = {}
+    for name, value in config.items():
+        if name in PLACES:
+            continue
+        if name.endswith(".class_path"):
+            name = name.removesuffix(".class_path")
+            value = str(value).rpartition(".")[2]
+        settings[name] = value
+    return settings
+
+
+def mapping_in(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file's mapping; empty where the file is missing or damaged."""
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else load_yaml(text)
+    return content if isinstance(content, dict) else {}
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a run, and so writes it."""
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, blocking=False):
+            return False
+    except Timeout:
+        return True
+    # A folder that may only be read, or a file system without locks
+    except (OSError, NotImplementedError):
+        return False
