@@ -24,14 +24,14 @@ from project.callbacks.memory import (
     GIB,
     MIB,
     MemoryMonitor,
-    MemorySnapshot,
-    flags_to_try,
     host_memory,
     leak_report,
     memory_breakdown,
 )
-from project.engine.lightning_internals import LiveMemory
+from project.callbacks.memory_snapshot import MemorySnapshot
+from project.callbacks.out_of_memory import flags_to_try
 from project.errors import UserError, is_out_of_memory
+from project.live_memory import LiveMemory
 from tests.monitored import (
     Linear,
     Points,

@@ -17,16 +17,18 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
+from project.callbacks.flops import (
+    may_use_tf32,
+    mfu_per_sample_per_sec,
+    peak_flops,
+    training_flops_per_sample,
+)
 from project.callbacks.throughput import (
     GpuUtilization,
     ThroughputMonitor,
     Window,
-    may_use_tf32,
-    mfu_per_sample_per_sec,
-    peak_flops,
     rates,
     samples_in,
-    training_flops_per_sample,
 )
 from project.engine.cli import silence_unfounded_advice
 from project.model.networks import MLP, ConvNet
@@ -339,16 +341,19 @@ def test_the_users_profiler_behind_ours_hears_what_it_would_hear_alone(tmp_path)
     assert {"start save_checkpoint", "stop run_training_batch", "summary"} <= set(behind.told)
 
 
-def test_a_profiler_of_several_runs_tells_the_newest_alone():
-    readings: list[str] = []
-    shared, before, now = Heard(), ThroughputMonitor(), ThroughputMonitor()
-    for name, monitor in {"before": before, "now": now}.items():
-        monitor.clock = lambda name=name: readings.append(name) or 0.0
-        monitor.setup(SimpleNamespace(profiler=shared), None, "fit")
-    with shared.profile("x.train_dataloader_next"):
-        pass
-    assert readings == ["now", "now"]
-    assert shared.told == ["start x.train_dataloader_next", "stop x.train_dataloader_next"]
+def test_the_trainer_has_its_own_profiler_again_after_a_run_that_ends_or_fails(tmp_path):
+    own = Heard()
+    run = Known(tmp_path, profiler=own)
+    seen: list[Any] = []
+    run.module.on_step = lambda: seen.append(run.trainer.profiler.told)
+    run.fit()
+    assert seen[0] is own.told, "a module's own code reaches what the user's profiler has"
+    assert run.trainer.profiler is own
+    run = Known(tmp_path, profiler=own)
+    run.module.on_step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.fit()
+    assert run.trainer.profiler is own
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,20 @@ class HoldsDataOnDevice(Protocol):
     bytes_on_device: dict[str, int]  # by split
 
 
+@runtime_checkable
+class HasBatchSize(Protocol):
+    """A data module whose training batches have a size that is an option."""
+
+    batch_size: int
+
+
+@runtime_checkable
+class HasEvalBatchSize(Protocol):
+    """A data module whose batches of validation and test have a size that is an option."""
+
+    eval_batch_size: int
+
+
 # What a dataset may have
 
 
@@ -174,6 +188,14 @@ class OrdersByEpoch(Protocol):
     def set_epoch(self, epoch: int) -> None:
         """The next pass is of this epoch, counted from 0."""
         ...
+
+
+@runtime_checkable
+class HasWorkers(Protocol):
+    """A loader that fetches in worker processes."""
+
+    num_workers: int
+    persistent_workers: bool  # they live on from epoch to epoch
 
 
 # What a callback may have

@@ -371,6 +371,28 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
+@contextmanager  # feature: tune, memory
+def results_of_operations(tell: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Inside, call ``tell`` with what each PyTorch operation returns, as a flat list.
+
+    Buys a count of the CPU's memory. Public way missing: PyTorch has ``TorchDispatchMode`` in this
+    module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tell(tree_leaves(result))
+            return result
+
+    with Results():
+        yield
+
+
 class LiveMemory(ExitStack):  # feature: tune, memory
     """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs microseconds each.
 
