@@ -17,8 +17,9 @@ from project.hardware import GIB
 class LiveMemory:
     """Counts the bytes of every CPU tensor that is made while this is active and still alive.
 
-    What one operation needs for itself is not counted. Counting costs microseconds for each operation, and a compiled
-    network runs eagerly. Use it in a ``with`` statement, or call ``start`` and ``close``.
+    What one operation needs for itself is not counted. Counting costs microseconds for each
+    operation, and a compiled network runs eagerly. Use it in a ``with`` statement, or call
+    ``start`` and ``close``.
 
     Args:
         limit_bytes: Above it, an operation raises ``torch.OutOfMemoryError``. None: no limit.
@@ -51,12 +52,14 @@ class LiveMemory:
         self.close()
 
     def count(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were made before, such as weights. A tensor that is counted already counts once."""
+        """Count tensors that were made before, such as weights. A tensor that is counted already
+        counts once.
+        """
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
                 continue
-            # A sparse tensor has no storage of its own. Its indices and values are dense, and are counted.
-            # A lazy parameter has none yet.
+            # A sparse tensor has no storage of its own. Its indices and values are dense, and are
+            # counted. A lazy parameter has none yet.
             if tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor):
                 self._count_storage(tensor.untyped_storage())
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:

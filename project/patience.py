@@ -6,7 +6,8 @@ from typing import Any
 
 
 def failure_within(seconds: float | None, work: Callable[[], Any]) -> BaseException | None:
-    """Do ``work`` in a thread, and leave the thread behind after ``seconds``. None: wait until it is done.
+    """Do ``work`` in a thread, and leave the thread behind after ``seconds``. None: wait until it
+    is done.
 
     Returns what went wrong: an error of the work, or a TimeoutError. None: nothing.
     """

@@ -1,4 +1,6 @@
-"""Where the time and the memory of a training step go: PyTorch's profiler over a few steps of a run."""
+"""Where the time and the memory of a training step go: PyTorch's profiler over a few steps of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,12 @@ ENDS = (
 class StepProfiler(Profiler):
     """Profiles training steps ``wait + warmup`` to ``wait + warmup + active``, then stops.
 
-    Lightning's PyTorchProfiler has one schedule for training and validation, and cannot tell forward from loss. Here a
-    step has the regions ``data`` (waiting for the batch and moving it), ``forward`` (the network), ``loss`` (the rest
-    of ``training_step``), ``backward`` and ``optimizer`` (with clipping). The run's folder ``profile`` gets a trace per
-    rank for Chrome, Perfetto and TensorBoard; ``top_operations.txt`` has the times of regions and slowest operations.
+    Lightning's PyTorchProfiler has one schedule for training and validation, and cannot tell
+    forward from loss. Here a step has the regions ``data`` (waiting for the batch and moving it),
+    ``forward`` (the network), ``loss`` (the rest of ``training_step``), ``backward`` and
+    ``optimizer`` (with clipping). The run's folder ``profile`` gets a trace per rank for Chrome,
+    Perfetto and TensorBoard; ``top_operations.txt`` has the times of regions and slowest
+    operations.
 
     Args:
         wait: First steps, not profiled: compilation, choice of algorithms.
@@ -119,7 +123,7 @@ class StepProfiler(Profiler):
         super().teardown(stage)
 
     def _begin(self) -> None:
-        """Begin the profile. ``_recording`` ends it, and takes everything back, last things first."""
+        """Begin the profile. ``_recording`` ends it, and takes everything back."""
         for optimizer in profiled_module(self).trainer.optimizers:
             # The hook is inside PyTorch's own range around step(), which must not end before ours.
             hook = optimizer.register_step_post_hook(lambda *_: self._region.close())
@@ -135,7 +139,9 @@ class StepProfiler(Profiler):
         self._profile = None
 
     def _tell_networks_from_loss(self) -> None:
-        """Until the step ends, calls of the module's parts that have parameters are ``forward``, the rest ``loss``."""
+        """Until the step ends, calls of the module's parts that have parameters are ``forward``,
+        the rest ``loss``.
+        """
         before = partial(self._switch, "forward")
         after = partial(self._switch, "loss")
         for network in profiled_module(self).children():
@@ -186,7 +192,9 @@ class StepProfiler(Profiler):
 
 
 def table_of_regions(times: dict[str, tuple[float, float]], steps: int) -> list[str]:
-    """Lines that show what :func:`region_times` returned for so many steps, in milliseconds per step."""
+    """Lines that show what :func:`region_times` returned for so many steps, in milliseconds per
+    step.
+    """
     lines = [
         f"{steps} steps. Milliseconds per step:",
         f"{'region':<10} {'CPU':>10} {'device':>10}",
@@ -199,7 +207,7 @@ def table_of_regions(times: dict[str, tuple[float, float]], steps: int) -> list[
 
 
 def region_times(events: Iterable[Any]) -> dict[str, tuple[float, float]]:
-    """Microseconds of every region on the CPU, and of the kernels that any thread launched in it."""
+    """Microseconds of every region on the CPU, and of the kernels launched in it by any thread."""
     on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
     launches: list[tuple[float, float]] = []  # when, and microseconds of its kernels
     for event in on_cpu:

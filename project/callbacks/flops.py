@@ -1,4 +1,6 @@
-"""Model FLOPs utilization: which share of a GPU's peak a network needs (PaLM, arXiv 2204.02311, appendix B)."""
+"""Model FLOPs utilization: which share of a GPU's peak a network needs (PaLM, arXiv 2204.02311,
+appendix B).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class UnknownFlopsError(Exception):
 
 
 def mfu_per_sample_per_sec(trainer: Trainer, module: LightningModule, batch: Any) -> float | None:
-    """Model FLOPs utilization (0-100) of a CUDA device per sample per second; None, with a warning, where unknown."""
+    """Model FLOPs utilization (0-100) of a CUDA device per sample per second; None, with a warning,
+    where unknown.
+    """
     if trainer.strategy.root_device.type != "cuda":
         return None
     try:
@@ -61,8 +65,9 @@ def _counted_flops(module: LightningModule, batch: Any) -> float:
 def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
     """FLOPs of one forward and backward pass per sample; a multiply-add counts 2.
 
-    They are counted on the meta device, where nothing is computed, and in evaluation mode, without the second forward
-    pass of activation checkpointing. A TypeError where the batch does not begin with a tensor.
+    They are counted on the meta device, where nothing is computed, and in evaluation mode, without
+    the second forward pass of activation checkpointing. A TypeError where the batch does not begin
+    with a tensor.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(inputs, Tensor):
@@ -86,21 +91,25 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
 
 
 def may_use_tf32(module: nn.Module) -> bool:
-    """Whether a network's float32 products may run in TF32 (``--matmul_precision``; convolutions do by default)."""
+    """Whether a network's float32 products may run in TF32 (``--matmul_precision``; convolutions do
+    by default).
+    """
     # The older getters raise where the newer setting was used.
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return True
+    by_convolutions = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
     convolves = any(isinstance(part, CONVOLUTIONS) for part in module.modules())
-    return convolves and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return convolves and bool(by_convolutions == "tf32")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """FLOP/s of a GPU, by CUDA's name, in dense matrix products; None: unknown.
 
-    ``tf32``: for float32, those in TF32. Lightning's get_available_flops lacks the H200, and is wrong for L40S, A40
-    and RTX.
+    ``tf32``: for float32, those in TF32. Lightning's get_available_flops lacks the H200, and is
+    wrong for L40S, A40 and RTX.
     """
-    # Only what does not change the chip is dropped: a laptop's or a slice's (MIG) chip is another one.
+    # Only what does not change the chip is dropped: a laptop's or a slice's (MIG) chip is another
+    # one.
     chip = re.sub(r"\b(nvidia|tesla|geforce|\d+gb|hbm3e?)\b|-", " ", device_name.lower())
     peaks = known_peaks().get(" ".join(chip.split()), {})
     mode = str(dtype).removeprefix("torch.")

@@ -27,7 +27,8 @@ from project.live_memory import LiveMemory
 from project.run_result import RunResult
 
 MIB = 1024**2
-# The optimizer's state comes into being at the first step that is not skipped; 16-mixed skips one or two.
+# The optimizer's state comes into being at the first step that is not skipped; 16-mixed skips one
+# or two.
 SETTLING_STEPS = 3
 # A leak: this many epochs in a row that all grew, each by at least so many MiB.
 LEAK_EPOCHS = 4
@@ -43,13 +44,16 @@ class MemoryMonitor(Monitor):
 
     Logged metrics, GiB of 1024³ bytes:
 
-    - ``memory/rss_gib``: resident host memory now, of all ranks and their loader workers (shared pages count in each)
-    - ``memory/allocated_gib``, ``memory/reserved_gib``: device memory now in tensors, and held by PyTorch. CUDA, MPS
-    - ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib``: the most since the last row, with validation. CUDA
+    - ``memory/rss_gib``: resident host memory now, of all ranks and their loader workers (shared
+      pages count in each)
+    - ``memory/allocated_gib``, ``memory/reserved_gib``: device memory now in tensors, and held by
+      PyTorch. CUDA, MPS
+    - ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib``: the most since the last row, with
+      validation. CUDA
     - ``memory/peak_reserved_pct``: the same as a share (0-100) of the device's memory. CUDA
 
-    Device metrics are the highest of a rank. The monitor warns of growth like a leak's, and adds advice to an
-    out-of-memory error.
+    Device metrics are the highest of a rank. The monitor warns of growth like a leak's, and adds
+    advice to an out-of-memory error.
 
     Args:
         read: Sizes of a device's memory; default :func:`device_memory`.
@@ -76,7 +80,9 @@ class MemoryMonitor(Monitor):
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """GiB by use on this rank, with what the training peak has more, where it is known; empty before a step."""
+        """GiB by use on this rank, with what the training peak has more, where it is known; empty
+        before a step.
+        """
         if not self._parts:
             return {}
         peak = self._step_peak
@@ -90,7 +96,9 @@ class MemoryMonitor(Monitor):
         return {**self._parts, ACTIVATIONS: max(0.0, rest)}
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
-        """Add the peaks to the summary, and for the report memory by use and what looks like a leak."""
+        """Add the peaks to the summary, and for the report memory by use and what looks like a
+        leak.
+        """
         result.summary.metrics |= self.peaks
         result.breakdown = self.breakdown
         result.leaks = list(self.leaks.values())
@@ -105,7 +113,8 @@ class MemoryMonitor(Monitor):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # The first step makes the optimizer's state: the second is the first that is like all others.
+        # The first step makes the optimizer's state: the second is the first that is like all
+        # others.
         is_second_step = trainer.global_step == 1
         # A compiled network would run eagerly while its tensors are counted.
         is_compiled = bool(pl_module.hparams.get("compile"))
@@ -226,7 +235,9 @@ class MemoryMonitor(Monitor):
 
 
 def device_memory(device: torch.device, reset_peaks: bool = False) -> dict[str, int]:
-    """Bytes ``allocated``, ``reserved`` and in ``total``, on CUDA ``peak_*`` since the last reset; none on the CPU."""
+    """Bytes ``allocated``, ``reserved`` and in ``total``, on CUDA ``peak_*`` since the last reset;
+    none on the CPU.
+    """
     if device.type == "mps":
         return {
             "allocated": torch.mps.current_allocated_memory(),
@@ -253,10 +264,13 @@ def is_measurable() -> bool:
 
 
 def host_memory() -> dict[str, int]:
-    """Resident bytes of this ``process``, of it and the workers of its loaders (``rss``), its ``peak_rss`` (or 0)."""
+    """Resident bytes of this ``process``, of it and the workers of its loaders (``rss``), its
+    ``peak_rss`` (or 0).
+    """
     process = int(psutil.Process().memory_info().rss)
     rss = process
-    # Python's own list of children: psutil walks through all processes of the machine, which takes milliseconds.
+    # Python's own list of children: psutil walks through all processes of the machine, which takes
+    # milliseconds.
     for child in multiprocessing.active_children():
         # A worker may just have ended.
         with suppress(psutil.NoSuchProcess):
@@ -275,9 +289,11 @@ def _peak_rss() -> int:
 
 
 def leak_report(place: str, mib: list[float]) -> str | None:
-    """What to tell of sizes at epoch ends where each of the last epochs added memory; None where one did not.
+    """What to tell of sizes at epoch ends where each of the last epochs added memory; None where
+    one did not.
 
-    An epoch must add ``LEAST_MIB``, and a third of the largest addition: a cache adds less and less.
+    An epoch must add ``LEAST_MIB``, and a third of the largest addition: a cache adds less and
+    less.
     """
     recent = mib[-LEAK_EPOCHS - 1 :]
     added = [after - before for before, after in pairwise(recent)]
@@ -295,7 +311,9 @@ def leak_report(place: str, mib: list[float]) -> str | None:
 
 
 def memory_breakdown(trainer: Trainer) -> dict[str, float]:
-    """GiB of this rank's ``weights`` (with buffers), ``gradients``, ``optimizer state``, and on a GPU ``data``."""
+    """GiB of this rank's ``weights`` (with buffers), ``gradients``, ``optimizer state``, and on a
+    GPU ``data``.
+    """
     module = trainer.lightning_module
     parameters = list(module.parameters())
     state_values: list[Any] = []
@@ -321,7 +339,8 @@ def size_gib(values: Iterable[Any]) -> float:
     size = 0
     for value in values:
         if isinstance(value, Tensor):
-            # Only a DTensor has the method. To import its class takes long where nothing is sharded.
+            # Only a DTensor has the method. To import its class takes long where nothing is
+            # sharded.
             own = value.to_local() if hasattr(value, "to_local") else value
             for part in dense_parts(own):
                 size += part.numel() * part.element_size()
@@ -329,7 +348,8 @@ def size_gib(values: Iterable[Any]) -> float:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that hold a tensor's values: of a sparse one its indices and values, else itself.
+    """The dense tensors that hold a tensor's values: of a sparse one its indices and values, else
+    itself.
 
     A lazy parameter, whose shape is not known yet, has none.
     """

@@ -1,4 +1,6 @@
-"""A recording of a GPU's memory, allocation by allocation, for PyTorch's memory viewer: ``--memory_snapshot FILE``."""
+"""A recording of a GPU's memory, allocation by allocation, for PyTorch's memory viewer:
+``--memory_snapshot FILE``.
+"""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +19,8 @@ MOST_ENTRIES = 100_000
 class MemorySnapshot(Callback):
     """Records the last 100,000 allocations and frees with their stacks.
 
-    It writes them to ``path`` when training ends or fails, as after an out-of-memory error. A further rank adds its
-    number to the name.
+    It writes them to ``path`` when training ends or fails, as after an out-of-memory error. A
+    further rank adds its number to the name.
     """
 
     def __init__(self, path: str) -> None:

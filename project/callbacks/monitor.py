@@ -19,8 +19,8 @@ ThisMonitor = TypeVar("ThisMonitor", bound="Monitor")
 class Monitor(Callback):
     """A callback that measures a run and changes nothing in it.
 
-    Its hooks are decorated with :func:`never_ends_the_run`. After an error the monitor is off: it gives one warning
-    and measures nothing more.
+    Its hooks are decorated with :func:`never_ends_the_run`. After an error the monitor is off: it
+    gives one warning and measures nothing more.
     """
 
     is_off = False
@@ -38,7 +38,8 @@ class Monitor(Callback):
     def of_all_ranks(self, measured: Any) -> list[Any] | None:
         """What every rank has measured, in rank order; None where the monitor of any rank is off.
 
-        Every rank must call it, also one whose monitor is off, which gives None: the others would wait for it.
+        Every rank must call it, also one whose monitor is off, which gives None: the others would
+        wait for it.
         """
         ranks = of_all_ranks(None if self.is_off else measured)
         if any(rank is None for rank in ranks):
@@ -49,7 +50,9 @@ class Monitor(Callback):
 def never_ends_the_run(
     hook: Callable[Concatenate[ThisMonitor, Arguments], Result],
 ) -> Callable[Concatenate[ThisMonitor, Arguments], Result | None]:
-    """Let an error in a method of a monitor switch the monitor off. The method then does nothing and returns None."""
+    """Let an error in a method of a monitor switch the monitor off. The method then does nothing
+    and returns None.
+    """
 
     @functools.wraps(hook)
     def careful(

@@ -14,17 +14,20 @@ from project.engine.log_steps import SHARDING, is_due, log_values
 
 
 class OptimizerMonitor(Monitor):
-    """Logs values of the optimizer step. Lightning's LearningRateMonitor names rates after the optimizer's class.
+    """Logs values of the optimizer step. Lightning's LearningRateMonitor names rates after the
+    optimizer's class.
 
     Logged metrics, at log steps, of the first optimizer where a module has several:
 
     - ``optimizer/lr``: learning rate of the first parameter group
-    - ``optimizer/grad_norm``: 2-norm of the step's gradients, unscaled, before clipping; not where a strategy shards
+    - ``optimizer/grad_norm``: 2-norm of the step's gradients, unscaled, before clipping; not where
+      a strategy shards
     - ``optimizer/loss_scale``: the gradient scaler's factor, under 16-mixed only
     """
 
     def __init__(self) -> None:
-        # Read before the optimizer steps, and logged at the step's end: to read a tensor waits for the device.
+        # Read before the optimizer steps, and logged at the step's end: to read a tensor waits for
+        # the device.
         self._metrics: dict[str, float | Tensor] = {}
 
     @never_ends_the_run
@@ -46,7 +49,8 @@ class OptimizerMonitor(Monitor):
         if isinstance(trainer.strategy, SHARDING):
             return
         norm = gradient_norm(optimizer)
-        # A fused optimizer divides by the scale itself, later. For others Lightning has done so already.
+        # A fused optimizer divides by the scale itself, later. For others Lightning has done so
+        # already.
         if scaler is not None and optimizer.defaults.get("fused"):
             norm = norm / self._metrics["optimizer/loss_scale"]
         self._metrics["optimizer/grad_norm"] = norm
@@ -60,16 +64,17 @@ class OptimizerMonitor(Monitor):
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """The 2-norm of all gradients of an optimizer's parameters, a scalar on their device."""
-    gradients: list[Tensor] = []
+    parameters: list[Tensor] = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                gradients.append(stored_values(parameter.grad))
+        parameters.extend(group["params"])
+    gradients = [stored_values(each.grad) for each in parameters if each.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)
 
 
 def stored_values(gradient: Tensor) -> Tensor:
-    """A gradient's values: of a sparse one, such as of ``nn.Embedding(sparse=True)``, those that are not zero."""
+    """A gradient's values: of a sparse one, such as of ``nn.Embedding(sparse=True)``, those that
+    are not zero.
+    """
     if gradient.layout is torch.strided:
         return gradient
     if gradient.layout is torch.sparse_coo:

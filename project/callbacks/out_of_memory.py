@@ -14,7 +14,9 @@ MOST_TRIES = 3
 def explain(
     trainer: Trainer, parts: dict[str, float], peak_bytes: int | None, total_bytes: int | None
 ) -> str:
-    """The advice after an out-of-memory error: batch size, peak, memory by use (GiB), three things to try."""
+    """The advice after an out-of-memory error: batch size, peak, memory by use (GiB), three things
+    to try.
+    """
     is_evaluating = trainer.validating or trainer.testing or trainer.sanity_checking
     flag, size = batch_size(trainer, is_evaluating)
     facts = f"{HEADLINE} in {'evaluation' if is_evaluating else 'training'}"
@@ -36,7 +38,9 @@ def explain(
 
 
 def batch_size(trainer: Trainer, is_evaluating: bool) -> tuple[str, int | None]:
-    """The data module's option for the size of a batch, and its value; None where it has no such option."""
+    """The data module's option for the size of a batch, and its value; None where it has no such
+    option.
+    """
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if is_evaluating:
         has_size = isinstance(datamodule, contract.HasEvalBatchSize)
@@ -53,7 +57,9 @@ def readable(gib: float) -> str:
 
 
 def flags_to_try(trainer: Trainer, flag: str, size: int | None) -> list[str]:
-    """Three things to try, the one that costs least first; only flags that the run's module and data module have."""
+    """Three things to try, the one that costs least first; only flags that the run's module and
+    data module have.
+    """
     precision = str(trainer.precision)
     is_evaluating = flag == "eval_batch_size"
     smaller = "half the batch size in your DataLoader"

@@ -1,2 +1,3 @@
-# moved: delete this file after the merge
+"""Moved: delete this file after the merge."""
+
 from project.profiler import StepProfiler as StepProfiler

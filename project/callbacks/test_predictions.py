@@ -20,10 +20,12 @@ MOST_CLASSES = 1000
 
 
 class TestPredictions(Monitor):
-    """Counts predictions by class during the test pass, and keeps the most confident mistakes of all ranks.
+    """Counts predictions by class during the test pass, and keeps the most confident mistakes of
+    all ranks.
 
-    For classifiers alone: ``test_step`` returns logits, float (batch, classes), for (inputs, integer labels (batch,)).
-    Mistakes are kept if inputs are images: (batch, 1 or 3, height, width), uint8 or 0-1.
+    For classifiers alone: ``test_step`` returns logits, float (batch, classes), for (inputs,
+    integer labels (batch,)). Mistakes are kept if inputs are images: (batch, 1 or 3, height,
+    width), uint8 or 0-1.
 
     Args:
         most: Mistakes that are kept.
@@ -72,10 +74,11 @@ class TestPredictions(Monitor):
 
     @never_ends_the_run
     def _join(self, ranks: list[tuple[np.ndarray | None, list[Mistake]]]) -> None:
-        counts = [confusion for confusion, _ in ranks if confusion is not None]
-        if counts:
-            self.confusion = sum(counts)
-        for _, mistakes in ranks:
+        for confusion, mistakes in ranks:
+            if self.confusion is None:
+                self.confusion = confusion
+            elif confusion is not None:
+                self.confusion = self.confusion + confusion
             self._keep(mistakes)
 
     def _keep(self, mistakes: Iterable[Mistake]) -> None:
@@ -96,7 +99,9 @@ class ClassifiedBatch:
 
     @property
     def known(self) -> Tensor:
-        """Whether a label is a class, bool (batch,). Others, such as -100, say that a sample does not count."""
+        """Whether a label is a class, bool (batch,). Others, such as -100, say that a sample does
+        not count.
+        """
         return (self.labels >= 0) & (self.labels < self.classes)
 
     def confusion(self) -> np.ndarray:

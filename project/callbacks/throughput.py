@@ -27,31 +27,37 @@ from project.run_result import RunResult
 WARM_UP_STEPS = 2
 # A loader that takes a fifth of the time is worth a word.
 LOADER_BOUND_PCT = 20.0
-# How the names of three of Lightning's actions end. It gives the first to start() and stop() of the Trainer's profiler,
-# the others to profile().
+# How the names of three of Lightning's actions end. It gives the first to start() and stop() of the
+# Trainer's profiler, the others to profile().
 FETCHING = ".train_dataloader_next"
 BEFORE_VALIDATION = ".on_validation_model_zero_grad"
 SAVING = "save_checkpoint"
 
 
 class ThroughputMonitor(Monitor):
-    """Measures training in windows of ``--log_every_n_steps`` optimizer steps, and the rest at each epoch's end.
+    """Measures training in windows of ``--log_every_n_steps`` optimizer steps, and the rest at each
+    epoch's end.
 
-    Lightning's own waits for the device at every step, logs nothing for 100 steps, and asks the user for the FLOPs.
-    This one waits only at the ends of a window. Not measured: the first two optimizer steps (but a run of only two
-    reports its last), validation with its loader's start, saving, what happens between two epochs, and the wait for the
-    first batch of each worker of a loader, which is the worker's start.
+    Lightning's own waits for the device at every step, logs nothing for 100 steps, and asks the
+    user for the FLOPs. This one waits only at the ends of a window. Not measured: the first two
+    optimizer steps (but a run of only two reports its last), validation with its loader's start,
+    saving, what happens between two epochs, and the wait for the first batch of each worker of a
+    loader, which is the worker's start.
 
     Logged metrics, at every log step and epoch end, the same on any number of devices:
 
     - ``throughput/samples_per_sec``: training samples per second, all devices together
     - ``throughput/device_samples_per_sec``: the same per device
     - ``throughput/batches_per_sec``: batches per second, all devices together
-    - ``throughput/step_ms``: milliseconds per optimizer step (with accumulation, of several batches)
-    - ``throughput/data_wait_pct``: share of the time (0-100) in which training waited for its next batch
-    - ``throughput/mfu_pct``: model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): the FLOPs that the network
-      needs, as a share (0-100) of the GPU's dense peak. Known CUDA devices only
-    - ``throughput/gpu_utilization_pct``: share of the time (0-100) in which a kernel ran, by NVML. CUDA only
+    - ``throughput/step_ms``: milliseconds per optimizer step (with accumulation, of several
+      batches)
+    - ``throughput/data_wait_pct``: share of the time (0-100) in which training waited for its next
+      batch
+    - ``throughput/mfu_pct``: model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): the
+      FLOPs that the network needs, as a share (0-100) of the GPU's dense peak. Known CUDA devices
+      only
+    - ``throughput/gpu_utilization_pct``: share of the time (0-100) in which a kernel ran, by NVML.
+      CUDA only
 
     Args:
         clock: Seconds since any moment.
@@ -67,7 +73,8 @@ class ThroughputMonitor(Monitor):
         self.wait_for_device = wait_for_device
         self.windows: list[dict[str, float]] = []  # what was logged, in order
         self.window = Window(started=0.0)
-        # The pause for a validation. One without a batch has no on_validation_end: the next training batch ends it.
+        # The pause for a validation. One without a batch has no on_validation_end: the next
+        # training batch ends it.
         self.validation = ExitStack()
         self._device = torch.device("cpu")
         self._is_measuring = False
@@ -78,7 +85,8 @@ class ThroughputMonitor(Monitor):
         self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
         self._utilization = GpuUtilization(None)
-        # The clock's reading when training began to wait for a batch; None where a worker's start is waited for.
+        # The clock's reading when training began to wait for a batch; None where a worker's start
+        # is waited for.
         self._fetching_since: float | None = None
         # Batches of this epoch that are still to come from a worker that has just been started.
         self._from_new_workers = 0
@@ -96,7 +104,9 @@ class ThroughputMonitor(Monitor):
         return {name: statistics.median(values[name]) for name in sorted(values)}
 
     def advice(self, trainer: Trainer) -> str:
-        """Where a run's time went and what to try, in one or two sentences; empty if nothing was measured."""
+        """Where a run's time went and what to try, in one or two sentences; empty if nothing was
+        measured.
+        """
         metrics = self.summary()
         if not metrics:
             return ""
@@ -110,7 +120,8 @@ class ThroughputMonitor(Monitor):
         if waited >= LOADER_BOUND_PCT:
             # There is no flag to try: more workers would make quick data slower.
             return f"loader-bound: {measured}"
-        if isinstance(trainer.datamodule, contract.HasBatchSize):  # type: ignore[attr-defined]  # feature: tune
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(datamodule, contract.HasBatchSize):  # feature: tune
             measured += " To find the fastest batch size: python -m project.tune batch_size."
         return measured
 
@@ -123,7 +134,8 @@ class ThroughputMonitor(Monitor):
 
     @never_ends_the_run
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # The Trainer's profiler is the public way to hear of waits for data, of saving, and of a validation to come.
+        # The Trainer's profiler is the public way to hear of waits for data, of saving, and of a
+        # validation to come.
         profiler = trainer.profiler  # type: ignore[attr-defined]
         self._listening = _Listening(profiler, self)
         trainer.profiler = self._listening  # type: ignore[attr-defined]
@@ -156,7 +168,8 @@ class ThroughputMonitor(Monitor):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._count(batch)
-        # From here on every rank does the same, also one whose monitor is off: they gather what they have measured.
+        # From here on every rank does the same, also one whose monitor is off: they gather what
+        # they have measured.
         if not is_optimizer_step(trainer, batch_idx):
             return
         self._steps += 1
@@ -227,7 +240,9 @@ class ThroughputMonitor(Monitor):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what happens inside out of the window. Validation and ``trainer.save_checkpoint`` already are."""
+        """Leave what happens inside out of the window. Validation and ``trainer.save_checkpoint``
+        already are.
+        """
         # A pause may stand in another one.
         if not self._is_measuring or self._utilization.paused:
             yield
@@ -271,7 +286,9 @@ class ThroughputMonitor(Monitor):
         self._next_window(wait=False)
 
     def _next_window(self, wait: bool = True) -> Window:
-        """Begin a window; returns the one before it, which ends once the device has caught up, or at once."""
+        """Begin a window; returns the one before it, which ends once the device has caught up, or
+        at once.
+        """
         self.validation.close()
         if wait:
             self.wait_for_device(self._device)
@@ -294,7 +311,9 @@ class ThroughputMonitor(Monitor):
             self.windows.append(logged)
 
     def _log(self, trainer: Trainer, window: Window | None) -> dict[str, float] | None:
-        """Log a window that has ended; returns the metrics. Every rank takes part, also one whose monitor is off."""
+        """Log a window that has ended; returns the metrics. Every rank takes part, also one whose
+        monitor is off.
+        """
         ranks = self.of_all_ranks(window)
         if ranks is None:
             return None
@@ -324,13 +343,16 @@ class ThroughputMonitor(Monitor):
 
 
 class _Listening(Profiler):
-    """Stands before the Trainer's profiler during a run: tells the monitor what it hears, and passes everything on."""
+    """Stands before the Trainer's profiler during a run: tells the monitor what it hears, and
+    passes everything on.
+    """
 
     def __init__(self, profiler: Profiler, monitor: ThroughputMonitor) -> None:
         super().__init__()
         self.profiler = profiler
         self.monitor = monitor
-        # An idle profiler has nothing to do in any of its actions, some sixty times a step. A subclass may have.
+        # An idle profiler has nothing to do in any of its actions, some sixty times a step. A
+        # subclass may have.
         self.is_idle = type(profiler) is PassThroughProfiler
 
     def start(self, action_name: str) -> None:
@@ -364,7 +386,9 @@ NOTHING = nullcontext("")
 
 
 def new_workers(trainer: Trainer, is_first_epoch: bool) -> int:
-    """Worker processes that a training's loaders start for an epoch; of several loaders, those of the one with most."""
+    """Worker processes that a training's loaders start for an epoch; of several loaders, those of
+    the one with most.
+    """
     workers = 0
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
         # An iterable of the user's own has no workers.
@@ -412,7 +436,9 @@ def rates(ranks: Sequence[Window]) -> dict[str, float]:
 
 
 def samples_in(batch: Any) -> int:
-    """Length of the first tensor in a batch (at any depth of tuples, lists and mappings), 0 where there is none."""
+    """Length of the first tensor in a batch (at any depth of tuples, lists and mappings), 0 where
+    there is none.
+    """
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
     parts: Any = ()

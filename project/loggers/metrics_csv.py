@@ -25,12 +25,12 @@ Row = dict[str, Any]
 class MetricsCSV(Logger):
     """One row per logged step in ``metrics.csv``.
 
-    Lightning's CSVLogger writes a row per call, and deletes the file of a resumed run. Here such a run keeps the rows
-    its checkpoint knew: the file ends like that of an undisturbed one.
+    Lightning's CSVLogger writes a row per call, and deletes the file of a resumed run. Here such a
+    run keeps the rows its checkpoint knew: the file ends like that of an undisturbed one.
 
-    While a run goes on, lines are only appended. A step that is logged to again after its line was saved gets another
-    line with what is new. :func:`read_metrics` joins the lines of a step, and the file is joined when training ends
-    or is resumed.
+    While a run goes on, lines are only appended. A step that is logged to again after its line was
+    saved gets another line with what is new. :func:`read_metrics` joins the lines of a step, and
+    the file is joined when training ends or is resumed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,8 @@ class MetricsCSV(Logger):
                 self._unsaved[name] = as_number(name, value)
 
     def save(self, to_disk: bool = False) -> int:  # type: ignore[override]
-        """Append what was logged since the last call; returns the number of rows, the last of which may still grow.
+        """Append what was logged since the last call; returns the number of rows, the last of which
+        may still grow.
 
         ``to_disk``: also save the file from a power cut.
         """
@@ -104,7 +105,9 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def keep_rows(self, count: int) -> None:
-        """Go on after the first ``count`` rows, the last of which may still grow: a resumed run repeats the others."""
+        """Go on after the first ``count`` rows, the last of which may still grow: a resumed run
+        repeats the others.
+        """
         rows = read_metrics(self.path)[:count]
         self._columns = columns_of([FIRST, *rows])
         self._count = len(rows)
@@ -114,7 +117,9 @@ class MetricsCSV(Logger):
             self._rewrite(rows)
 
     def not_finite(self) -> dict[str, int]:
-        """Metrics that were NaN or infinite when they were logged last → the first step at which they were."""
+        """Metrics that were NaN or infinite when they were logged last → the first step at which
+        they were.
+        """
         self.save()
         return not_finite(read_metrics(self.path))
 
@@ -143,7 +148,9 @@ class MetricsCSV(Logger):
 
 
 def as_number(name: str, value: Any) -> float:
-    """A logged value as it stands in the file. A step and an epoch are whole numbers, unless they are not finite."""
+    """A logged value as it stands in the file. A step and an epoch are whole numbers, unless they
+    are not finite.
+    """
     number = float(value)
     if name in FIRST and math.isfinite(number):
         return int(number)
@@ -153,7 +160,8 @@ def as_number(name: str, value: Any) -> float:
 def read_metrics(path: Path) -> list[Row]:
     """The rows of a metrics.csv, a row per step, without empty cells; none where there is no file.
 
-    A line without an end is left out: the run was killed while it wrote it. A UserError where the file is damaged.
+    A line without an end is left out: the run was killed while it wrote it. A UserError where the
+    file is damaged.
     """
     try:
         text = path.read_bytes().decode()
@@ -162,10 +170,9 @@ def read_metrics(path: Path) -> list[Row]:
     except ValueError as error:
         raise damaged(path, error) from None
     whole_lines = text[: text.rfind("\n") + 1]
-    rows: list[Row] = []
+    lines = csv.DictReader(io.StringIO(whole_lines, newline=""))
     try:
-        for cells in csv.DictReader(io.StringIO(whole_lines, newline="")):
-            rows.append({name: as_number(name, cell) for name, cell in cells.items() if cell})
+        rows = [numbers_of(cells) for cells in lines]
     # TypeError: a line has more values than there are names.
     except (ValueError, TypeError, csv.Error) as error:
         raise damaged(path, error) from None
@@ -174,13 +181,18 @@ def read_metrics(path: Path) -> list[Row]:
     return joined(rows)
 
 
+def numbers_of(cells: Mapping[str, str]) -> Row:
+    """A line's numbers by column, without empty cells."""
+    return {name: as_number(name, cell) for name, cell in cells.items() if cell}
+
+
 def damaged(path: Path, error: Exception) -> UserError:
     """The error to raise where a file cannot be read, and how to go on."""
     return UserError(f"{path} is damaged ({error}). Move it away and go on: its rows begin anew.")
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose neighbours of the same step are one row; of a value that occurs twice, the later."""
+    """Rows whose neighbours of the same step are one row. The later value of a name wins."""
     found: list[Row] = []
     for row in rows:
         if found and found[-1]["step"] == row["step"]:

@@ -1,4 +1,4 @@
-"""Which metrics share a chart in ``report.html`` and in the W&B dashboard: ``panels.yaml``, read."""
+"""Which metrics share a chart in ``report.html`` and the W&B dashboard: ``panels.yaml``, read."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""Weights & Biases: one run per job. Online where an API key is configured, else offline: no prompt, no network.
+"""Weights & Biases: one run per job. Online where an API key is configured, else offline: no
+prompt, no network.
 
-Nothing that W&B does or fails to do ends a run. W&B's own variables, such as ``WANDB_MODE``, are honoured.
+Nothing that W&B does or fails to do ends a run. W&B's own variables, such as ``WANDB_MODE``, are
+honoured.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ MOST_CLASSES = 50
 
 
 def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
-    """A run's W&B logger, off on ranks above 0; None with ``--logger false`` and with a WandbLogger of the user's.
+    """A run's W&B logger, off on ranks above 0; None with ``--logger false`` and with a WandbLogger
+    of the user's.
 
     A UserError where W&B would refuse what its variables ask for.
     """
@@ -62,6 +65,7 @@ def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLo
     if mode != "disabled":
         is_fine = not set(project) & set(REFUSED_IN_PROJECT)
         require(is_fine, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
+        keep_wandb_quiet()
     logger = WandbRunLogger(run, project, config.resolved, mode, best)
     chosen = config.trainer["logger"]
     if any(isinstance(each, WandbLogger) for each in as_list(chosen)):
@@ -77,7 +81,9 @@ def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLo
 
 
 def checked_mode() -> str:
-    """How runs log, online, offline or disabled; ``WANDB_MODE`` says so afterwards, spelled as W&B takes it."""
+    """How runs log, online, offline or disabled; ``WANDB_MODE`` says so afterwards, spelled as W&B
+    takes it.
+    """
     asked = os.environ.get("WANDB_MODE", "")
     is_known = not asked or asked.lower() in MODES
     require(is_known, "WANDB_MODE", f"be one of {', '.join(MODES[:3])}", asked)
@@ -93,13 +99,16 @@ def checked_mode() -> str:
 
 
 class WandbRunLogger(WandbLogger, Callback):
-    """Lightning's W&B logger with a row per step, as in metrics.csv, and an end that waits only a few seconds.
+    """Lightning's W&B logger with a row per step, as in metrics.csv, and an end that waits only a
+    few seconds.
 
-    The run starts when Lightning first asks for it, before any hook of the user's: ``wandb.log``, ``wandb.run`` and
-    ``logger.experiment`` work in all of them. Where W&B is off, they get W&B's own disabled run.
+    The run starts when Lightning first asks for it, before any hook of the user's: ``wandb.log``,
+    ``wandb.run`` and ``logger.experiment`` work in all of them. Where W&B is off, they get W&B's
+    own disabled run.
 
     Args:
-        run: Its folder gets W&B's files. Its name and id are the W&B run's, unless ``WANDB_NAME`` and ``WANDB_RUN_ID``
+        run: Its folder gets W&B's files. Its name and id are the W&B run's, unless ``WANDB_NAME``
+        and ``WANDB_RUN_ID``
             say otherwise.
         project: W&B's project.
         config: The run's resolved configuration.
@@ -141,8 +150,8 @@ class WandbRunLogger(WandbLogger, Callback):
     def experiment(self) -> Any:
         """The W&B run, started at the first call; a disabled one where W&B is off."""
         if self._run is None and self.mode == "disabled" and "wandb" not in sys.modules:
-            # Lightning asks every logger for it before training, but perhaps nobody will use it. The import takes half
-            # a second.
+            # Lightning asks every logger for it before training, but perhaps nobody will use it.
+            # The import takes half a second.
             return _DisabledRun(self)
         return self.begin()
 
@@ -196,7 +205,9 @@ class WandbRunLogger(WandbLogger, Callback):
             self.finish(1)
 
     def finish(self, exit_code: int) -> None:
-        """End the W&B run with the process's exit code: W&B does not show a stopped run as finished."""
+        """End the W&B run with the process's exit code: W&B does not show a stopped run as
+        finished.
+        """
         if self._run is None or self._has_ended:
             return
         self._has_ended = True
@@ -251,7 +262,7 @@ class WandbRunLogger(WandbLogger, Callback):
         if wandb.run is not None and not wandb.run.disabled:
             # The user's own code has started one.
             return wandb.run
-        self._prepare_process()
+        self._keep_files_beside_the_run()
         try:
             run = self._init()
             # All panels are drawn over optimizer steps.
@@ -266,15 +277,9 @@ class WandbRunLogger(WandbLogger, Callback):
             return disabled_run()
         return run
 
-    def _prepare_process(self) -> None:
-        """Set W&B's variables so that it keeps quiet, and its files lie beside the run, unless the user chose else."""
-        # The run's last lines say where W&B's files lie.
-        os.environ.setdefault("WANDB_SILENT", "true")
-        # Also offline it would wait for a server at the exit.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        # Without it W&B's process prints its log.
-        os.environ.setdefault("HOME", os.path.expanduser("~"))
-        # Files for upload are copied beside the run, not into the home folder.
+    def _keep_files_beside_the_run(self) -> None:
+        """Have W&B keep its files in the run's folder, unless the user chose a place."""
+        # Files for upload are copied there, not into the home folder.
         self._use_own_folder("WANDB_DATA_DIR", self.folder / "wandb")
         if not is_home_writable() and "WANDB_CACHE_DIR" not in os.environ:
             # W&B's process would print its log to the terminal.
@@ -305,13 +310,13 @@ class WandbRunLogger(WandbLogger, Callback):
         return wandb.init(**options, mode="offline")
 
     def _options(self) -> dict[str, Any]:
-        """What ``wandb.init`` is told. What the user says by W&B's own variables is left to them."""
+        """What ``wandb.init`` is told, without what the user says by W&B's own variables."""
         import wandb
 
-        settings: dict[str, Any] = {}
-        for name, value in SETTINGS.items():
-            if f"WANDB_{name.upper()}" not in os.environ:
-                settings[name] = value
+        settings = dict(SETTINGS)
+        for name in SETTINGS:
+            if f"WANDB_{name.upper()}" in os.environ:
+                del settings[name]
         options: dict[str, Any] = {
             "project": self.project,
             "dir": str(self.folder),
@@ -325,7 +330,8 @@ class WandbRunLogger(WandbLogger, Callback):
         if not os.environ.get("WANDB_RUN_ID"):
             options["id"] = self.run_id
         if not os.environ.get("WANDB_RESUME"):
-            # Also offline: else wandb sync of a resumed run's second folder erases the rows of its first.
+            # Also offline: else wandb sync of a resumed run's second folder erases the rows of its
+            # first.
             options["resume"] = "allow"
         return options
 
@@ -341,7 +347,9 @@ class _DisabledRun:
 
 
 def disabled_run() -> Any:
-    """A run of W&B's that takes everything and does nothing, also for ``wandb.log`` and ``wandb.run``."""
+    """A run of W&B's that takes everything and does nothing, also for ``wandb.log`` and
+    ``wandb.run``.
+    """
     try:
         import wandb
 
@@ -349,6 +357,18 @@ def disabled_run() -> Any:
     except Exception:
         # W&B cannot even do nothing, such as where its settings are refused.
         return DummyExperiment()
+
+
+def keep_wandb_quiet() -> None:
+    """Set what W&B reads when it starts, unless the user has, so that it prints nothing around a
+    run's own lines.
+    """
+    # The run's last lines say where W&B's files lie.
+    os.environ.setdefault("WANDB_SILENT", "true")
+    # Also offline it would wait for a server at the exit.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    # Without it W&B's process prints its log.
+    os.environ.setdefault("HOME", os.path.expanduser("~"))
 
 
 def is_home_writable() -> bool:
@@ -361,7 +381,9 @@ def is_home_writable() -> bool:
 
 
 def finish_timeout() -> float:
-    """Seconds that the end of a run waits for W&B's server. A UserError where ``WANDB_FINISH_TIMEOUT`` is no number."""
+    """Seconds that the end of a run waits for W&B's server. A UserError where
+    ``WANDB_FINISH_TIMEOUT`` is no number.
+    """
     chosen = os.environ.get("WANDB_FINISH_TIMEOUT", str(END_PATIENCE))
     try:
         return float(chosen)
@@ -390,7 +412,9 @@ def found_by_the_run(trainer: Trainer, module: LightningModule) -> dict[str, Any
 
 
 def sync_command(folder: Path) -> list[str]:
-    """The line that publishes a run's offline folders, if any: a resumed run has several, uploaded in their order."""
+    """The line that publishes a run's offline folders, if any: a resumed run has several, uploaded
+    in their order.
+    """
     names = [path.name for path in (folder / "wandb").glob("offline-run-*")]
     if not names:
         return []
@@ -400,7 +424,9 @@ def sync_command(folder: Path) -> list[str]:
 
 
 def send_result(run: Any, result: RunResult, folder: Path) -> None:
-    """Send what the report shows, the summary's facts and, of a finished run, best.ckpt to a W&B run."""
+    """Send what the report shows, the summary's facts and, of a finished run, best.ckpt to a W&B
+    run.
+    """
     pictures: dict[str, Any] = {}
     add_report(pictures, folder)
     if result.confusion is not None:
@@ -416,6 +442,7 @@ def send_result(run: Any, result: RunResult, folder: Path) -> None:
 
 
 def add_report(pictures: dict[str, Any], folder: Path) -> None:
+    """Add ``report.html``, where the run has one."""
     import wandb
 
     if (folder / "report.html").exists():

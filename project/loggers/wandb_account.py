@@ -28,7 +28,9 @@ class WandbState(typing.NamedTuple):
 
 
 def wandb_state() -> WandbState:
-    """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc), else offline."""
+    """What ``WANDB_MODE`` and the like ask for; without them online with a key (variable or netrc),
+    else offline.
+    """
     key_from = where_the_key_is()
     mode = run_mode(has_key=key_from is not None)
     login = "not logged in (wandb login)"
