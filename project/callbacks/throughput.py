@@ -392,9 +392,10 @@ def new_workers(trainer: Trainer, is_first_epoch: bool) -> int:
     workers = 0
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
         # An iterable of the user's own has no workers.
-        if isinstance(loader, contract.HasWorkers):
-            if is_first_epoch or not loader.persistent_workers:
-                workers = max(workers, loader.num_workers)
+        if not isinstance(loader, contract.HasWorkers):
+            continue
+        if is_first_epoch or not loader.persistent_workers:
+            workers = max(workers, loader.num_workers)
     return workers
 
 
