@@ -1,4 +1,4 @@
-"""The monitors on a real CUDA device: against PyTorch's own counters, and within what a GPU can do."""
+"""The monitors on a real CUDA device: against PyTorch's own counters, and in its limits."""
 
 from __future__ import annotations
 

@@ -165,8 +165,13 @@ def test_a_run_prints_no_word_of_wandb_but_how_to_publish() -> None:
 def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(
     tmp_path: Path,
 ) -> None:
-    script = "import sys; from project import fit; assert fit.main(sys.argv[1:]) == 0; assert 'wandb' not in sys.modules"
-    words = [sys.executable, "-c", script, *SMALL, "--run_name", "without"]
+    script = [
+        "import sys",
+        "from project import fit",
+        "assert fit.main(sys.argv[1:]) == 0",
+        "assert 'wandb' not in sys.modules",
+    ]
+    words = [sys.executable, "-c", "\n".join(script), *SMALL, "--run_name", "without"]
     done = complete(words, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"})
     assert done.returncode == 0, done.stderr
     other = tmp_path / "checkpoints" / "without"
@@ -212,7 +217,9 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
 
 
 def assert_arrived(server: StandIn, folder: Path) -> None:
-    """The server holds every row of metrics.csv in its order, the exit code, and this best.ckpt as an artifact."""
+    """The server holds every row of metrics.csv in its order, the exit code, and this best.ckpt as
+    an artifact.
+    """
     steps = [row["trainer/global_step"] for row in server.history if "train/loss" in row]
     with open(folder / "metrics.csv", newline="") as file:
         assert steps == [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
@@ -350,7 +357,9 @@ def test_a_wandb_that_cannot_start_is_a_warning(
 
 @pytest.fixture
 def _wandb_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """What a logger or W&B itself sets for the process is taken back, and nothing is left of an earlier test."""
+    """What a logger or W&B itself sets for the process is taken back, and nothing is left of an
+    earlier test.
+    """
     wandb.teardown()  # it reads its variables once, and names its process in one
     for name in ("WANDB_SILENT", "WANDB_ERROR_REPORTING", "WANDB_DATA_DIR", "WANDB_SERVICE"):
         monkeypatch.setenv(name, "")
@@ -703,6 +712,21 @@ def test_a_home_that_cannot_be_written_costs_one_line(tmp_path: Path) -> None:
     assert "The home folder cannot be written: W&B's cache lies in the run's folder." in shown
     assert "INFO" not in shown
     assert "ERROR" not in shown
+
+
+@pytest.mark.usefixtures("_wandb_leaves_no_trace")
+def test_a_disabled_run_is_wandbs_own_and_takes_what_is_for_another_kind_of_logger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    logger = logger_in(tmp_path, {})
+    assert logger is not None
+    assert logger.experiment.config.get("lr", 0.1) == 0.1
+    assert wandb.run is not None
+    assert Path(logger.experiment.dir).name == "files"
+    logger.experiment.add_scalar("for TensorBoard", 1.0)
+    logger.finish(0)
+    assert wandb.run is None
 
 
 class UsesWandb(OneWeight):

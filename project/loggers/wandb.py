@@ -149,11 +149,13 @@ class WandbRunLogger(WandbLogger, Callback):
     @property
     def experiment(self) -> Any:
         """The W&B run, started at the first call; a disabled one where W&B is off."""
-        if self._run is None and self.mode == "disabled" and "wandb" not in sys.modules:
-            # Lightning asks every logger for it before training, but perhaps nobody will use it.
-            # The import takes half a second.
-            return _DisabledRun(self)
-        return self.begin()
+        if self.mode != "disabled":
+            return self.begin()
+        # Lightning asks every logger for it before training, but perhaps nobody will use it, and
+        # the import of W&B takes half a second. A module that has imported it may use wandb.log.
+        if "wandb" in sys.modules:
+            self.begin()
+        return _DisabledRun(self)
 
     def begin(self) -> Any:
         """Start the W&B run, unless it has started; returns it."""
@@ -299,7 +301,8 @@ class WandbRunLogger(WandbLogger, Callback):
             try:
                 run = wandb.init(**options, mode="online")
             except Exception as error:
-                why = " ".join(str(error).split())
+                # W&B's advice on its settings follows in further lines.
+                why = str(error).partition("\n")[0]
                 rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({why}).")
                 self.mode = "offline"
                 # W&B's process still holds the run that did not start.
@@ -336,14 +339,17 @@ class WandbRunLogger(WandbLogger, Callback):
         return options
 
 
-class _DisabledRun:
-    """W&B's disabled run, which starts when something of it is used."""
+class _DisabledRun(DummyExperiment):
+    """W&B's disabled run, which starts when something of it is used.
+
+    What W&B's run lacks does nothing: it is for another kind of logger, such as ``add_scalar``.
+    """
 
     def __init__(self, logger: WandbRunLogger) -> None:
         self._logger = logger
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger.begin(), name)
+        return getattr(self._logger.begin(), name, self.nop)
 
 
 def disabled_run() -> Any:
