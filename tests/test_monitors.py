@@ -20,6 +20,8 @@ from project.callbacks.memory import MemoryMonitor, dense_parts, size_gib  # fea
 from project.callbacks.monitor import Monitor, never_ends_the_run
 from project.callbacks.optimizer import OptimizerMonitor, gradient_norm  # feature: optimizer
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
+from project.engine.summary import Summary
+from project.run_result import AddsFacts, RunResult
 from tests.commands import complete
 from tests.monitored import (
     in_a_fork,
@@ -235,6 +237,38 @@ def test_a_monitor_that_fails_on_one_rank_holds_up_no_other(tmp_path: Path) -> N
     for rank in (0, 1):
         shared = json.loads((tmp_path / f"{rank}.json").read_text())
         assert shared == [[0, 1], None, None]
+
+
+def empty_result() -> RunResult:
+    facts = Summary("r", True, "cpu", "32-true", 1, parameters=5, epochs=1, steps=5, fit_seconds=1)
+    return RunResult(facts, config="")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_the_monitors_measured_is_in_the_runs_result(tmp_path: Path) -> None:
+    used = monitors()
+    trainer, _ = make_trainer(tmp_path, *used)
+    trainer.fit(Regression(), points())
+    result = empty_result()
+    for monitor in used:
+        if isinstance(monitor, AddsFacts):
+            monitor.add_facts(trainer, result)
+    # feature: throughput
+    (throughput,) = [each for each in used if isinstance(each, ThroughputMonitor)]
+    assert throughput.summary().items() <= result.summary.metrics.items()
+    assert result.summary.metrics["throughput/samples_per_sec"] > 0
+    assert result.summary.advice == throughput.advice(trainer)
+    # end feature: throughput
+    # feature: memory
+    (memory,) = [each for each in used if isinstance(each, MemoryMonitor)]
+    assert memory.peaks.items() <= result.summary.metrics.items()
+    assert result.summary.metrics["memory/peak_rss_gib"] > 0
+    assert result.breakdown == memory.breakdown
+    assert result.breakdown["weights"] == 5 * 4 / 1024**3
+    memory.leaks = {"host": "it leaks"}
+    memory.add_facts(trainer, result)
+    assert result.leaks == ["it leaks"]
+    # end feature: memory
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +128,15 @@ def test_a_batch_that_is_a_dictionary_is_left_alone(tmp_path):
     batches = [{"x": torch.zeros(2, 7), "y": torch.zeros(2).long()}]
     trainer.test(Dictionaries(), DataLoader(batches, batch_size=None), verbose=False)
     assert callback.confusion is None
+
+
+def test_what_was_predicted_is_in_the_runs_result(tmp_path):
+    callback = pass_over(tmp_path, batch_of([1, 0], [[0.9, 0.1], [0.4, 0.6]]))
+    result = SimpleNamespace(confusion=None, mistakes=[])
+    callback.add_facts(None, result)
+    assert result.confusion.tolist() == [[0, 1], [1, 0]]
+    assert result.mistakes == callback.mistakes
+    assert len(result.mistakes) == 2
 
 
 def test_results_of_all_ranks_are_put_together(tmp_path, monkeypatch):

@@ -120,9 +120,11 @@ class ThroughputMonitor(Monitor):
         if waited >= LOADER_BOUND_PCT:
             # There is no flag to try: more workers would make quick data slower.
             return f"loader-bound: {measured}"
+        # feature: tune
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(datamodule, contract.HasBatchSize):  # feature: tune
+        if isinstance(datamodule, contract.HasBatchSize):
             measured += " To find the fastest batch size: python -m project.tune batch_size."
+        # end feature: tune
         return measured
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
