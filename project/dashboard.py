@@ -18,7 +18,8 @@ import yaml
 
 from project.engine.command import CommandParser, run
 from project.errors import UserError
-from project.loggers import PANELS, STEP, wandb_state
+from project.loggers.panels import PANELS
+from project.loggers.wandb_account import STEP, wandb_state
 
 SECTIONS_FILE = Path(__file__).with_suffix(".yaml")
 

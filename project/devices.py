@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from project import hardware
 from project.engine.command import CommandParser, add_output, run
-from project.loggers import wandb_state  # feature: wandb
+from project.loggers.wandb_account import wandb_state  # feature: wandb
 from project.tables import format_table, write_rows
 
 # A GPU is taken if it computes so much for others, or if a smaller share of its memory is free.

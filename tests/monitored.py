@@ -20,7 +20,9 @@ from tests.commands import complete
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Several threads on a busy machine wait for each other, and these runs are too small to gain from them."""
+    """Several threads on a busy machine wait for each other, and these runs are too small to gain
+    from them.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,10 +30,17 @@ def one_thread():
 
 
 def in_a_fork(of_two_ranks: Callable[[Path], None], folder: Path) -> None:
-    """Call a test file's function in a process that may fork once more: one that has trained before may not."""
+    """Call a test file's function in a process that may fork once more: one that has trained before
+    may not.
+    """
     module, name = of_two_ranks.__module__.rpartition(".")[2], of_two_ranks.__name__
-    code = f"import sys; from pathlib import Path; from tests.{module} import {name}; {name}(Path(sys.argv[1]))"
-    done = complete([sys.executable, "-c", code, str(folder)])
+    code = [
+        "import sys",
+        "from pathlib import Path",
+        f"from tests.{module} import {name}",
+        f"{name}(Path(sys.argv[1]))",
+    ]
+    done = complete([sys.executable, "-c", "\n".join(code), str(folder)])
     assert done.returncode == 0, done.stderr
 
 
@@ -116,7 +125,9 @@ class Layer(nn.Linear):
 
 
 class Linear(LightningModule):
-    """Logistic regression; ``on_step`` and ``on_validation`` are called in every training and validation step."""
+    """Logistic regression; ``on_step`` and ``on_validation`` are called in every training and
+    validation step.
+    """
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import pytest
 
 from project import dashboard
 from project.engine import command as entry
-from project.loggers import PANELS
+from project.loggers.panels import PANELS
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 
 pytest.importorskip("wandb_workspaces")

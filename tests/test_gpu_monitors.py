@@ -1,4 +1,4 @@
-"""The monitors on a real CUDA device: against PyTorch's own counters, and within what a GPU can do."""
+"""The monitors on a real CUDA device: against PyTorch's own counters, and in its limits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from project.callbacks.memory import (
-    ACTIVATIONS,
-    GIB,
-    MemoryMonitor,
-    MemorySnapshot,
-)  # feature: memory
+from project.callbacks.memory import ACTIVATIONS, GIB, MemoryMonitor  # feature: memory
+from project.callbacks.memory_snapshot import MemorySnapshot  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
-from project.callbacks.profiler import StepProfiler  # feature: profiler
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
+from project.profiler import StepProfiler  # feature: profiler
 from tests.monitored import Linear, Points, make_trainer
 
 pytestmark = [

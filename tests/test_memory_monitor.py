@@ -24,14 +24,14 @@ from project.callbacks.memory import (
     GIB,
     MIB,
     MemoryMonitor,
-    MemorySnapshot,
-    flags_to_try,
     host_memory,
     leak_report,
     memory_breakdown,
 )
-from project.engine.lightning_internals import LiveMemory
+from project.callbacks.memory_snapshot import MemorySnapshot
+from project.callbacks.out_of_memory import flags_to_try
 from project.errors import UserError, is_out_of_memory
+from project.live_memory import LiveMemory
 from tests.monitored import (
     Linear,
     Points,
@@ -86,7 +86,9 @@ class FakeHost:
 def known_run(
     folder: Path, **options: Any
 ) -> tuple[Any, Any, FakeAllocator, MemoryMonitor, Linear]:
-    """A run that holds 1 GiB; a training step touches 3, a validation step 5, what came before training 6."""
+    """A run that holds 1 GiB; a training step touches 3, a validation step 5, what came before
+    training 6.
+    """
     allocator = FakeAllocator()
     monitor = MemoryMonitor(allocator.read, FakeHost())
     trainer, rows = make_trainer(folder, monitor, **{"log_every_n_steps": 4, **options})
@@ -381,7 +383,8 @@ def test_steady_growth_is_reported_with_numbers_and_nothing_else_is():
     report = last_report(500, 508, 516, 524, 532)
     assert report is not None
     assert report.startswith(
-        "host memory looks like it leaks: 8.0 MiB more after each of the last 4 epochs (500 MiB → 532 MiB)"
+        "host memory looks like it leaks: "
+        "8.0 MiB more after each of the last 4 epochs (500 MiB → 532 MiB)"
     )
     assert last_report(500, 508, 516, 524) is None  # too few epochs to tell
     assert last_report(500, 564, 580, 588, 592) is None  # caches that fill up

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from project.loggers.metrics_csv import MetricsCSV
+from project.loggers.metrics_csv import MetricsCSV, read_metrics
 from tests.monitored import read
 
 
@@ -30,20 +30,46 @@ def test_what_is_logged_at_one_step_is_one_row_whenever_it_is_written(path: Path
     ]
 
 
-def test_a_row_that_grows_or_shrinks_is_written_over_and_the_file_not_anew(path: Path) -> None:
+def test_lines_are_appended_and_a_row_that_grew_is_joined_when_it_is_read_and_at_the_end(
+    path: Path,
+) -> None:
     logger = MetricsCSV(path)
     for step in range(3):
         logger.log_metrics({"a": step, "b": step / 3}, step)
-        logger.save()
-    file = path.stat().st_ino
-    for value in (1e-9 / 3, 5):
-        logger.log_metrics({"b": value}, 2)
-        logger.save()
-        assert read(path)[2] == {"step": 2, "a": 2, "b": value}
-        assert path.stat().st_ino == file
+        assert logger.save() == step + 1
+    before = path.read_bytes()
+    logger.log_metrics({"b": 1e-9 / 3}, 2)
+    assert logger.save() == 3
+    assert path.read_bytes().startswith(before), "no line is written over while a run goes on"
+    wanted = [{"step": step, "a": step, "b": step / 3} for step in range(3)]
+    wanted[2]["b"] = 1e-9 / 3
+    assert read_metrics(path) == wanted
+    logger.finalize("success")
+    assert read(path) == wanted
     logger.log_metrics({"a": 7}, 3)
-    logger.save()
+    logger.finalize("success")
     assert [row["step"] for row in read(path)] == [0, 1, 2, 3]
+
+
+def test_a_line_that_a_kill_cut_short_is_no_row(path: Path) -> None:
+    logger = MetricsCSV(path)
+    logger.log_metrics({"a": 1.25}, 1)
+    logger.save()
+    with open(path, "ab") as file:
+        file.write(b"1,,0.7")
+    assert read_metrics(path) == [{"step": 1, "a": 1.25}]
+
+
+def test_numbers_that_are_not_finite_are_kept_and_can_be_asked_for(path: Path) -> None:
+    logger = MetricsCSV(path)
+    nan, infinity = float("nan"), float("inf")
+    logger.log_metrics({"train/loss": 1.0, "val/loss": nan, "epoch": 0}, 1)
+    logger.log_metrics({"train/loss": infinity, "val/loss": 0.5, "epoch": nan}, 2)
+    logger.log_metrics({"train/loss": nan}, 3)
+    assert logger.not_finite() == {"train/loss": 2, "epoch": 2}
+    again = MetricsCSV(path)
+    again.keep_rows(3)
+    assert again.not_finite() == {"train/loss": 2, "epoch": 2}
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])

@@ -1,4 +1,6 @@
-"""Both monitors in whole runs of ``fit`` on the bundled digits: what they record, and what they say at the end."""
+"""Both monitors in whole runs of ``fit`` on the bundled digits: what they record, and what they say
+at the end.
+"""
 
 from __future__ import annotations
 

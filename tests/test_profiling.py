@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import Callback
 from torch.autograd import DeviceType
 
-from project.callbacks.profiler import REGIONS, StepProfiler, region_times
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.errors import UserError
+from project.profiler import REGIONS, StepProfiler, region_times
 from tests.commands import run
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 

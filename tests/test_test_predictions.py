@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from project.callbacks import test_predictions
+from project.callbacks import monitor
 from project.callbacks.test_predictions import TestPredictions
-from project.engine.lightning_internals import LiveMemory  # feature: tune, memory
+from project.live_memory import LiveMemory  # feature: tune, memory
 from tests.monitored import make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -129,8 +130,17 @@ def test_a_batch_that_is_a_dictionary_is_left_alone(tmp_path):
     assert callback.confusion is None
 
 
+def test_what_was_predicted_is_in_the_runs_result(tmp_path):
+    callback = pass_over(tmp_path, batch_of([1, 0], [[0.9, 0.1], [0.4, 0.6]]))
+    result = SimpleNamespace(confusion=None, mistakes=[])
+    callback.add_facts(None, result)
+    assert result.confusion.tolist() == [[0, 1], [1, 0]]
+    assert result.mistakes == callback.mistakes
+    assert len(result.mistakes) == 2
+
+
 def test_results_of_all_ranks_are_put_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(test_predictions, "of_all_ranks", lambda mine: [mine, (None, []), mine])
+    monkeypatch.setattr(monitor, "of_all_ranks", lambda mine: [mine, (None, []), mine])
     callback = pass_over(tmp_path, batch_of([1, 0], [[0.9, 0.1], [0.4, 0.6]]), most=3)
     assert callback.confusion is not None
     assert callback.confusion.tolist() == [[0, 2], [2, 0]]

@@ -17,16 +17,18 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
+from project.callbacks.flops import (
+    may_use_tf32,
+    mfu_per_sample_per_sec,
+    peak_flops,
+    training_flops_per_sample,
+)
 from project.callbacks.throughput import (
     GpuUtilization,
     ThroughputMonitor,
     Window,
-    may_use_tf32,
-    mfu_per_sample_per_sec,
-    peak_flops,
     rates,
     samples_in,
-    training_flops_per_sample,
 )
 from project.engine.cli import silence_unfounded_advice
 from project.model.networks import MLP, ConvNet
@@ -47,7 +49,9 @@ FETCH, STEP = 0.005, 0.010  # seconds a batch takes in the known runs
 
 
 class Known:
-    """A run on 83 samples in batches of 8, the last of 3: eleven batches of 15 ms, of which 5 ms are waiting."""
+    """A run on 83 samples in batches of 8, the last of 3: eleven batches of 15 ms, of which 5 ms
+    are waiting.
+    """
 
     def __init__(self, folder: Path, *callbacks: Callback, **options: Any) -> None:
         self.clock = FakeClock()
@@ -88,7 +92,8 @@ def test_windows_end_at_log_steps_and_at_the_epochs_end_without_the_warm_up(tmp_
 def test_every_epoch_begins_a_new_window_and_only_the_first_warms_up(tmp_path):
     run = Known(tmp_path, max_epochs=2)
     rows = run.fit()
-    # 11 steps an epoch: the log steps 12, 16 and 20 fall on the second epoch's 1st, 5th and 9th batch
+    # 11 steps an epoch: the log steps 12, 16 and 20 fall on the second epoch's 1st, 5th and 9th
+    # batch
     assert rows[3:] == [
         (11, expected(1, 8)),
         (15, expected(4, 32)),
@@ -175,6 +180,48 @@ def test_the_work_between_two_epochs_is_outside(tmp_path):
 
     run = Known(tmp_path, Between(), max_epochs=2)
     assert run.fit()[3] == (11, expected(1, 8))
+
+
+class Workers:
+    """A loader whose workers take 40 s to start, each with its first batch of the epoch."""
+
+    num_workers = 2
+
+    def __init__(self, run: Known, persistent: bool) -> None:
+        self.run = run
+        self.persistent_workers = persistent
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Any:
+        starts = self.epochs == 0 or not self.persistent_workers
+        self.epochs += 1
+        for place, batch in enumerate(Points(83, 8).loader()):
+            self.run.clock.advance(40.0 if starts and place < self.num_workers else FETCH)
+            yield batch
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_start_of_workers_is_no_wait_for_data(tmp_path, persistent):
+    run = Known(tmp_path, max_epochs=2, log_every_n_steps=11)
+    run.data = Workers(run, persistent)
+    (first, second) = run.fit()
+    assert first == (10, expected(9, 67))
+    # Workers that live on are waited for like any other loader.
+    waits = 11 if persistent else 9
+    seconds = 11 * STEP + waits * FETCH
+    assert second[1]["samples_per_sec"] == pytest.approx(83 / seconds)
+    assert second[1]["data_wait_pct"] == pytest.approx(100 * waits * FETCH / seconds)
+    assert run.monitor.advice(run.trainer).startswith("loader-bound: 1")
+
+
+def test_a_short_run_with_workers_is_not_called_loader_bound(tmp_path):
+    run = Known(tmp_path, max_epochs=2, limit_train_batches=2)
+    run.data = Workers(run, persistent=False)
+    run.fit()
+    assert run.monitor.advice(run.trainer) == "10.0 ms a batch, 0 % of it waiting for data."
 
 
 def test_a_step_of_accumulated_batches_counts_all_of_them(tmp_path):
@@ -339,16 +386,19 @@ def test_the_users_profiler_behind_ours_hears_what_it_would_hear_alone(tmp_path)
     assert {"start save_checkpoint", "stop run_training_batch", "summary"} <= set(behind.told)
 
 
-def test_a_profiler_of_several_runs_tells_the_newest_alone():
-    readings: list[str] = []
-    shared, before, now = Heard(), ThroughputMonitor(), ThroughputMonitor()
-    for name, monitor in {"before": before, "now": now}.items():
-        monitor.clock = lambda name=name: readings.append(name) or 0.0
-        monitor.setup(SimpleNamespace(profiler=shared), None, "fit")
-    with shared.profile("x.train_dataloader_next"):
-        pass
-    assert readings == ["now", "now"]
-    assert shared.told == ["start x.train_dataloader_next", "stop x.train_dataloader_next"]
+def test_the_trainer_has_its_own_profiler_again_after_a_run_that_ends_or_fails(tmp_path):
+    own = Heard()
+    run = Known(tmp_path, profiler=own)
+    seen: list[Any] = []
+    run.module.on_step = lambda: seen.append(run.trainer.profiler.told)
+    run.fit()
+    assert seen[0] is own.told, "a module's own code reaches what the user's profiler has"
+    assert run.trainer.profiler is own
+    run = Known(tmp_path, profiler=own)
+    run.module.on_step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.fit()
+    assert run.trainer.profiler is own
 
 
 @pytest.mark.parametrize(
@@ -403,6 +453,10 @@ def test_rates_of_several_ranks_are_totals_over_their_mean_time():
             "throughput/gpu_utilization_pct": 50.0,
         }
     )
+
+
+def test_a_clock_that_stood_still_gives_no_rates_and_no_error():
+    assert rates([Window(0.0, batches=1, steps=1, samples=8, seconds=0.0)]) == {}
 
 
 def test_samples_are_left_out_where_a_batch_does_not_tell():
@@ -485,7 +539,9 @@ def test_gpu_metrics_join_the_window(tmp_path, monkeypatch):
 
 
 class Readings:
-    """Utilization as the driver would tell it, value by value; ``drained`` is set when the last one was taken."""
+    """Utilization as the driver would tell it, value by value; ``drained`` is set when the last one
+    was taken.
+    """
 
     def __init__(self, *values: float) -> None:
         self.values = list(values)

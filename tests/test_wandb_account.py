@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from project.loggers import wandb_state
+from project.loggers.wandb_account import wandb_state
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What a GPU, NCCL and CUDA's switches ask of the engine, as far as it shows without a GPU; the rest is marked gpu."""
+"""What a GPU, NCCL and CUDA's switches ask of the engine, as far as it shows without a GPU; the
+rest is marked gpu.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ def averaging(module: nn.Module, **options: Any) -> tuple[EMAWeightAveraging, An
 
 
 def test_averaged_weights_lie_on_the_device_and_their_count_on_the_host() -> None:
-    """The device is PyTorch's ``meta``: a value that is read from it, as ``bool(tensor)`` does, is an error there."""
+    """The device is PyTorch's ``meta``: a value that is read from it, as ``bool(tensor)`` does, is
+    an error there.
+    """
     _, model = averaging(Linear())
     assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
     trained = Linear().to("meta")
@@ -250,7 +254,9 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
 def test_every_rank_learns_that_rank_zero_could_not_save(
     tmp_path: Path, fault: Exception | None
 ) -> None:
-    """Two processes with gloo. A rank that is not told would wait at a barrier that the other never reaches."""
+    """Two processes with gloo. A rank that is not told would wait at a barrier that the other never
+    reaches.
+    """
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     processes = [

@@ -1,4 +1,6 @@
-"""A stand-in for W&B's server: it answers what wandb's client asks for a run and its artifacts, and keeps what came."""
+"""A stand-in for W&B's server: it answers what wandb's client asks for a run and its artifacts, and
+keeps what came.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class StandIn:
         self._http.server_close()
 
     def stream(self, sent: Json) -> None:
-        """Take lines where they belong: what is sent again from the start replaces what was there."""
+        """Take lines where they belong: what is sent again replaces what was there."""
         for name, part in (sent.get("files") or {}).items():
             kept = self.lines.setdefault(name, [])
             kept[part["offset"] : part["offset"] + len(part["content"])] = part["content"]

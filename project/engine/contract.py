@@ -253,6 +253,14 @@ class OrdersByEpoch(Protocol):
         ...
 
 
+@runtime_checkable
+class HasWorkers(Protocol):
+    """A loader that fetches in worker processes."""
+
+    num_workers: int
+    persistent_workers: bool  # they live on from epoch to epoch
+
+
 # What a callback may have
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import threading
-import weakref  # feature: tune, memory
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -360,57 +359,29 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
 
 
 # end feature: memory
-class LiveMemory(ExitStack):  # feature: tune, memory
-    """Counts the bytes of every CPU tensor that is made while this is active and still alive; costs
-    microseconds each.
 
-    Not within one operation. A compiled network runs eagerly. Above ``limit_bytes``:
-    ``torch.OutOfMemoryError``. Buys what the CPU's allocator does not count. Public way missing:
-    PyTorch has ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public,
-    does not see the backward pass.
+
+# feature: tune, memory
+@contextmanager
+def results_of_operations(tell: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Inside, call ``tell`` with what each PyTorch operation returns, as a flat list.
+
+    Buys a count of the CPU's memory. Public way missing: PyTorch has ``TorchDispatchMode`` in this
+    module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
     """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        super().__init__()
-        self.limit_bytes = limit_bytes
-        self.live_bytes = self.peak_bytes = 0
-        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tell(tree_leaves(result))
+            return result
 
-    def __enter__(self) -> LiveMemory:
-        from torch.utils._python_dispatch import TorchDispatchMode
-        from torch.utils._pytree import tree_leaves
+    with Results():
+        yield
 
-        class Results(TorchDispatchMode):
-            def __torch_dispatch__(
-                _, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                result = func(*args, **(kwargs or {}))
-                self.count(tree_leaves(result))
-                return result
 
-        self.enter_context(Results())
-        return super().__enter__()
-
-    def count(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were made before, such as weights; one that is counted already is not
-        counted again.
-        """
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                if (
-                    storage not in self._counted
-                ):  # PyTorch keeps one Python object per storage while that lives
-                    self._counted.add(storage)
-                    weakref.finalize(storage, self._add, -storage.nbytes())
-                    self._add(storage.nbytes())
-        if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-            used, limit = (
-                f"{self.live_bytes / 2**30:.3f} GiB",
-                f"{self.limit_bytes / 2**30:.3f} GiB",
-            )
-            raise torch.OutOfMemoryError(f"{used} of tensors, the limit is {limit}")
-
-    def _add(self, size: int) -> None:
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+# end feature: tune, memory

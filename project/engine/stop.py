@@ -11,8 +11,6 @@ What happens, in order:
    130.
 """
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,24 +47,3 @@ class Agreement:
         earlier_work, earlier_value = before
         earlier_work.wait()
         return int(earlier_value)
-
-
-def failure_within(
-    seconds: float | None, work: Callable[[], Any]
-) -> BaseException | None:  # feature: report, wandb
-    """Do ``work`` in a thread, which is left behind after ``seconds``; returns what went wrong,
-    None if nothing.
-    """
-    outcome: list[BaseException | None] = [TimeoutError(f"not done after {seconds} s")]
-
-    def target() -> None:
-        try:
-            work()
-            outcome[0] = None
-        except BaseException as error:  # wandb.teardown raises SystemExit where its process failed
-            outcome[0] = error
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return outcome[0]

@@ -1,7 +1,10 @@
 """Where scalars go in any case: metrics.csv in the run's folder."""
 
+from __future__ import annotations
+
 import csv
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,102 +15,200 @@ from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from project.errors import UserError
-from project.tables import columns_of, read_rows, write_atomically
+from project.tables import columns_of, write_atomically
 
-FIRST = {"step": 0, "epoch": 0}  # the first columns, of whole numbers
+# The first columns, of whole numbers.
+FIRST = {"step": 0, "epoch": 0}
+Row = dict[str, Any]
 
 
 class MetricsCSV(Logger):
-    """One row per logged step in ``metrics.csv``. Lightning's CSVLogger writes a row per call, and deletes the file of
-    a resumed run. Here such a run keeps the rows its checkpoint knew: the file ends like that of an undisturbed one.
-    """
+    """One row per logged step in ``metrics.csv``.
 
-    name, version = "csv", ""
-    experiment = property(
-        lambda self: DummyExperiment()
-    )  # for code that logs to another kind of logger
+    Lightning's CSVLogger writes a row per call, and deletes the file of a resumed run. Here such a
+    run keeps the rows its checkpoint knew: the file ends like that of an undisturbed one.
+
+    While a run goes on, lines are only appended. A step that is logged to again after its line was
+    saved gets another line with what is new. :func:`read_metrics` joins the lines of a step, and
+    the file is joined when training ends or is resumed.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        rows = self._read()
-        self._columns, self._before = (
-            columns_of([FIRST, *rows]),
-            len(rows),
-        )  # rows before the one being gathered
-        self._row: dict[str, Any] = {}  # being gathered
-        self._row_start = 0  # where it begins in the file, in bytes
-        self._row_changed = False
+        rows = read_metrics(path)
+        self._columns = columns_of([FIRST, *rows])
+        self._count = len(rows)  # rows, with the one of this step
+        self._step: int | None = None  # what is logged to; None before the first
+        self._unsaved: Row = {}  # values of this step that are in no line yet
+        self._has_line = False  # whether this step has a line in the file
+        self._has_split_rows = False  # whether a step has several
 
-    save_dir = log_dir = property(
-        lambda self: str(self.path.parent)
-    )  # where a module's own code puts its files
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder: where a module's own code puts its files."""
+        return str(self.path.parent)
+
+    @property
+    def log_dir(self) -> str:
+        return self.save_dir
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """Takes everything and does nothing: for code that logs to another kind of logger."""
+        return DummyExperiment()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run's config.yaml holds them."""
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        metrics = {**metrics, "step": step or 0}
-        if not self._row or self._row["step"] != metrics["step"]:
-            self._before, self._row = self.save(), {}
-            self._row_start = self.path.stat().st_size if self.path.exists() else 0
-        self._row |= {
-            k: int(x) if k in FIRST else float(x)
-            for k, x in metrics.items()
-            if not isinstance(x, str)
-        }
-        self._row_changed = True
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        step = step or 0
+        if step != self._step:
+            self.save()
+            self._step = step
+            self._has_line = False
+            self._count += 1
+        for name, value in metrics.items():
+            # A module may tell all of its loggers a text.
+            if name != "step" and not isinstance(value, str):
+                self._unsaved[name] = as_number(name, value)
 
-    def save(self, to_disk: bool = False) -> int:  # type: ignore[override] # finalize calls it, too
-        """Write the row, which may still grow; returns the number of rows, which ``to_disk`` saves from a power cut."""
-        if self._row_changed:
-            new = sorted(self._row.keys() - {*self._columns})
-            if new or not self.path.exists():
-                self._columns += new
-                self._rewrite([*self._read()[: self._before], self._row])
-            else:  # append the row, or put it over its earlier state: the file may be long, and is not written anew
-                with open(self.path, "r+b") as file:
-                    file.seek(self._row_start)
-                    file.write(self._as_text([self._row]))
-                    file.truncate()
-            self._row_changed = False
-        if to_disk and self._row and self.path.exists():
+    def save(self, to_disk: bool = False) -> int:  # type: ignore[override]
+        """Append what was logged since the last call; returns the number of rows, the last of which
+        may still grow.
+
+        ``to_disk``: also save the file from a power cut.
+        """
+        if self._unsaved:
+            self._append({"step": self._step, **self._unsaved})
+            self._unsaved = {}
+        if to_disk and self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
-        return self._before + bool(self._row)
+        return self._count
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Called by Lightning when training or a test has ended, or failed."""
+        self.save()
+        if self._has_split_rows:
+            self._rewrite(read_metrics(self.path))
 
     @rank_zero_only
     def keep_rows(self, count: int) -> None:
-        """Go on after the first ``count`` rows, the last of which may still grow: a resumed run repeats the others."""
-        rows = self._read()[:count]
+        """Go on after the first ``count`` rows, the last of which may still grow: a resumed run
+        repeats the others.
+        """
+        rows = read_metrics(self.path)[:count]
         self._columns = columns_of([FIRST, *rows])
-        self._row, self._row_changed = dict(*rows[-1:]), False
+        self._count = len(rows)
+        self._step = rows[-1]["step"] if rows else None
+        self._unsaved = {}
         if self.path.exists():
             self._rewrite(rows)
 
-    def _read(self) -> list[dict[str, Any]]:
-        try:
-            return [
-                row | {name: int(row[name]) for name in FIRST if name in row}
-                for row in read_rows(self.path)
-            ]
-        except (
-            ValueError,
-            TypeError,
-            csv.Error,
-        ) as error:  # TypeError: a row has more values than there are names
-            raise UserError(
-                f"{self.path} is damaged ({error}). Move it away and go on: its rows begin anew."
-            ) from None
+    def not_finite(self) -> dict[str, int]:
+        """Metrics that were NaN or infinite when they were logged last → the first step at which
+        they were.
+        """
+        self.save()
+        return not_finite(read_metrics(self.path))
 
-    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the whole file anew. Its last row may still grow."""
-        head = self._as_text([dict(zip(self._columns, self._columns, strict=True)), *rows[:-1]])
-        write_atomically(head + self._as_text(rows[-1:]), self.path)
-        self._before, self._row_start = len(rows[:-1]), len(head)
+    def _append(self, row: Row) -> None:
+        new = sorted(row.keys() - {*self._columns})
+        if new or not self.path.exists():
+            self._columns += new
+            self._rewrite([*read_metrics(self.path), row])
+            return
+        with open(self.path, "ab") as file:
+            file.write(self._as_text([row]))
+        self._has_split_rows = self._has_split_rows or self._has_line
+        self._has_line = True
+
+    def _rewrite(self, rows: Sequence[Row]) -> None:
+        """Write the whole file anew, a line per step."""
+        heading = dict(zip(self._columns, self._columns, strict=True))
+        write_atomically(self._as_text([heading, *joined(rows)]), self.path)
+        self._has_line = bool(rows)
+        self._has_split_rows = False
 
     def _as_text(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
         text = io.StringIO()
         csv.DictWriter(text, self._columns).writerows(rows)
         return text.getvalue().encode()
+
+
+def as_number(name: str, value: Any) -> float:
+    """A logged value as it stands in the file. A step and an epoch are whole numbers, unless they
+    are not finite.
+    """
+    number = float(value)
+    if name in FIRST and math.isfinite(number):
+        return int(number)
+    return number
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics.csv, a row per step, without empty cells; none where there is no file.
+
+    A line without an end is left out: the run was killed while it wrote it. A UserError where the
+    file is damaged.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise damaged(path, error) from None
+    whole_lines = text[: text.rfind("\n") + 1]
+    lines = csv.DictReader(io.StringIO(whole_lines, newline=""))
+    try:
+        rows = [numbers_of(cells) for cells in lines]
+    # TypeError: a line has more values than there are names.
+    except (ValueError, TypeError, csv.Error) as error:
+        raise damaged(path, error) from None
+    if any("step" not in row for row in rows):
+        raise damaged(path, ValueError("a row without a step"))
+    return joined(rows)
+
+
+def numbers_of(cells: Mapping[str, str]) -> Row:
+    """A line's numbers by column, without empty cells."""
+    return {name: as_number(name, cell) for name, cell in cells.items() if cell}
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    """The error to raise where a file cannot be read, and how to go on."""
+    return UserError(f"{path} is damaged ({error}). Move it away and go on: its rows begin anew.")
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose neighbours of the same step are one row. The later value of a name wins."""
+    found: list[Row] = []
+    for row in rows:
+        if found and found[-1]["step"] == row["step"]:
+            found[-1] = found[-1] | row
+        else:
+            found.append(row)
+    return found
+
+
+def not_finite(rows: Sequence[Row]) -> dict[str, int]:
+    """Metrics whose last value is NaN or infinite → the first step at which a value was."""
+    first: dict[str, int] = {}
+    last: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            last[name] = value
+            if not math.isfinite(value):
+                first.setdefault(name, row["step"])
+    return {name: step for name, step in first.items() if not math.isfinite(last[name])}

@@ -1,14 +1,17 @@
-"""Weights & Biases: one run per job. Training never waits for its server, and never fails with it. Online where an API
-key is configured, else offline: no prompt, no network. W&B's own variables, such as ``WANDB_MODE``, are honoured.
+"""Weights & Biases: one run per job. Online where an API key is configured, else offline: no
+prompt, no network.
+
+Nothing that W&B does or fails to do ends a run. W&B's own variables, such as ``WANDB_MODE``, are
+honoured.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import threading
+import signal
+import sys
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,244 +22,374 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project.engine import contract, signals
 from project.engine.checkpointing import Best
 from project.engine.cli import Configuration
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run
-from project.engine.stop import failure_within
-from project.engine.summary import RunRecord, parameter_count
+from project.engine.summary import parameter_count
 from project.engine.trainer import as_list
 from project.errors import UserError, require
-from project.loggers import STEP, wandb_state
+from project.loggers.wandb_account import STEP, wandb_state
+from project.patience import failure_within
+from project.run_result import RunResult
 
 DEFAULT_PROJECT = "mnist-lightning"
-MODES = (
-    "online",
-    "offline",
-    "disabled",
-    "run",
-    "dryrun",
-)  # the last two are old names of the first two
+# The last two are old names of the first two.
+MODES = ("online", "offline", "disabled", "run", "dryrun")
 REFUSED_IN_PROJECT = "/\\#?%:"
-END_PATIENCE, STOP_PATIENCE = (
-    7.0,
-    4.0,
-)  # seconds that the end of a run waits for a server; a stopped one has ten in all
+# Seconds that a run's start and its end wait for a server. A stopped run has ten for everything.
+START_PATIENCE = 6.0
+END_PATIENCE = 7.0
+STOP_PATIENCE = 4.0
 SETTINGS: dict[str, Any] = {
-    "x_save_requirements": False,  # reads the metadata of every installed package: half a second; the lock file has it
-    "init_timeout": 15.0,  # seconds for the server to answer, while training goes on
-    "finish_timeout": END_PATIENCE,  # also for W&B's own process
+    # W&B would read the metadata of every installed package: half a second. The lock file has it.
+    "x_save_requirements": False,
+    "init_timeout": START_PATIENCE,
+    # Also for W&B's own process.
+    "finish_timeout": END_PATIENCE,
 }
-MOST_CLASSES = 50  # in a confusion matrix, whose table has a row per cell
+# In a confusion matrix, whose table has a row per cell.
+MOST_CLASSES = 50
 
 
 def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
-    """A run's W&B logger, idle on ranks above 0; None with ``--logger false`` and with a WandbLogger of the user's."""
-    mode, project = "disabled", os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
-    if is_rank_zero():
-        asked = os.environ.get("WANDB_MODE", "")
-        require(
-            not asked or asked.lower() in MODES,
-            "WANDB_MODE",
-            f"be one of {', '.join(MODES[:3])}",
-            asked,
-        )
-        finish_timeout()
-        mode = wandb_state().mode
-        if mode == "refused":
-            raise UserError(
-                "WANDB_MODE=online needs an API key, and none is configured. Run wandb login, or unset it."
-            )
-        os.environ["WANDB_MODE"] = (
-            mode  # W&B takes no other spelling; without it a user's WandbLogger asks for a key
-        )
-        fits = mode == "disabled" or not set(project) & set(REFUSED_IN_PROJECT)
-        require(fits, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
-    logger = WandbRunLogger(
-        run, project, config.resolved, mode, best
-    )  # its settings serve the user's, too
+    """A run's W&B logger, off on ranks above 0; None with ``--logger false`` and with a WandbLogger
+    of the user's.
+
+    A UserError where W&B would refuse what its variables ask for.
+    """
+    # A WandbLogger of the user's reads what is set here, too.
+    mode = checked_mode() if is_rank_zero() else "disabled"
+    project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
+    if mode != "disabled":
+        is_fine = not set(project) & set(REFUSED_IN_PROJECT)
+        require(is_fine, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
+        keep_wandb_quiet()
+    logger = WandbRunLogger(run, project, config.resolved, mode, best)
     chosen = config.trainer["logger"]
-    return (
-        None
-        if chosen is False or any(isinstance(each, WandbLogger) for each in as_list(chosen))
-        else logger
-    )
+    if any(isinstance(each, WandbLogger) for each in as_list(chosen)):
+        return None
+    if chosen is False:
+        # A module's own wandb.log finds a run that does nothing.
+        if "wandb" in sys.modules:
+            disabled_run()
+        return None
+    if mode != "disabled" and os.environ.get("WANDB_DIR"):
+        say("WANDB_DIR is not used: the files of a W&B run lie in the run's own folder.")
+    return logger
+
+
+def checked_mode() -> str:
+    """How runs log, online, offline or disabled; ``WANDB_MODE`` says so afterwards, spelled as W&B
+    takes it.
+    """
+    asked = os.environ.get("WANDB_MODE", "")
+    is_known = not asked or asked.lower() in MODES
+    require(is_known, "WANDB_MODE", f"be one of {', '.join(MODES[:3])}", asked)
+    finish_timeout()
+    mode = wandb_state().mode
+    if mode == "refused":
+        raise UserError(
+            "WANDB_MODE=online needs an API key, and none is configured. "
+            "Run wandb login, or unset it."
+        )
+    os.environ["WANDB_MODE"] = mode
+    return mode
 
 
 class WandbRunLogger(WandbLogger, Callback):
-    """Lightning's W&B logger, which waits for the server at its start and its end, and sends a row per call. Here the
-    run starts in a thread, rows wait until it is up, a step is one row, as in metrics.csv, and the end waits a few
-    seconds. It is a callback, too, and begins with training: before, nothing is on disk. ``mode``: online, offline or
-    disabled (a stand-in). W&B sums up the metric of ``best`` by its best value, others by their last.
+    """Lightning's W&B logger with a row per step, as in metrics.csv, and an end that waits only a
+    few seconds.
+
+    The run starts when Lightning first asks for it, before any hook of the user's: ``wandb.log``,
+    ``wandb.run`` and ``logger.experiment`` work in all of them. Where W&B is off, they get W&B's
+    own disabled run.
+
+    Args:
+        run: Its folder gets W&B's files. Its name and id are the W&B run's, unless ``WANDB_NAME``
+        and ``WANDB_RUN_ID``
+            say otherwise.
+        project: W&B's project.
+        config: The run's resolved configuration.
+        mode: ``online``, ``offline`` or ``disabled``.
+        best: W&B sums up the metric that it follows by its best value, other metrics by their last.
     """
 
     def __init__(
         self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None
     ) -> None:
-        folder, self.offline = str(run.folder), mode == "offline"
         super().__init__(
-            name=run.name, save_dir=folder, id=run.run_id, project=project, offline=self.offline
+            name=run.name,
+            save_dir=str(run.folder),
+            id=run.run_id,
+            project=project,
+            offline=mode == "offline",
         )
-        self.folder, self.config, self.best = run.folder, {**config}, best
-        # Resume offline, too: else wandb sync of a resumed run's second folder erases the rows of its first.
-        self.options = {
-            "name": run.name,
-            "project": project,
-            "dir": folder,
-            "id": run.run_id,
-            "resume": "allow",
-        }
-        self.record: RunRecord | None = (
-            None  # what the report shows: W&B gets its pictures at the end
-        )
-        self._run: Future[Any] = Future()
-        self._begun, self._given_up = mode == "disabled", False
-        self._rows: list[dict[str, Any]] = [
-            {}
-        ]  # wait for the run to be up; the last, of this step, may still grow
-        if mode == "disabled":
-            self._run.set_result(DummyExperiment())
-            return
-        os.environ.setdefault(
-            "WANDB_SILENT", "true"
-        )  # the run's last lines say where its files lie
-        os.environ.setdefault(
-            "WANDB_ERROR_REPORTING", "false"
-        )  # offline, too, it would wait for a server at the exit
-        os.environ.setdefault(
-            "HOME", os.path.expanduser("~")
-        )  # without it W&B's process prints its log
-        import wandb  # noqa: F401 - here, so that the thread's part is short; never where W&B is disabled
+        self.folder = run.folder
+        self.run_name = run.name
+        self.run_id = run.run_id
+        self.project = project
+        self.config = dict(config)
+        self.mode = mode
+        self.best = best
+        # What the report shows: W&B gets its pictures at the end.
+        self.record: RunResult | None = None
+        self._run: Any = None  # W&B's, once it has started
+        self._has_ended = False
+        self._row: dict[str, Any] = {}  # of this step, which may still grow
+        self._error: Exception | None = None  # with which W&B refused a row
+        self._own_folders: list[str] = []  # variables that were set for this run alone
 
-    log_dir = property(lambda self: str(self.folder))  # where a module's own code puts its files
+    @property
+    def log_dir(self) -> str:
+        """The run's folder: where a module's own code puts its files."""
+        return str(self.folder)
 
     @property
     def experiment(self) -> Any:
-        """The W&B run. Lightning asks for it before training; what it gets waits for the run at its first use."""
-        return self._run.result() if self._run.done() else _Awaited(self)
+        """The W&B run, started at the first call; a disabled one where W&B is off."""
+        if self.mode != "disabled":
+            return self.begin()
+        # Lightning asks every logger for it before training, but perhaps nobody will use it, and
+        # the import of W&B takes half a second. A module that has imported it may use wandb.log.
+        if "wandb" in sys.modules:
+            self.begin()
+        return _DisabledRun(self)
+
+    def begin(self) -> Any:
+        """Start the W&B run, unless it has started; returns it."""
+        if self._run is None:
+            self._run = disabled_run() if self.mode == "disabled" else self._start()
+        return self._run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            # Lightning has put all loggers aside, and the run leaves nothing behind.
+            self.mode = "disabled"
+            _ = self.experiment
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        source = getattr(trainer.datamodule, "data_source", None)  # type: ignore[attr-defined]
-        self.config |= {
-            "device": trainer.strategy.root_device.type,
-            "parameters": parameter_count(trainer, pl_module),
-        }
-        self.config |= {
-            "precision": trainer.precision,
-            "world_size": trainer.world_size,
-            "data_source": source,
-        }
-        self.begin()
+        """Add what only a run that has started knows to W&B's configuration."""
+        if self.mode == "disabled":
+            return
+        try:
+            self.begin().config.update(found_by_the_run(trainer, pl_module), allow_val_change=True)
+        except Exception as error:
+            rank_zero_warn(f"W&B's configuration lacks what the run found ({described(error)}).")
 
-    def begin(self) -> None:
-        """Start the W&B run."""
-        if not self._begun:
-            self._begun = True
-            # Files for upload are copied beside the run, not into the home folder, unless the user chose a place.
-            os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb"))
-            threading.Thread(target=self._start, daemon=True).start()
-
-    def wait(self) -> Any:
-        """The W&B run, once it is up; a stand-in that does nothing where it could not start."""
-        self.begin()
-        return self._run.result()
-
-    def log_hyperparams(self, params: Any) -> None:
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the resolved configuration holds them."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if step is not None and self._rows[-1].get(STEP, step) != step:
-            self._rows.append({})
-        self._rows[-1] |= metrics if step is None else {**metrics, STEP: step}
-        with suppress(
-            Exception
-        ):  # W&B's own process has died: the last row fails, too, and the end tells
-            while self._run.done() and len(self._rows) > 1:
-                self._run.result().log(self._rows.pop(0))
+        if self.mode == "disabled":
+            return
+        if step is None:
+            self._row |= metrics
+            return
+        if self._row.get(STEP, step) != step:
+            self._send_row()
+        self._row |= {**metrics, STEP: step}
+
+    def leave(self, trainer: Trainer, result: RunResult) -> None:
+        """Send the report's pictures and tables, and end the W&B run."""
+        self.record = result
+        exit_code = 0
+        if result.stopped_by is not None:
+            exit_code = 128 + signal.Signals[result.stopped_by]
+        self.finish(exit_code)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # After a signal the run still leaves what it has reached.
+        if not isinstance(exception, signals.Stopped):
+            self.finish(1)
 
     def finish(self, exit_code: int) -> None:
-        """Close the run with its pictures and the process's exit code: a stopped run is not shown as finished."""
-        if not self._begun:
+        """End the W&B run with the process's exit code: W&B does not show a stopped run as
+        finished.
+        """
+        if self._run is None or self._has_ended:
             return
-        patience = (
-            STOP_PATIENCE if exit_code else (None if self.offline else finish_timeout())
-        )  # files need no server
+        self._has_ended = True
+        patience: float | None = finish_timeout()
+        if self.mode != "online":
+            # Files need no server.
+            patience = None
+        if exit_code:
+            patience = STOP_PATIENCE
         if failure_within(patience, lambda: self._finish(exit_code)):
-            import wandb
-
-            self._given_up = True
-            lost = "W&B did not answer in time and has nothing of this run. metrics.csv has every value."
-            if self._run.done():
-                place = shlex.quote(os.path.relpath(Path(self._run.result().dir).parent))
-                lost = f"W&B did not take everything. To complete it: wandb sync {place}"
-            rank_zero_warn(lost)
-            failure_within(
-                0.5, wandb.teardown
-            )  # takes back W&B's exit hook, which would wait for its server
-        if os.environ.get("WANDB_DATA_DIR") == str(
-            self.folder / "wandb"
-        ):  # later runs of this process have others
-            del os.environ["WANDB_DATA_DIR"]
+            self._tell_what_is_lost()
+        # Later runs of this process have other folders.
+        for name in self._own_folders:
+            os.environ.pop(name, None)
 
     def _finish(self, exit_code: int) -> None:
-        run = self.wait()
-        for row in filter(None, self._rows):
-            run.log(row)
-        if self.record is not None and not isinstance(run, DummyExperiment):
+        self._send_row()
+        if self.record is not None and self.mode != "disabled":
             try:
-                log_record(run, self.record, self.folder)
+                send_result(self._run, self.record, self.folder)
             except Exception as error:
                 rank_zero_warn(
-                    f"W&B got no pictures ({type(error).__name__}: {error}). The run is not affected."
+                    f"W&B got no pictures ({described(error)}). The run is not affected."
                 )
-        run.finish(exit_code=exit_code)
+        self._run.finish(exit_code=exit_code)
+        if self._error is not None:
+            raise self._error
 
-    def _start(self) -> None:
+    def _tell_what_is_lost(self) -> None:
+        import wandb
+
+        place = shlex.quote(os.path.relpath(Path(self._run.dir).parent))
+        rank_zero_warn(f"W&B did not take everything. To complete it: wandb sync {place}")
+        # It takes W&B's exit hook back, which would wait for its server.
+        failure_within(0.5, wandb.teardown)
+
+    def _send_row(self) -> None:
+        row = self._row
+        self._row = {}
+        if not row or self._error is not None:
+            return
+        try:
+            self.begin().log(row)
+        except Exception as error:
+            # W&B's own process has died. Training goes on, and the end of the run tells.
+            self._error = error
+
+    def _start(self) -> Any:
+        """W&B's run; a disabled one, and a warning, where it cannot start."""
+        import wandb
+
+        if wandb.run is not None and not wandb.run.disabled:
+            # The user's own code has started one.
+            return wandb.run
+        self._keep_files_beside_the_run()
         try:
             run = self._init()
-            run.define_metric(STEP, hidden=True)  # all panels are drawn over optimizer steps
+            # All panels are drawn over optimizer steps.
+            run.define_metric(STEP, hidden=True)
             run.define_metric("epoch", hidden=True)
             run.define_metric("*", step_metric=STEP)
             if self.best is not None and self.best.monitor is not None:
                 run.define_metric(self.best.monitor, step_metric=STEP, summary=self.best.mode)
         except Exception as error:
-            if not self._given_up:
-                rank_zero_warn(
-                    f"W&B could not start and records nothing ({type(error).__name__}: {error})."
-                )
-            run = DummyExperiment()
-        self._run.set_result(run)
+            rank_zero_warn(f"W&B could not start and records nothing ({described(error)}).")
+            self.mode = "disabled"
+            return disabled_run()
+        return run
+
+    def _keep_files_beside_the_run(self) -> None:
+        """Have W&B keep its files in the run's folder, unless the user chose a place."""
+        # Files for upload are copied there, not into the home folder.
+        self._use_own_folder("WANDB_DATA_DIR", self.folder / "wandb")
+        if not is_home_writable() and "WANDB_CACHE_DIR" not in os.environ:
+            # W&B's process would print its log to the terminal.
+            self._use_own_folder("WANDB_CACHE_DIR", self.folder / "wandb" / "cache")
+            say("The home folder cannot be written: W&B's cache lies in the run's folder.")
+
+    def _use_own_folder(self, variable: str, folder: Path) -> None:
+        if variable not in os.environ:
+            os.environ[variable] = str(folder)
+            self._own_folders.append(variable)
 
     def _init(self) -> Any:
         import wandb
 
-        settings = {
-            key: value
-            for key, value in SETTINGS.items()
-            if f"WANDB_{key.upper()}" not in os.environ
-        }
-        options: dict[str, Any] = {
-            **self.options,
-            "config": self.config,
-            "settings": wandb.Settings(**settings),
-        }
-        if not self.offline:
+        options = self._options()
+        if self.mode == "online":
             try:
                 run = wandb.init(**options, mode="online")
+            except Exception as error:
+                # W&B's advice on its settings follows in further lines.
+                why = str(error).partition("\n")[0]
+                rank_zero_warn(f"W&B cannot be reached, this run is recorded offline ({why}).")
+                self.mode = "offline"
+                # W&B's process still holds the run that did not start.
+                wandb.teardown()
+            else:
                 say(f"W&B: {run.url}")
                 return run
-            except Exception as error:
-                if self._given_up:
-                    raise
-                rank_zero_warn(
-                    f"W&B cannot be reached, this run is recorded offline ({' '.join(str(error).split())})."
-                )
-                wandb.teardown()  # its process still holds the run that did not start
         return wandb.init(**options, mode="offline")
+
+    def _options(self) -> dict[str, Any]:
+        """What ``wandb.init`` is told, without what the user says by W&B's own variables."""
+        import wandb
+
+        settings = dict(SETTINGS)
+        for name in SETTINGS:
+            if f"WANDB_{name.upper()}" in os.environ:
+                del settings[name]
+        options: dict[str, Any] = {
+            "project": self.project,
+            "dir": str(self.folder),
+            "config": self.config,
+            "settings": wandb.Settings(**settings),
+            # An earlier run of this process may be open, such as a disabled one.
+            "reinit": "finish_previous",
+        }
+        if not os.environ.get("WANDB_NAME"):
+            options["name"] = self.run_name
+        if not os.environ.get("WANDB_RUN_ID"):
+            options["id"] = self.run_id
+        if not os.environ.get("WANDB_RESUME"):
+            # Also offline: else wandb sync of a resumed run's second folder erases the rows of its
+            # first.
+            options["resume"] = "allow"
+        return options
+
+
+class _DisabledRun(DummyExperiment):
+    """W&B's disabled run, which starts when something of it is used.
+
+    What W&B's run lacks does nothing: it is for another kind of logger, such as ``add_scalar``.
+    """
+
+    def __init__(self, logger: WandbRunLogger) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger.begin(), name, self.nop)
+
+
+def disabled_run() -> Any:
+    """A run of W&B's that takes everything and does nothing, also for ``wandb.log`` and
+    ``wandb.run``.
+    """
+    try:
+        import wandb
+
+        return wandb.init(mode="disabled", reinit="finish_previous")
+    except Exception:
+        # W&B cannot even do nothing, such as where its settings are refused.
+        return DummyExperiment()
+
+
+def keep_wandb_quiet() -> None:
+    """Set what W&B reads when it starts, unless the user has, so that it prints nothing around a
+    run's own lines.
+    """
+    # The run's last lines say where W&B's files lie.
+    os.environ.setdefault("WANDB_SILENT", "true")
+    # Also offline it would wait for a server at the exit.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    # Without it W&B's process prints its log.
+    os.environ.setdefault("HOME", os.path.expanduser("~"))
+
+
+def is_home_writable() -> bool:
+    """Whether W&B's process can make its folder of logs, which lies in the home folder."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "wandb"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.access(folder, os.W_OK)
+    return False
 
 
 def finish_timeout() -> float:
-    """Seconds that the end of a run waits for W&B's server. A UserError where ``WANDB_FINISH_TIMEOUT`` is no number."""
+    """Seconds that the end of a run waits for W&B's server. A UserError where
+    ``WANDB_FINISH_TIMEOUT`` is no number.
+    """
     chosen = os.environ.get("WANDB_FINISH_TIMEOUT", str(END_PATIENCE))
     try:
         return float(chosen)
@@ -264,68 +397,110 @@ def finish_timeout() -> float:
         raise UserError(f"WANDB_FINISH_TIMEOUT must be seconds, got {chosen}.") from None
 
 
-class _Awaited:
-    """Stands for the W&B run until it is up, and waits for it when it is used."""
+def described(error: Exception) -> str:
+    """An error for the end of a sentence: its kind and what it says."""
+    return f"{type(error).__name__}: {error}"
 
-    def __init__(self, logger: WandbRunLogger) -> None:
-        self._logger = logger
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger.wait(), name)
+def found_by_the_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Facts that stand in no configuration, for W&B's."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    source = None
+    if isinstance(datamodule, contract.NamesSource):
+        source = datamodule.data_source
+    return {
+        "device": trainer.strategy.root_device.type,
+        "parameters": parameter_count(trainer, module),
+        "precision": trainer.precision,
+        "world_size": trainer.world_size,
+        "data_source": source,
+    }
 
 
 def sync_command(folder: Path) -> list[str]:
-    """The line that publishes a run's offline folders, if any: a resumed run has several, uploaded in their order."""
-    found = list((folder / "wandb").glob("offline-run-*"))
-    names = [path.name for path in found] if len(found) < 2 else ["offline-run-*"]
+    """The line that publishes a run's offline folders, if any: a resumed run has several, uploaded
+    in their order.
+    """
+    names = [path.name for path in (folder / "wandb").glob("offline-run-*")]
+    if not names:
+        return []
+    name = names[0] if len(names) == 1 else "offline-run-*"
     place = shlex.quote(os.path.relpath(folder / "wandb"))
-    return [f"  wandb sync {place}/{name}   # publish this run's dashboard" for name in names]
+    return [f"  wandb sync {place}/{name}   # publish this run's dashboard"]
 
 
-def log_record(run: Any, record: RunRecord, folder: Path) -> None:
-    """Add the report's pictures and tables, the summary's facts and, of a finished run, best.ckpt to a W&B run."""
+def send_result(run: Any, result: RunResult, folder: Path) -> None:
+    """Send what the report shows, the summary's facts and, of a finished run, best.ckpt to a W&B
+    run.
+    """
+    pictures: dict[str, Any] = {}
+    add_report(pictures, folder)
+    if result.confusion is not None:
+        add_predictions(pictures, result, result.confusion)
+    add_memory(pictures, result)
+    run.log(pictures)
+    facts = result.summary.to_plain()
+    # What was logged over time has its last or best value there already.
+    run.summary.update({key: value for key, value in facts.items() if key not in result.series})
+    best = folder / "best.ckpt"
+    if result.stopped_by is None and best.exists():
+        send_checkpoint(run, best, facts)
+
+
+def add_report(pictures: dict[str, Any], folder: Path) -> None:
+    """Add ``report.html``, where the run has one."""
     import wandb
 
-    pictures: dict[str, Any] = {}
     if (folder / "report.html").exists():
         pictures["report"] = wandb.Html(folder / "report.html", inject=False)
-    if record.confusion is not None:
-        names = record.names
-        table = wandb.Table(
-            columns=["class", "accuracy", "samples"], data=[*map(list, record.class_accuracy)]
+
+
+def add_predictions(pictures: dict[str, Any], result: RunResult, confusion: np.ndarray) -> None:
+    """Add the accuracy of each class, the surest mistakes and the confusion matrix."""
+    import wandb
+
+    names = result.names
+    accuracies = wandb.Table(
+        columns=["class", "accuracy", "samples"], data=[list(row) for row in result.class_accuracy]
+    )
+    pictures["test/class_accuracy"] = wandb.plot.bar(
+        accuracies, "class", "accuracy", title="Accuracy per class"
+    )
+    mistakes = wandb.Table(columns=["image", "label", "prediction", "probability"])
+    for each in result.mistakes:
+        picture = wandb.Image(each.image.squeeze())
+        mistakes.add_data(picture, names[each.label], names[each.prediction], each.probability)
+    pictures["test/mistakes"] = mistakes
+    if len(names) <= MOST_CLASSES:
+        # W&B counts for itself: it wants the label and the prediction of every sample.
+        labels, predictions = np.indices(confusion.shape).reshape(2, -1)
+        counts = confusion.ravel()
+        pictures["test/confusion_matrix"] = wandb.plot.confusion_matrix(
+            None,
+            labels.repeat(counts).tolist(),
+            predictions.repeat(counts).tolist(),
+            class_names=names,
+            title="Confusion matrix",
         )
-        pictures["test/class_accuracy"] = wandb.plot.bar(
-            table, "class", "accuracy", title="Accuracy per class"
+
+
+def add_memory(pictures: dict[str, Any], result: RunResult) -> None:
+    """Add memory by use, where it is known."""
+    import wandb
+
+    if result.breakdown:
+        uses = wandb.Table(
+            columns=["use", "GiB"], data=[list(part) for part in result.breakdown.items()]
         )
-        table = pictures["test/mistakes"] = wandb.Table(
-            columns=["image", "label", "prediction", "probability"]
-        )
-        for each in record.mistakes:
-            picture = wandb.Image(each.image.squeeze())
-            table.add_data(picture, names[each.label], names[each.prediction], each.probability)
-        if len(names) <= MOST_CLASSES:
-            pairs = (
-                np.indices(record.confusion.shape)
-                .reshape(2, -1)
-                .repeat(record.confusion.ravel(), axis=1)
-            )
-            labels, guesses = pairs.tolist()
-            matrix = wandb.plot.confusion_matrix(
-                None, labels, guesses, class_names=names, title="Confusion matrix"
-            )
-            pictures["test/confusion_matrix"] = matrix
-    if record.breakdown:
-        table = wandb.Table(columns=["use", "GiB"], data=[*map(list, record.breakdown.items())])
-        pictures["memory/breakdown"] = wandb.plot.bar(table, "use", "GiB", title="Memory by use")
-    run.log(pictures)
-    facts = record.summary.to_plain()
-    # what was logged over time has its last or best value there already
-    run.summary.update({key: value for key, value in facts.items() if key not in record.series})
-    best = folder / "best.ckpt"
-    if record.stopped_by is None and best.exists():
-        plain = {key: value for key, value in facts.items() if isinstance(value, (int, float, str))}
-        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=plain)
-        artifact.add_file(
-            str(best), policy="mutable"
-        )  # a copy: a resumed run writes another best.ckpt before a sync
-        run.log_artifact(artifact, aliases=["best"])
+        pictures["memory/breakdown"] = wandb.plot.bar(uses, "use", "GiB", title="Memory by use")
+
+
+def send_checkpoint(run: Any, best: Path, facts: dict[str, Any]) -> None:
+    """Send best.ckpt as an artifact with the alias ``best``."""
+    import wandb
+
+    plain = {key: value for key, value in facts.items() if isinstance(value, (int, float, str))}
+    artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=plain)
+    # A copy: a resumed run writes another best.ckpt, perhaps before a sync.
+    artifact.add_file(str(best), policy="mutable")
+    run.log_artifact(artifact, aliases=["best"])

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from project.engine.summary import Series
-from project.loggers import PANELS, PARTS
+from project.loggers.panels import PANELS, PARTS
 from project.report.charts import amounts, confusion_matrix, curves, draw, shortened
 from project.run_result import RunResult
 

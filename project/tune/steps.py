@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from project import hardware
 from project.engine.cli import Configuration
-from project.engine.lightning_internals import LiveMemory
+from project.live_memory import LiveMemory
 from project.engine.log_steps import synchronize
 from project.engine.summary import samples_of
 from project.errors import UserError, is_out_of_memory
