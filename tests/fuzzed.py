@@ -169,7 +169,8 @@ def seen() -> dict[str, bytes | str]:
 
 def attempt(given: Input) -> None:
     """In a fork: run one input, write what came of it beside its folder, and end."""
-    from project.engine import command, signals
+    from project.command_line import start as command
+    from project.engine import signals
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -278,7 +279,7 @@ def main() -> None:
 
     threads.configure()
     gc.disable()
-    from project.engine.cli import configure
+    from project.command_line.cli import configure
     from project.errors import UserError
 
     for module in MODULES.values():

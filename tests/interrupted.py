@@ -45,7 +45,7 @@ class Interrupt(Callback):
 
 def main() -> None:
     from project import fit
-    from project.engine import command
+    from project.command_line import start as command
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]
     del sys.argv[1:3]

@@ -23,13 +23,14 @@ import yaml
 
 from project import fit
 from project import test as test_command
+from project.command_line import start as entry
+from project.command_line.cli import configure, differences
 from project.data import MNISTDataModule
-from project.engine import command as entry
-from project.engine.cli import configure, differences
 from project.engine.restore import choose, load
-from project.engine.summary import Summary, closing_lines, stopped_lines
+from project.facts import Summary
 from project.fit import next_commands
 from project.model import MLP, MNISTClassifier
+from project.progress import closing_lines, stopped_lines
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
 from tests.trained import trained_checkpoint
 

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from project.engine.cli import flat
+from project.tables import flat
 from tests import fuzzed
 from tests.commands import checkpoint, made_once, run
 from tests.fuzzed import MODULES, Input, entries, replacements

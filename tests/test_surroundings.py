@@ -98,7 +98,7 @@ def test_a_terminal_that_cannot_show_a_character(encoding: str) -> None:
 
 def test_a_stream_that_cannot_show_a_character() -> None:
     ascii_only = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')"
-    script = f"{ascii_only}; from project import fit; from project.engine import command; command.run(fit.main)"
+    script = f"{ascii_only}; from project import fit; from project.command_line import start; start.run(fit.main)"
     assert run("fit", *TINY, "--run_name", "r").returncode == 0
     resumed = complete([sys.executable, "-c", script, *LONGER])
     assert resumed.returncode == 0, resumed.stderr

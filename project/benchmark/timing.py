@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +28,7 @@ from torchvision import transforms
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project import fit, hardware, threads
+from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.engine import signals
 from project.engine.cli import Configuration, configure
 from project.engine.exact_loading import ExactLoading
@@ -170,7 +171,7 @@ def run_epochs(
         "callbacks": unused,
     }
     config = replace(config, module=config.fresh_module(), trainer=asked)
-    clock, session, terminal = RunClock(turn), None, io.StringIO()
+    clock, terminal = RunClock(turn), io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar is part of a run's cost
     torch.cuda.empty_cache()  # of the run before
     folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
@@ -187,17 +188,16 @@ def run_epochs(
             trainer = build_trainer(flags | {"callbacks": [*flags["callbacks"], clock]})
             ExactLoading().install(trainer)  # the loaders that all the others train with
         else:
-            session = fit.build(config, Run(Path(tempfile.mkdtemp(dir=root))), extra=[clock])
-            ends.callback(session.close, 0)
-            trainer = session.trainer
+            trainer = fit.build(config, Run(Path(tempfile.mkdtemp(dir=root))), extra=[clock])
         trainer.fit(config.module, datamodule=config.datamodule)
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError(
             "the benchmark times whole epochs, and --data has no end. Set --limit_train_batches 100."
         )
-    if session is not None and session.memory is not None:  # feature: memory
-        clock.memory = session.memory.breakdown
-        clock.peak_allocated_gib = session.memory.peaks.get("memory/peak_allocated_gib")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # feature: memory
+        if isinstance(callback, MemoryMonitor):
+            clock.memory = callback.breakdown
+            clock.peak_allocated_gib = callback.peaks.get("memory/peak_allocated_gib")
     return clock
 
 
