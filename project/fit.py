@@ -18,7 +18,6 @@ from project.command_line.start import run as run_command
 
 prepare_process(__name__)  # threads and signals, before torch is imported
 
-import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
@@ -29,6 +28,7 @@ from project.callbacks.test_predictions import TestPredictions  # feature: test_
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.callbacks.yours import always_on
 from project.command_line.cli import Configuration
+from project.command_line.plain_values import dump_yaml
 from project.command_line.refusals import refusals_as_errors
 from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine import contract, signals
@@ -90,6 +90,8 @@ def train_in(run: Run, config: Configuration) -> RunResult:
         if is_rank_zero():
             run.create()
         say(*start_from(config.module, config.options.init_weights))
+        for line in config.lost_in_record():
+            say(f"config.yaml and checkpoints do not repeat this run: {line}")
         trainer = build(config, run)
         return train(config, run, trainer)
     except BaseException as error:
@@ -203,7 +205,7 @@ def result_of(
         summary.best_score = best.score
     return RunResult(
         summary,
-        config=yaml.safe_dump(config.resolved, sort_keys=False),
+        config=dump_yaml(config.resolved),
         folder=run.folder,
         class_names=list(data.class_names) if isinstance(data, contract.NamesClasses) else [],
         stopped_by=stopped_by,

@@ -5,9 +5,9 @@ needs.
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.command_line.plain_values import dump_yaml
 from project.engine import contract
 from project.engine.checkpoint_files import RUN_KEY
 from project.engine.ranks import say
@@ -94,7 +94,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write the configuration, whose ``--config`` repeats the run, and how the code differs from
     its commit.
     """
-    text = yaml.safe_dump(config, sort_keys=False)
+    text = dump_yaml(config)
     write_atomically(f"# {command_line()}\n{text}", folder / "config.yaml")
     changes = git("status", "--porcelain")
     if changes:

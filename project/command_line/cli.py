@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse.typing import register_type
-from lightning.fabric.utilities.enums import LightningEnum
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
 
@@ -31,8 +30,9 @@ from project.command_line.options import (
     TRAINER_DEFAULTS,
 )
 from project.command_line.parser import option_names
+from project.command_line.plain_values import dump_yaml, put_into_mappings, use_for_parsing
 from project.command_line.shown_warnings import silence_unfounded_advice
-from project.command_line.typed import CommandLine, leave_out_added
+from project.command_line.typed import CommandLine, leave_out_added, merged
 from project.engine import contract
 from project.engine.lightning_internals import values_are_no_files
 from project.errors import UserError, require
@@ -42,18 +42,11 @@ HERE = Path(__file__).parent
 MOST_USED = HERE / "most_used.txt"
 NAMES_ELSEWHERE = HERE / "names_elsewhere.yaml"
 DEFAULT_SEED = 42
+PLAIN = (str, int, float, list, tuple, dict, Path, type(None))
 DESCRIPTION = "What is typed wins over config files, and these win over the defaults."
 # StochasticWeightAveraging has a torch.device. Without this line config.yaml would hold no value
 # for it.
 register_type(torch.device)
-
-
-def _represent_enum(dumper: yaml.SafeDumper, value: LightningEnum) -> yaml.ScalarNode:
-    return dumper.represent_str(value.value)
-
-
-# Lightning's Timer has such an enumeration, and YAML has none.
-yaml.SafeDumper.add_multi_representer(LightningEnum, _represent_enum)
 
 
 class OneLineParser(LightningArgumentParser):
@@ -94,6 +87,7 @@ class ProjectCLI(LightningCLI):
         if line.sets_a_length:
             defaults["max_epochs"] = -1  # only the typed limit counts
         silence_unfounded_advice()
+        use_for_parsing()
         # No classes are given: any may be named, and no data module where the module has its
         # loaders.
         super().__init__(
@@ -151,7 +145,9 @@ class ProjectCLI(LightningCLI):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                self.config = parser.parse_args(words, self._parse_base(parser))
+                given = merged(self.base or {}, self.line.settings)
+                typed = put_into_mappings(words, given)
+                self.config = parser.parse_args(typed, self._parse_base(parser))
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
         seed = self.config.get("seed_everything")
@@ -211,6 +207,7 @@ class Configuration:
     options: Any  # namespace of our own flags
     resolved: dict[str, Any]  # everything as plain values, as config.yaml holds it
     _make: Callable[[], Any] = field(repr=False)  # a namespace with a new module
+    _reread: Callable[[], list[str]] = field(repr=False)
 
     @cached_property
     def monitors(self) -> list[str]:
@@ -225,6 +222,10 @@ class Configuration:
         for name in names:
             require(name in MONITORS, "--monitors", must, name)
         return names
+
+    def lost_in_record(self) -> list[str]:
+        """A line per setting that ``config.yaml`` does not repeat: what was made → what would be."""
+        return self._reread()
 
     def fresh_module(self) -> LightningModule:
         """A new module of the same class and arguments, its random weights drawn by the seed."""
@@ -247,7 +248,9 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
     # No download into a folder that a checkpoint alone names.
     if base is not None and isinstance(data, contract.MayDownload):
         data.may_download = cli.line.value("data.root") is not None
-    return Configuration(made.model, data, dict(made.trainer), cli.config, plain(cli), make)
+    resolved = plain(cli)
+    reread = partial(_differs_when_read_again, cli, resolved)
+    return Configuration(made.model, data, dict(made.trainer), cli.config, resolved, make, reread)
 
 
 def plain(cli: ProjectCLI) -> dict[str, Any]:
@@ -265,6 +268,28 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     new = flat(after)
     changed = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
     return [f"{name}: {old.get(name)} → {new.get(name)}" for name in changed]
+
+
+def _differs_when_read_again(cli: ProjectCLI, resolved: dict[str, Any]) -> list[str]:
+    """What differs between the configuration and its record, where that is read again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            again = cli.parser.parse_object(deepcopy(resolved))
+        except Exception as error:  # the parser raises errors of many kinds
+            return [" ".join(str(error).split())]
+    made = flat(cli.config.as_dict())
+    read = flat(again.as_dict())
+    lines = []
+    for name, value in made.items():
+        is_of_run = name.partition(".")[0] not in OF_THE_LAUNCH
+        if is_of_run and isinstance(value, PLAIN) and not _are_equal(value, read.get(name)):
+            lines.append(f"{name}: {value!r} → {read.get(name)!r}")
+    return lines
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return bool(one == other) or repr(one) == repr(other)  # nan is not equal to itself
 
 
 # feature: mnist

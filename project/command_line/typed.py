@@ -28,6 +28,7 @@ class CommandLine:
             every Trainer flag with its section.
         given: Option → value, of files and of what is typed; of several the last. Names are full,
             and without ``init_args``.
+        settings: What config files give, as they hold it.
         added: List → classes that the line adds to it with ``+=``.
         asks_for_help: Whether ``--help`` or ``-h`` is typed.
         sets_a_length: Whether ``max_steps`` or ``max_time`` ends the training.
@@ -44,8 +45,11 @@ class CommandLine:
         self.words = [*(f"--config={file}" for file in found.config), *typed]
         self.given: dict[str, Any] = {}
         self.added: dict[str, list[str]] = {}
+        self.settings: dict[str, Any] = {}
         for file in found.config:
-            self._take(_read_config(file))
+            content = _read_config(file)
+            self.settings = merged(self.settings, content)
+            self._take(content)
         for word, following in pairwise([*typed, None]):
             self._take_word(str(word), following)
         self.asks_for_help = "--help" in typed or "-h" in typed
@@ -75,11 +79,27 @@ class CommandLine:
             self.given[CLASSES.get(name, name)] = value
 
 
+def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The settings of two config files. A section of the later one adds to that of the earlier one;
+    any other value takes the place of the earlier one.
+    """
+    result = dict(before)
+    for name, value in after.items():
+        is_section = name in ("model", "data", "trainer", "init_args")
+        earlier = result.get(name)
+        if is_section and isinstance(value, dict) and isinstance(earlier, dict):
+            result[name] = merged(earlier, value)
+        else:
+            result[name] = value
+    return result
+
+
 def leave_out_added(settings: dict[str, Any], added: dict[str, list[str]]) -> None:
     """Take out of a resumed run's lists what its command line added and, typed again, adds again.
 
     Args:
         settings: The configuration of the resumed run. It is changed.
+        settings: What config files give, as they hold it.
         added: List → classes, of :attr:`CommandLine.added`.
     """
     for name, classes in added.items():
