@@ -11,8 +11,9 @@ from project.command_line.plain_values import dump_yaml
 from project.engine import contract
 from project.engine.checkpoint_files import RUN_KEY
 from project.engine.ranks import say
-from project.engine.restore import point_latest_at
+from project.engine.restore import RUN_ID, point_latest_at
 from project.facts import command_line, git, versions
+from project.run_result import RunResult
 from project.tables import flat, write_atomically
 
 # What an earlier run of this name may have left that saved nothing
@@ -45,12 +46,14 @@ class RunRecord(Callback):
             "config": config,
             "versions": versions(),
         }
+        self.deleted_in: int | None = None  # the epoch in which the folder was deleted
         self._resumes = False
         self._notes: list[str] = []
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self._make_again(trainer)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         checkpoint.setdefault(RUN_KEY, {}).update(
@@ -88,6 +91,34 @@ class RunRecord(Callback):
         if not self._resumes and trainer.global_step == 0:
             for name in OF_AN_END:
                 (self.folder / name).unlink(missing_ok=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_again(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_again(trainer)
+
+    def add_facts(self, trainer: Trainer, result: RunResult) -> None:
+        """Note that the folder was deleted."""
+        if self.deleted_in is not None:
+            result.summary.notes.append(_deleted(self.deleted_in))
+
+    def _make_again(self, trainer: Trainer) -> None:
+        """Make the folder anew if somebody has deleted it: a checkpoint alone would be half a run."""
+        has_begun = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if not (trainer.is_global_zero and has_begun) or self.folder.exists():
+            return
+        self.deleted_in = trainer.current_epoch
+        say(_deleted(self.deleted_in))
+        self.folder.mkdir(parents=True)
+        (self.folder / RUN_ID).write_text(f"{self.facts['run_id']}\n")
+        write_config(self.folder, self.config)
+        point_latest_at(self.folder)
+
+
+def _deleted(epoch: int) -> str:
+    lost = "what metrics.csv held before is lost"
+    return f"the run's folder was deleted in epoch {epoch + 1}, and made again: {lost}."
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
