@@ -5,6 +5,8 @@ python -m project.fit --precision 16-mixed
 python -m project.fit --config configs/fast.yaml --data.root data
 python -m project.fit --run_name mine --ckpt_path auto
 torchrun --nproc_per_node 4 -m project.fit --strategy ddp
+torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss  # torchrun has a
+--monitor-interval
 """
 
 import os
@@ -54,11 +56,11 @@ from project.wrong_numbers import WrongNumbers
 
 T = TypeVar("T")
 # What turns a file into an input of the network
-TAKES_FILES = (
+TAKES_FILES = (  # feature: predict
     contract.PreparesFiles,
     contract.PreparesImages,
     contract.ShapesImages,
-)  # feature: predict
+)
 
 
 def main(argv: list[str]) -> int:
@@ -90,8 +92,9 @@ def train_in(run: Run, config: Configuration) -> RunResult:
         if is_rank_zero():
             run.create()
         say(*start_from(config.module, config.options.init_weights))
-        for line in config.lost_in_record():
-            say(f"config.yaml and checkpoints do not repeat this run: {line}")
+        if is_rank_zero():
+            for line in config.lost_in_record():
+                say(f"config.yaml and checkpoints do not repeat this run: {line}")
         trainer = build(config, run)
         return train(config, run, trainer)
     except BaseException as error:
@@ -178,8 +181,7 @@ def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
         exit_code = stop.exit_code
         release_child_processes()  # the other ranks end now
         if not is_done and timer.begun and trainer.is_global_zero:
-            # torchrun signals the remaining ranks as soon as one has ended. They must not stop at
-            # it.
+            # torchrun signals the remaining ranks as soon as one has ended: they must not end then.
             if trainer.world_size == 1:
                 signals.state.deferring = False  # a second signal ends the run at once
             finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))

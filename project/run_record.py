@@ -104,7 +104,7 @@ class RunRecord(Callback):
             result.summary.notes.append(_deleted(self.deleted_in))
 
     def _make_again(self, trainer: Trainer) -> None:
-        """Make the folder anew if somebody has deleted it: a checkpoint alone would be half a run."""
+        """Make the folder again if somebody deleted it. A checkpoint alone would be half a run."""
         has_begun = trainer.state.fn == "fit" and not trainer.sanity_checking
         if not (trainer.is_global_zero and has_begun) or self.folder.exists():
             return

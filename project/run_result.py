@@ -20,7 +20,7 @@ from project.tables import is_number, read_rows
 Series = list[tuple[int, float]]  # One metric over a run: (optimizer step, value), by step
 
 
-@dataclass(frozen=True)  # feature: report, wandb, test_predictions
+@dataclass(frozen=True)
 class Mistake:
     """A test image with a wrong prediction."""
 
@@ -82,7 +82,7 @@ class RunResult:
         return sorted(pairs, key=lambda pair: -pair[2])
 
 
-def read_series(path: Path, epochs: int) -> dict[str, Series]:  # feature: report, wandb, runs
+def read_series(path: Path, epochs: int) -> dict[str, Series]:
     """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that
     cannot be drawn.
 
@@ -133,12 +133,14 @@ class LeavesSomething(Protocol):
 
 
 def parts_of(trainer: Trainer) -> list[Any]:
-    """A Trainer's callbacks and loggers, each once: W&B's logger is both."""
-    parts: list[Any] = []
-    for part in [*trainer.callbacks, *trainer.loggers]:  # type: ignore[attr-defined]
-        if not any(part is each for each in parts):
-            parts.append(part)
-    return parts
+    """A Trainer's callbacks, then its loggers, each once.
+
+    W&B's logger is a callback as well. It comes with the loggers: it sends what callbacks, such as
+    the report, have left before.
+    """
+    loggers = trainer.loggers
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [*(each for each in callbacks if each not in loggers), *loggers]
 
 
 def add_all_facts(trainer: Trainer, result: RunResult) -> None:

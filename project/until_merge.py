@@ -51,8 +51,8 @@ def add_facts(trainer: Trainer, result: RunResult) -> None:
 
 def leave(trainer: Trainer, result: RunResult) -> None:
     """What W&B sends when it is closed."""
-    for part in parts_of(trainer):
-        if isinstance(part, WandbRunLogger):  # feature: wandb
+    for part in parts_of(trainer):  # feature: wandb
+        if isinstance(part, WandbRunLogger):
             part.record = result
 
 
@@ -60,6 +60,6 @@ def close(trainer: Trainer, exit_code: int) -> None:
     """Close the W&B run with the process's exit code, so that a stopped run is not shown as
     finished.
     """
-    for part in parts_of(trainer):
-        if isinstance(part, WandbRunLogger):  # feature: wandb
+    for part in parts_of(trainer):  # feature: wandb
+        if isinstance(part, WandbRunLogger):
             part.finish(exit_code)

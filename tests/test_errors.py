@@ -1,4 +1,6 @@
-"""Promise 10: a user's mistake is one line with option, value and fix, exit code 2, no traceback, nothing touched."""
+"""Promise 10: a user's mistake is one line with option, value and fix, exit code 2, no traceback,
+nothing touched.
+"""
 
 from __future__ import annotations
 

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from lightning.pytorch import LightningModule, Trainer
 
 from project import fit
 from project import test as test_command
 from project.command_line.cli import Configuration, configure
 from project.command_line.plain_values import dump_yaml, put_into_mappings
-from project.run_record import RunRecord
 from tests.commands import checkpoint
-from tests.typed_settings import Numbers, Rate, Typed
+from tests.typed_settings import Rate
 
 CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
 CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]

@@ -16,7 +16,9 @@ from tests.commands import checkpoint
 from tests.typed_settings import Numbers, Typed
 
 # A folder that is there already, and a callback's state without the callback
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:The dirpath has changed"
+)
 CONFIG: dict[str, Any] = {"model": {"optimizer": "SGD", "text": "1e5"}, "seed_everything": 42}
 
 

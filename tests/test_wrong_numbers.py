@@ -57,7 +57,9 @@ def test_numbers_that_are_not_finite_are_said_at_once_and_at_the_end(
     flags = ["--model.lr", "1e30", "--monitor", "val/size", "--mode", "max"]
     assert fit.main([*QUICK, *flags]) == 0
     told = capsys.readouterr().out
-    assert told.index("weights are not finite numbers any more in epoch 1.") < told.index("epoch 1/")
+    assert told.index("weights are not finite numbers any more in epoch 1.") < told.index(
+        "epoch 1/"
+    )
     assert "(best," not in told
     assert "(no best: weights are not numbers, epoch 2 of 2)" in told
     notes = summary(FOLDER)["notes"]

@@ -1,4 +1,4 @@
-"""A module and a data module whose settings are of many types, and remember what they were given."""
+"""A module and a data module with settings of many types, which remember what they were given."""
 
 from __future__ import annotations
 

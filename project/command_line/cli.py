@@ -10,8 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from pkgutil import resolve_name  # feature: mnist
-from typing import Any, NoReturn
+from pkgutil import resolve_name
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 import yaml
@@ -20,7 +20,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, seed_everyth
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
 
 import project.data  # noqa: F401 - its classes are known to the parser by their short names
-from project.command_line.explain import explain
+from project.command_line.explain import explain, with_choices
 from project.command_line.options import (
     DEFAULT_CLASSES,  # feature: mnist
     FLAT,
@@ -30,7 +30,7 @@ from project.command_line.options import (
     TRAINER_DEFAULTS,
 )
 from project.command_line.parser import option_names
-from project.command_line.plain_values import dump_yaml, put_into_mappings, use_for_parsing
+from project.command_line.plain_values import put_into_mappings, use_for_parsing
 from project.command_line.shown_warnings import silence_unfounded_advice
 from project.command_line.typed import CommandLine, leave_out_added, merged
 from project.engine import contract
@@ -148,6 +148,8 @@ class ProjectCLI(LightningCLI):
                 given = merged(self.base or {}, self.line.settings)
                 typed = put_into_mappings(words, given)
                 self.config = parser.parse_args(typed, self._parse_base(parser))
+            except UserError as error:
+                raise UserError(with_choices(str(error), self._hints())) from None
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))
         seed = self.config.get("seed_everything")
@@ -156,6 +158,15 @@ class ProjectCLI(LightningCLI):
         elif isinstance(seed, int):
             must = f"be between 0 and {2**32 - 1}"
             require(0 <= seed < 2**32, "--seed_everything", must, seed)
+
+    def _hints(self) -> dict[str, Any]:
+        """The types of the arguments of the named module and data module."""
+        hints: dict[str, Any] = {}
+        for part in ("model", "data"):
+            with suppress(Exception):  # a class that is not there, or a type that cannot be read
+                kind = resolve_name(str(self.line.value(f"{part}.class_path")))
+                hints |= get_type_hints(kind.__init__)
+        return hints
 
     def _parse_base(self, parser: LightningArgumentParser) -> Namespace | None:
         """The settings of a resumed run, which typed words change, also with ``+=``."""
@@ -224,7 +235,7 @@ class Configuration:
         return names
 
     def lost_in_record(self) -> list[str]:
-        """A line per setting that ``config.yaml`` does not repeat: what was made → what would be."""
+        """A line per setting that ``config.yaml`` does not repeat: what was made → what it says."""
         return self._reread()
 
     def fresh_module(self) -> LightningModule:

@@ -5,7 +5,9 @@ subtypes"). Each function here knows one of their sentences, and returns None fo
 """
 
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from project.errors import nearest
 
@@ -43,7 +45,7 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
     if told is not None:
         return told
     if not keys:
-        return message[:LONGEST_UNKNOWN]
+        return _refused_by_constructor(message) or message[:LONGEST_UNKNOWN]
     return (
         _of_a_class(message, option)
         or _no_such_file(message, option)
@@ -108,6 +110,34 @@ def _missing_value(message: str) -> str | None:
     return found and f"{found[1]} needs a value."
 
 
+# What a class says of its arguments
+
+
+def _refused_by_constructor(message: str) -> str | None:
+    """A constructor has raised an error, and jsonargparse lists it beside other types that there
+    are.
+    """
+    if not message.startswith("Does not validate against any of the Union"):
+        return None
+    _, _, errors = message.partition("Errors: - ")
+    reasons, _, _ = errors.partition(" Given value type: ")
+    of_parser = (
+        "Expected a",
+        "Not a valid",
+        "Subclass types expect",
+        "a class path",
+        "a dict with",
+    )
+    own = [each for each in reasons.split(" - ") if not each.startswith(of_parser)]
+    if not own:
+        return None
+    named = re.search(r"Problem with given class_path '([\w.]+)': (.+)", own[0])
+    if named:
+        return f"{named[1]}: {named[2]}"
+    classes = set(re.findall(r"class_path='([\w.]+)'", message))
+    return f"{classes.pop()}: {own[0]}" if len(classes) == 1 else own[0]
+
+
 # A value that an option does not take
 
 
@@ -169,3 +199,32 @@ def _innermost_reason(message: str) -> str:
     """The last of nested reasons, which is the innermost one."""
     reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)
     return str(reasons[-1] if reasons else message)[:LONGEST_REASON]
+
+
+def with_choices(message: str, hints: Mapping[str, Any]) -> str:
+    """A message about an argument of a class, with the values that its ``Literal`` allows.
+
+    jsonargparse names only one type of a ``Literal`` that mixes text, numbers and None.
+
+    Args:
+        message: What :func:`explain` returned.
+        hints: Argument → its type.
+    """
+    found = re.match(r"(--\w+\.(\w+)) must be (?!one of).+, got (.+)\.$", message)
+    if found is None:
+        return message
+    option, name, value = found.groups()
+    choices = list(_literals(hints.get(name)))
+    if not choices:
+        return message
+    shown = ["null" if choice is None else str(choice) for choice in choices]
+    return f"{option} must be one of {', '.join(shown)}, got {value}."
+
+
+def _literals(hint: Any) -> Iterator[Any]:
+    """The values of each ``Literal`` in a type, as in ``Literal["x", 1] | None``."""
+    if typing.get_origin(hint) is typing.Literal:
+        yield from typing.get_args(hint)
+        return
+    for part in typing.get_args(hint):
+        yield from _literals(part)

@@ -70,7 +70,8 @@ OPTIONS: tuple[Option, ...] = (
         "monitor",
         str | None,
         None,
-        "The metric that best.ckpt follows (default: the module's own choice).",
+        "The metric that best.ckpt follows (default: the module's own choice)."
+        " Under torchrun: -m project.fit -- --monitor METRIC.",
     ),
     Option(
         "mode",

@@ -1,8 +1,8 @@
 """Values as text, and text as values, so that what is written is read as the same value again.
 
-jsonargparse reads YAML in another way than PyYAML writes it: PyYAML writes the text ``1e5`` without quotes,
-and jsonargparse reads a number. It does so twice on the way to a run's record. And it reads some texts as
-nothing: ``#ff0000`` is a comment in YAML, ``~`` is its null.
+jsonargparse reads YAML in another way than PyYAML writes it: PyYAML writes the text ``1e5`` without
+quotes, and jsonargparse reads a number. It does so twice on the way to a run's record. And it reads
+some texts as nothing: ``#ff0000`` is a comment in YAML, ``~`` is its null.
 """
 
 import re
@@ -46,7 +46,7 @@ def use_for_parsing() -> None:
 
 
 def _reader(read: Any) -> Any:
-    """jsonargparse's function, but for a text that YAML reads as nothing: it stays the text."""
+    """The parser's function, but for a text that YAML reads as nothing: it stays the text."""
 
     def read_text(text: str) -> Any:
         value = read(text)
@@ -60,8 +60,8 @@ def _reader(read: Any) -> Any:
 def put_into_mappings(words: list[str], settings: dict[str, Any]) -> list[str]:
     """Words of a command line, in which a value deep inside a mapping is the whole mapping with it.
 
-    ``--model.extra.net.width 64`` changes one value of a mapping that a config file gives. jsonargparse
-    would drop the mapping's other values, and take the value as text.
+    ``--model.extra.net.width 64`` changes one value of a mapping that a config file gives.
+    jsonargparse would drop the mapping's other values, and take the value as text.
 
     Args:
         words: The command line. Names are full.

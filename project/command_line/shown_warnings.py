@@ -1,9 +1,14 @@
-"""Which warnings of libraries a user sees, and how."""
+"""Which warnings a user sees, and how."""
 
 import logging
+import re
+import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
+PACKAGE = Path(__file__).parents[1]
 UNFOUNDED = Path(__file__).with_name("unfounded_advice.txt")
 
 
@@ -21,3 +26,28 @@ def silence_unfounded_advice() -> None:
     # hidden.
     for line in UNFOUNDED.read_text(encoding="utf-8").splitlines():
         warnings.filterwarnings("ignore", line.partition("  #")[0])
+
+
+def show_in_one_line() -> None:
+    """Print a warning as one line, without the place in a source file that has raised it.
+
+    Who asks for Python's own form, by PYTHONWARNINGS or -W, gets it.
+    """
+    if not sys.warnoptions:
+        warnings.showwarning = _show
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    text = re.sub(r"\(Triggered internally at [^)]*\)", "", str(message)).strip()
+    is_ours = Path(filename).is_relative_to(PACKAGE)
+    if not is_ours:  # our own may have several lines, so that nobody misses them
+        text = " ".join(text.split())
+    with suppress(OSError):
+        print(f"warning: {text}", file=file or sys.stderr)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from project import threads
+from project.command_line.shown_warnings import show_in_one_line
 from project.engine import signals
 from project.errors import UserError
 from project.waiting import waiting  # feature: waiting
@@ -99,6 +100,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
+    show_in_one_line()
     try:
         code = exit_code(main, sys.argv[1:])
         _let_signals_end_the_process()
@@ -111,6 +113,10 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Exit code of ``main(argv)``. Prints every error on stderr."""
+    if argv[:1] == ["--"]:
+        # `torchrun -m project.fit -- --monitor x`: without it torchrun takes --monitor for its own
+        # --monitor-interval. Some versions of Python hand it on.
+        argv = argv[1:]
     try:
         for word in argv:
             # argparse would make an empty list of it.

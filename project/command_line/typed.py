@@ -52,6 +52,7 @@ class CommandLine:
             self._take(content)
         for word, following in pairwise([*typed, None]):
             self._take_word(str(word), following)
+        _refuse_address(self.value("trainer.default_root_dir"))
         self.asks_for_help = "--help" in typed or "-h" in typed
         limits = [self.value("trainer.max_steps"), self.value("trainer.max_time")]
         self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
@@ -77,6 +78,13 @@ class CommandLine:
     def _take(self, settings: dict[str, Any]) -> None:
         for name, value in flat(settings).items():
             self.given[CLASSES.get(name, name)] = value
+
+
+def _refuse_address(root: str | None) -> None:
+    """A UserError for a remote folder. Lightning would make a folder of the name ``s3:``."""
+    if root is not None and re.match(r"[a-z][a-z0-9+.\-]+://", root):
+        must = "be a folder of this machine, or one that is mounted here"
+        require(False, "--default_root_dir", must, root)
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
