@@ -6,6 +6,8 @@ some texts as nothing: ``#ff0000`` is a comment in YAML, ``~`` is its null.
 """
 
 import re
+from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -67,28 +69,30 @@ def put_into_mappings(words: list[str], settings: dict[str, Any]) -> list[str]:
         words: The command line. Names are full.
         settings: What config files and a resumed run give. It is not changed.
     """
-    known = yaml.safe_load(dump_yaml(settings))
+    known = deepcopy(settings)
     result: list[str] = []
-    place = 0
-    while place < len(words):
-        word = words[place]
-        name, equals, text = word.partition("=")
-        has_value = bool(equals) or place + 1 < len(words)
+    is_taken = False  # the word was the value of the option before it
+    for word, following in pairwise([*words, None]):
+        if is_taken:
+            is_taken = False
+            continue
+        name, equals, text = str(word).partition("=")
+        value = text if equals else following
         found = None
-        if name.startswith("--") and has_value and not name.endswith("+"):
-            value = text if equals else words[place + 1]
+        if name.startswith("--") and value is not None and not name.endswith("+"):
             found = _mapping_with(known, name[2:].split("."), value)
         if found is None:
-            result.append(word)
+            result.append(str(word))
         else:
             option, mapping = found
-            compact = yaml.dump(
-                mapping, Dumper=PlainDumper, default_flow_style=True, width=10**9
-            ).strip()
-            result.append(f"--{option}={compact}")
-            place += 0 if equals else 1
-        place += 1
+            result.append(f"--{option}={_on_one_line(mapping)}")
+            is_taken = not equals
     return result
+
+
+def _on_one_line(mapping: dict[str, Any]) -> str:
+    text = yaml.dump(mapping, Dumper=PlainDumper, default_flow_style=True, width=10**9)
+    return str(text).strip()
 
 
 def _mapping_with(

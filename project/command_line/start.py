@@ -49,6 +49,8 @@ NUMBERED = (
 )
 # What torch on the CPU and the loader of libraries say where memory is used up
 NO_MEMORY = "t allocate memory|failed to map segment"
+# Seconds that a worker process has to end itself when the command has ended
+CHILD_PATIENCE = 2.0
 # Characters of an error. A value of a thousand characters is not shown whole.
 LONGEST = 800
 
@@ -235,7 +237,8 @@ def _end_process() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.terminate()
-            child.join()
+            child.join(CHILD_PATIENCE)
+            child.kill()
     logging.shutdown()
     code = _flush(End.code)
     os._exit(code)
