@@ -55,12 +55,10 @@ from project.tables import write_rows
 from project.wrong_numbers import WrongNumbers
 
 T = TypeVar("T")
+# feature: predict
 # What turns a file into an input of the network
-TAKES_FILES = (  # feature: predict
-    contract.PreparesFiles,
-    contract.PreparesImages,
-    contract.ShapesImages,
-)
+TAKES_FILES = (contract.PreparesFiles, contract.PreparesImages, contract.ShapesImages)
+# end feature: predict
 
 
 def main(argv: list[str]) -> int:
@@ -254,7 +252,7 @@ def next_commands(config: Configuration) -> list[str]:
     if lacks_for_test(config.module, config.datamodule) is None:
         commands.append("test")
     if isinstance(config.datamodule, TAKES_FILES):  # feature: predict
-        commands.append("predict IMAGE.png")  # feature: predict
+        commands.append("predict IMAGE.png")
     return commands
 
 

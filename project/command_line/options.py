@@ -93,12 +93,14 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "float32: high is TF32, medium bfloat16.",
     ),
-    Option(  # feature: memory
+    # feature: memory
+    Option(
         "memory_snapshot",
         str | None,
         None,
         "Record CUDA allocations to FILE, for PyTorch's viewer.",
     ),
+    # end feature: memory
     Option("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     Option(
         "allow_imports",
