@@ -108,7 +108,6 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Tr
     """The Trainer of a run with its callbacks and loggers; callbacks in ``extra`` come last."""
     flags = trainer_flags(config)
     options = config.options
-    monitors = config.monitors
     best = Best.of(config.module, options.monitor, options.mode)
     csv = MetricsCSV(run.folder / "metrics.csv")
     wandb = make_wandb_logger(config, run, best)  # feature: wandb
@@ -118,9 +117,9 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Tr
         wandb,  # feature: wandb
         RunTimer(),
         checkpoint,
-        OptimizerMonitor() if "optimizer" in monitors else None,  # feature: optimizer
-        ThroughputMonitor() if "throughput" in monitors else None,  # feature: throughput
-        MemoryMonitor() if "memory" in monitors and is_measurable() else None,  # feature: memory
+        OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
+        ThroughputMonitor() if "throughput" in config.monitors else None,  # feature: throughput
+        _memory_monitor(config),  # feature: memory
         _memory_snapshot(options),  # feature: memory
         TestPredictions(),  # feature: test_predictions
         until_merge.Report() if options.report else None,  # feature: report
@@ -254,6 +253,10 @@ def next_commands(config: Configuration) -> list[str]:
     if isinstance(config.datamodule, TAKES_FILES):  # feature: predict
         commands.append("predict IMAGE.png")
     return commands
+
+
+def _memory_monitor(config: Configuration) -> Callback | None:  # feature: memory
+    return MemoryMonitor() if "memory" in config.monitors and is_measurable() else None
 
 
 def _memory_snapshot(options: Any) -> Callback | None:  # feature: memory

@@ -113,11 +113,15 @@ def test_a_library_s_warning_is_one_line_without_the_path_of_its_file() -> None:
     assert (done.returncode, done.stderr) == (0, "warning: first line\nwarning: second\n")
 
 
-def test_our_own_warning_may_have_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_own_warning_may_have_several_lines_and_each_is_shown_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_warnings, "SHOWN", set())
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         shown_warnings.show_in_one_line()
         ours = str(shown_warnings.PACKAGE / "data" / "mnist.py")
         warnings.showwarning("one\ntwo", UserWarning, ours, 1)
         warnings.showwarning("one\ntwo", UserWarning, "/elsewhere.py", 1)
+        warnings.showwarning("one\ntwo", UserWarning, "/elsewhere.py", 2)  # not shown again
     assert capsys.readouterr().err == "warning: one\ntwo\nwarning: one two\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 PACKAGE = Path(__file__).parents[1]
+SHOWN: set[str] = set()  # warnings of this process that were printed
 UNFOUNDED = Path(__file__).with_name("unfounded_advice.txt")
 
 
@@ -49,5 +50,8 @@ def _show(
     is_ours = Path(filename).is_relative_to(PACKAGE)
     if not is_ours:  # our own may have several lines, so that nobody misses them
         text = " ".join(text.split())
+    if text in SHOWN:
+        return  # libraries warn again for each loader, epoch and place in their files
+    SHOWN.add(text)
     with suppress(OSError):
         print(f"warning: {text}", file=file or sys.stderr)
