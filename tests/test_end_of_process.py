@@ -68,10 +68,16 @@ def test_workers_are_ended_with_the_command() -> None:
         from project.command_line.start import prepare_process, run
         prepare_process("__main__")
 
+        def work(ready):
+            ready.set()
+            time.sleep(600)
+
         def main(argv):
             context = multiprocessing.get_context("fork")
-            worker = context.Process(target=time.sleep, args=(600,), daemon=True)
+            ready = context.Event()
+            worker = context.Process(target=work, args=(ready,), daemon=True)
             worker.start()
+            ready.wait()
             print(worker.pid)
 
         run(main)
