@@ -36,7 +36,6 @@ class RunResult:
 
     summary: Summary
     config: str  # resolved configuration as YAML
-    folder: Path | None = None  # the run's; None only where no run is behind it
     series: dict[str, Series] = field(default_factory=dict)  # by metric name
     class_names: list[str] = field(default_factory=list)
     stopped_by: str | None = None  # name of the signal; None for a run that has finished
@@ -46,6 +45,7 @@ class RunResult:
     # int64 (classes, classes), row: label; None without a classifier's test
     confusion: np.ndarray | None = None
     mistakes: list[Mistake] = field(default_factory=list)
+    folder: Path | None = None  # the run's; None only where no run is behind it
 
     @property
     def names(self) -> list[str]:
