@@ -5,154 +5,267 @@ python -m project.fit --precision 16-mixed
 python -m project.fit --config configs/fast.yaml --data.root data
 python -m project.fit --run_name mine --ckpt_path auto
 torchrun --nproc_per_node 4 -m project.fit --strategy ddp
+torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss  # torchrun has a
+--monitor-interval
 """
 
 import os
 import signal
 import tempfile
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
-from project.engine.command import prepare_process, run
+from project.command_line.start import prepare_process
+from project.command_line.start import run as run_command
 
 prepare_process(__name__)  # threads and signals, before torch is imported
 
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
+from project import until_merge  # goes with the merge
 from project.callbacks.memory import MemoryMonitor, MemorySnapshot, is_measurable  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
-from project.engine import signals, summary
+from project.callbacks.yours import always_on
+from project.command_line.cli import Configuration
+from project.command_line.plain_values import dump_yaml
+from project.command_line.refusals import refusals_as_errors
+from project.command_line.trainer_flags import build_trainer, trainer_flags
+from project.engine import contract, signals
 from project.engine.checkpointing import Best, CheckpointPaths, RunCheckpoint
-from project.engine.cli import Configuration
 from project.engine.lightning_internals import release_child_processes
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run, read_configuration, start_from
-from project.engine.summary import Summary
-from project.engine.trainer import build_trainer, final_test, refusals_as_errors, trainer_flags
+from project.errors import UserError
+from project.facts import summarize
+from project.final_test import final_test, lacks_for_test
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
-from project.publish import Session, next_commands
+from project.progress import RunTimer, closing_lines, progress_callback, stopped_lines
+from project.run_result import (
+    RunResult,
+    add_all_facts,
+    leave_everything,
+    parts_of,
+    read_series,
+)
 from project.tables import write_rows
+from project.wrong_numbers import WrongNumbers
+
+T = TypeVar("T")
+# feature: predict
+# What turns a file into an input of the network
+TAKES_FILES = (contract.PreparesFiles, contract.PreparesImages, contract.ShapesImages)
+# end feature: predict
 
 
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
-    config, job = read_configuration(argv, "project.fit")
-    say(
-        *job.notes, *([f"resuming {job.name} with {', '.join(job.changes)}"] if job.changes else [])
-    )
-    if job.finished and not any(line.startswith("trainer.max_") for line in job.changes):
-        say(f"run {job.name} is already finished: see {os.path.relpath(job.folder)}/summary.json.")
+    config, run = read_configuration(argv, "project.fit")
+    say(*run.notes)
+    if run.changes:
+        say(f"resuming {run.name} with {', '.join(run.changes)}")
+    is_made_longer = any(line.startswith("trainer.max_") for line in run.changes)
+    if run.finished and not is_made_longer:
+        shown = os.path.relpath(run.folder)
+        say(f"run {run.name} is already finished: see {shown}/summary.json.")
         return 0
-    with tempfile.TemporaryDirectory() as rehearsal:  # a fast_dev_run leaves no run behind
-        job = job.elsewhere(rehearsal) if config.trainer["fast_dev_run"] else job
-        try:
-            if is_rank_zero():
-                job.create()
-            say(*start_from(config.module, config.options.init_weights))
-            session = build(config, job)
-            facts = train(config, job, session)
-        except BaseException as error:
-            if not (isinstance(error, signals.Stopped) and signals.state.begun):
-                job.discard()  # nothing was saved: the name is free again
-            raise
-        finally:
-            job.release()
-        if not config.trainer["fast_dev_run"]:
-            say(summary.closing_lines(facts, job.folder, *next_commands(config)))
-            say(*sync_command(job.folder))  # feature: wandb
+    if config.trainer["fast_dev_run"]:  # it leaves no run behind
+        with tempfile.TemporaryDirectory() as elsewhere:
+            train_in(run.elsewhere(elsewhere), config)
+        return 0
+    result = train_in(run, config)
+    say(closing_lines(result.summary, run.folder, *next_commands(config)))
+    say(*sync_command(run.folder))  # feature: wandb
     return 0
 
 
-def build(config: Configuration, job: Run, extra: Sequence[Callback] = ()) -> Session:
+def train_in(run: Run, config: Configuration) -> RunResult:
+    """Make the run's folder, and train there. If nothing is saved, the folder goes and its name is
+    free again.
+    """
+    try:
+        if is_rank_zero():
+            run.create()
+        say(*start_from(config.module, config.options.init_weights))
+        if is_rank_zero():
+            for line in config.lost_in_record():
+                say(f"config.yaml and checkpoints do not repeat this run: {line}")
+        trainer = build(config, run)
+        return train(config, run, trainer)
+    except BaseException as error:
+        is_stop = isinstance(error, signals.Stopped) and signals.state.begun
+        if not is_stop:
+            run.discard()
+        raise
+    finally:
+        run.release()
+
+
+def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Trainer:
     """The Trainer of a run with its callbacks and loggers; callbacks in ``extra`` come last."""
-    session = Session()
-    flags, options = trainer_flags(config), config.options
-    session.timer, best = summary.RunTimer(), Best.of(config.module, options.monitor, options.mode)
-    session.csv, loggers = MetricsCSV(job.folder / "metrics.csv"), flags["logger"]
-    loggers += (
-        [TensorBoardLogger(job.folder, name="tensorboard", version="")]
-        if options.tensorboard
-        else []
-    )
-    session.wandb = make_wandb_logger(config, job, best)  # feature: wandb
-    loggers += [] if session.wandb is None else [session.wandb]  # feature: wandb
-    session.predictions = TestPredictions()  # feature: test_predictions
-    session.checkpoint = RunCheckpoint(config, job, best, session.csv)
-    session.memory = (
-        MemoryMonitor() if "memory" in config.monitors and is_measurable() else None
-    )  # feature: memory
-    session.throughput = (
-        ThroughputMonitor() if "throughput" in config.monitors else None
-    )  # feature: throughput
-    if session.throughput is not None:  # feature: throughput
-        session.checkpoint.exclude = session.throughput.pause
+    flags = trainer_flags(config)
+    options = config.options
+    best = Best.of(config.module, options.monitor, options.mode)
+    csv = MetricsCSV(run.folder / "metrics.csv")
+    wandb = make_wandb_logger(config, run, best)  # feature: wandb
+    checkpoint = RunCheckpoint(config, run, best, csv)
+
     callbacks: list[Callback | None] = [
-        session.wandb,  # feature: wandb
-        session.timer,
-        session.checkpoint,
+        wandb,  # feature: wandb
+        RunTimer(),
+        checkpoint,
         OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
-        session.throughput,  # feature: throughput
-        session.memory,  # feature: memory
-        MemorySnapshot(options.memory_snapshot)
-        if options.memory_snapshot
-        else None,  # feature: memory
-        session.predictions,  # feature: test_predictions
-        summary.progress_callback(flags),
+        ThroughputMonitor() if "throughput" in config.monitors else None,  # feature: throughput
+        _memory_monitor(config),  # feature: memory
+        _memory_snapshot(options),  # feature: memory
+        TestPredictions(),  # feature: test_predictions
+        until_merge.Report() if options.report else None,  # feature: report
+        WrongNumbers(options.monitor),
+        progress_callback(flags),
+        *always_on(),
         *flags["callbacks"],
-        CheckpointPaths(session.checkpoint)
-        if session.checkpoint.saves
-        else None,  # for the module's own code
+        CheckpointPaths(checkpoint) if checkpoint.saves else None,  # for the module's own code
         *extra,
     ]
+    loggers: list[Logger | None] = [
+        *flags["logger"],
+        _tensorboard(run) if options.tensorboard else None,
+        wandb,  # feature: wandb
+        csv,
+    ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
-    session.trainer = build_trainer(
-        flags | {"logger": [*loggers, session.csv], "default_root_dir": job.folder}
-    )
-    return session
+    for callback in flags["callbacks"]:  # goes with the merge
+        if isinstance(callback, contract.PausesWhileSaving):
+            checkpoint.exclude = callback.pause
+    flags["logger"] = [logger for logger in loggers if logger is not None]
+    flags["default_root_dir"] = run.folder
+    return build_trainer(flags)
 
 
-def train(config: Configuration, job: Run, session: Session) -> Summary:
-    """Train, test the best once, publish, write the summary. :class:`signals.Stopped`: last.ckpt holds the step."""
-    trainer, checkpoint, status, trained = session.trainer, session.checkpoint, 1, False
+def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
+    """Train, test the best once, write the summary. After :class:`signals.Stopped` last.ckpt holds
+    the step.
+    """
+    timer = the(RunTimer, trainer)
+    checkpoint = the(RunCheckpoint, trainer)
+    exit_code = 1
+    is_done = False
     try:
-        with refusals_as_errors(job.checkpoint, session.timer):
+        with refusals_as_errors(run.checkpoint, lambda: timer.begun):
             trainer.fit(
                 config.module,
                 datamodule=config.datamodule,
-                ckpt_path=job.checkpoint,
+                ckpt_path=run.checkpoint,
                 weights_only=True,
             )
-        facts = session.summarize(config, job)  # before the test's precision is set
-        facts.metrics |= final_test(
-            trainer, config, checkpoint.best_path if checkpoint.saves else None
-        )
-        trained = True
-        signals.state.deferring = False  # every step is saved
+        refuse_training_of_no_step(run, trainer, checkpoint)
+        result = result_of(config, run, trainer)  # before the test changes the precision
+        best_path = checkpoint.best_path if checkpoint.saves else None
+        with refusals_as_errors(None, lambda: timer.begun):
+            result.summary.metrics |= final_test(trainer, config, best_path)
+        is_done = True
+        signals.state.deferring = False  # every step is saved: a signal ends the run here
+        finish(trainer, result)
         if trainer.is_global_zero:
-            session.publish(config, job, facts)
-            write_rows(
-                job.folder / "summary.json", facts.to_plain()
-            )  # last: a run with a summary is complete
-        status = 0
-        return facts
+            # Last: a run with a summary is complete.
+            write_rows(run.folder / "summary.json", result.summary.to_plain())
+        exit_code = 0
+        return result
     except signals.Stopped as stop:
-        status = stop.exit_code
+        exit_code = stop.exit_code
         release_child_processes()  # the other ranks end now
-        if not trained and session.timer.begun and trainer.is_global_zero:
-            if (
-                trainer.world_size == 1
-            ):  # torchrun signals the remaining ranks as soon as one has ended
-                signals.state.deferring = False  # a second signal skips the report
-            facts = session.summarize(config, job, finished=False)
-            session.publish(config, job, facts, stopped_by=signal.Signals(stop.signum).name)
-        say(*summary.stopped_lines(job.folder, trainer.global_step))
+        if not is_done and timer.begun and trainer.is_global_zero:
+            # torchrun signals the remaining ranks as soon as one has ended: they must not end then.
+            if trainer.world_size == 1:
+                signals.state.deferring = False  # a second signal ends the run at once
+            finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
+        say(*stopped_lines(run.folder, trainer.global_step))
         raise
     finally:
-        session.close(status)
+        until_merge.close(trainer, exit_code)  # goes with the merge
+        release_child_processes()
+
+
+def result_of(
+    config: Configuration, run: Run, trainer: Trainer, stopped_by: str | None = None
+) -> RunResult:
+    """What a run has reached that has trained, or was stopped by a signal of that name."""
+    data = config.datamodule
+    summary = summarize(trainer, run.name, finished=stopped_by is None)
+    best = the(RunCheckpoint, trainer).best
+    summary.metrics |= best.metrics
+    if best.score is not None:
+        summary.monitor = best.monitor
+        summary.mode = best.mode
+        summary.best_epoch = best.epoch
+        summary.best_score = best.score
+    return RunResult(
+        summary,
+        config=dump_yaml(config.resolved),
+        folder=run.folder,
+        class_names=list(data.class_names) if isinstance(data, contract.NamesClasses) else [],
+        stopped_by=stopped_by,
+        max_epochs=trainer.max_epochs,
+    )
+
+
+def finish(trainer: Trainer, result: RunResult) -> None:
+    """Let every callback and logger add what it knows; then, on rank zero, leave what it wants to
+    leave.
+    """
+    add_all_facts(trainer, result)
+    until_merge.add_facts(trainer, result)  # goes with the merge
+    if trainer.is_global_zero:
+        for part in parts_of(trainer):
+            if isinstance(part, MetricsCSV):
+                part.save()
+                result.series = read_series(part.path, result.summary.epochs)
+        until_merge.leave(trainer, result)  # goes with the merge
+        leave_everything(trainer, result)
+
+
+def refuse_training_of_no_step(run: Run, trainer: Trainer, checkpoint: RunCheckpoint) -> None:
+    """A UserError where training has made no step, so that there is no best checkpoint to test."""
+    if not checkpoint.saves or checkpoint.best_path.exists():
+        return
+    if run.checkpoint is not None:
+        raise UserError(
+            "--ckpt_path: that checkpoint has trained as long as it should. Raise --max_epochs."
+        )
+    if trainer.global_step == 0:
+        limits = "--limit_train_batches, --max_time, --max_epochs and --max_steps"
+        raise UserError(f"no step was trained: {limits} must leave at least one.")
+
+
+def the(kind: type[T], trainer: Trainer) -> T:
+    """The callback or logger of a kind that every run has once."""
+    return next(part for part in parts_of(trainer) if isinstance(part, kind))
+
+
+def next_commands(config: Configuration) -> list[str]:
+    """The commands that a checkpoint of this run can be used with."""
+    commands = []
+    if lacks_for_test(config.module, config.datamodule) is None:
+        commands.append("test")
+    if isinstance(config.datamodule, TAKES_FILES):  # feature: predict
+        commands.append("predict IMAGE.png")
+    return commands
+
+
+def _memory_monitor(config: Configuration) -> Callback | None:  # feature: memory
+    return MemoryMonitor() if "memory" in config.monitors and is_measurable() else None
+
+
+def _memory_snapshot(options: Any) -> Callback | None:  # feature: memory
+    return MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None
+
+
+def _tensorboard(run: Run) -> Logger:
+    return TensorBoardLogger(run.folder, name="tensorboard", version="")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

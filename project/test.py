@@ -6,72 +6,92 @@ python -m project.test --devices 2 --strategy ddp
 """
 
 from pathlib import Path
+from typing import Any
 
-from project.engine.command import prepare_process, run
+from project.command_line.start import prepare_process, run
 
 prepare_process(__name__)  # threads and signals, before torch is imported
 
+from lightning.pytorch import Trainer
+
 from project import tables
-from project.engine.cli import CommandLine, configure
+from project.command_line.cli import configure
+from project.command_line.refusals import refusals_as_errors
+from project.command_line.trainer_flags import build_trainer, trainer_flags
+from project.command_line.typed import CommandLine
+from project.engine import ExactCheckpoint, contract
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
-from project.engine.restore import ROOT, find_checkpoint, load
-from project.engine.exact_checkpoint import ExactCheckpoint
-from project.engine.summary import device_name, samples_of
-from project.engine.trainer import (
-    build_trainer,
-    float32_products,
-    lacks_for_test,
-    refusals_as_errors,
-    trainer_flags,
-)
+from project.engine.restore import ROOT, Loaded, find_checkpoint, load
 from project.errors import UserError
+from project.facts import device_name, samples_of
+from project.final_test import float32_products, lacks_for_test
 
 
 def main(argv: list[str]) -> int:
     """Test as ``argv`` says; returns the exit code."""
     line = CommandLine(argv)
-    output = tables.check_output(asked) if (asked := line.value("output")) else None
+    asked = line.value("output")
+    output = tables.check_output(asked) if asked else None
     if line.asks_for_help:
         configure(argv, "project.test")
-    wanted = (
-        line.value("ckpt_path"),
-        Path(line.value("trainer.default_root_dir") or ROOT),
-        line.value("run_name"),
-    )
-    path = Path(decided_by_rank_zero(lambda: str(find_checkpoint(*wanted))))
+    path = wanted_checkpoint(line)
     loaded = load(path, argv, again=True)
-    if missing := lacks_for_test(loaded.module, loaded.datamodule):
+    missing = lacks_for_test(loaded.module, loaded.datamodule)
+    if missing:
         raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
-    say(*([f"testing {path} with {', '.join(loaded.changes)}"] if loaded.changes else []))
-    flags = trainer_flags(loaded.config) | {"logger": False, "enable_model_summary": False}
-    flags["precision"] = flags["precision"] or (
-        "64-true" if loaded.run.get("precision") == "64-true" else None
-    )
-    trainer = build_trainer(flags | {"callbacks": [ExactCheckpoint(None), *flags["callbacks"]]})
-    with (
-        refusals_as_errors(path),
-        float32_products(),
-    ):  # like fit's own test; --precision still chooses autocast
+    if loaded.changes:
+        say(f"testing {path} with {', '.join(loaded.changes)}")
+    trainer = build(loaded)
+    # In float32, like the test at the end of fit. --precision still chooses what autocast does.
+    with refusals_as_errors(path), float32_products():
         found = trainer.test(
             loaded.module, loaded.datamodule, ckpt_path=path, weights_only=True, verbose=False
         )
-    facts = {
+    data = loaded.datamodule
+    facts: dict[str, Any] = {
         "checkpoint": str(path),
         "run_name": loaded.run.get("run_name"),
-        "data_source": getattr(loaded.datamodule, "data_source", None),
-        "test_samples": samples_of(trainer.test_dataloaders)
-        if trainer.limit_test_batches == 1.0
-        else None,
+        "data_source": data.data_source if isinstance(data, contract.NamesSource) else None,
+        "test_samples": tested_samples(trainer),
         "device": device_name(trainer),
         "precision": trainer.precision,
         "world_size": trainer.world_size,
-        **{name: value for metrics in found for name, value in metrics.items()},
     }
+    for metrics in found:
+        facts |= metrics
     if is_rank_zero():
         print(tables.format_table([facts]))
         if output:
             tables.write_rows(output, facts)
     return 0
+
+
+def wanted_checkpoint(line: CommandLine) -> Path:
+    """The file that the command line means, the same one on all ranks."""
+    ckpt_path = line.value("ckpt_path")
+    root = Path(line.value("trainer.default_root_dir") or ROOT)
+    run_name = line.value("run_name")
+    return Path(decided_by_rank_zero(lambda: str(find_checkpoint(ckpt_path, root, run_name))))
+
+
+def build(loaded: Loaded) -> Trainer:
+    """The Trainer of a test. Without a typed precision it is float32, or float64 where the run's
+    was.
+    """
+    flags = trainer_flags(loaded.config)
+    flags["logger"] = False
+    flags["enable_model_summary"] = False
+    if flags["precision"] is None and loaded.run.get("precision") == "64-true":
+        flags["precision"] = "64-true"
+    flags["callbacks"] = [ExactCheckpoint(None), *flags["callbacks"]]
+    return build_trainer(flags)
+
+
+def tested_samples(trainer: Trainer) -> int | None:
+    """Samples of the test set; None where only a part of it was tested, or it has no length."""
+    limit = trainer.limit_test_batches
+    is_whole = isinstance(limit, float) and limit == 1.0  # an int is a number of batches
+    return samples_of(trainer.test_dataloaders) if is_whole else None
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ def command(module: str, *arguments: str) -> list[str]:
 def run(
     module: str, *arguments: str, timeout: float = 180, fresh: bool = False, **where: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in the current directory; stdout and stderr are captured. See :func:`complete`."""
+    """Run a command to its end in the current directory; stdout and stderr are captured. See
+    :func:`complete`.
+    """
     return complete(command(module, *arguments), timeout, fresh, **where)
 
 
@@ -94,7 +96,8 @@ def run_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """Run a module on two ranks to their end: see :func:`start_ranks`, and there for the arguments.
 
-    The exit code is that of a rank that failed; as under torchrun it ends the other one. Output is that of both ranks.
+    The exit code is that of a rank that failed; as under torchrun it ends the other one. Output is
+    that of both ranks.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         ranks, store = start_ranks(module, *arguments, files=(out, err), cwd=cwd, env=env)
@@ -126,10 +129,12 @@ def start_ranks(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> tuple[list[Process], TCPStore]:
-    """Start two ranks as torchrun starts its workers, but as forks; and where they meet, as torchrun's do in torchrun.
+    """Start two ranks as torchrun starts its workers, but as forks; and where they meet, as
+    torchrun's do in torchrun.
 
     Args:
-        module: Such as ``fit``, of the package unless dotted; it is told ``--devices 2`` and ``--accelerator cpu``.
+        module: Such as ``fit``, of the package unless dotted; it is told ``--devices 2`` and
+            ``--accelerator cpu``.
         arguments: What it is told besides.
         files: For the output of both, and their errors.
         cwd: Their working folder; this process' own when None.
@@ -172,7 +177,9 @@ def start_ranks(
 
 
 def without_decisions(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what a run in this process has left for the ranks that it might have started."""
+    """An environment without what a run in this process has left for the ranks that it might have
+    started.
+    """
     return {
         k: v
         for k, v in environment.items()
@@ -193,7 +200,9 @@ def start(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> Process:
-    """Start a process in a session of its own, with its output in ``log``. ``fresh`` as for :func:`popen`."""
+    """Start a process in a session of its own, with its output in ``log``. ``fresh`` as for
+    :func:`popen`.
+    """
     with open(log, "ab") as file:
         return popen(words, file.fileno(), file.fileno(), fresh, cwd, env)
 
@@ -206,7 +215,8 @@ def popen(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> Process:
-    """A process in a session of its own: a fork that has imported torch already where that is the same.
+    """A process in a session of its own: a fork that has imported torch already where that is the
+    same.
 
     Args:
         words: The command.
@@ -235,7 +245,8 @@ def made_once(
 ) -> Path:
     """The folder of a finished run, trained once for all tests of all pytest processes. Read only.
 
-    What it printed is in ``output.txt``, two folders above. ``launcher`` is what Python runs the command with.
+    What it printed is in ``output.txt``, two folders above. ``launcher`` is what Python runs the
+    command with.
     """
     root = (
         Path(os.environ["TESTS_SHARED_FOLDER"]) / f"{name}-{zlib.crc32(repr(arguments).encode())}"
@@ -260,7 +271,9 @@ def finished_run() -> Path:
 
 
 def two_rank_run() -> Path:
-    """A small run of torchrun on two processes, with a report and W&B offline; each takes half of a batch of 64."""
+    """A small run of torchrun on two processes, with a report and W&B offline; each takes half of a
+    batch of 64.
+    """
     flags = [
         "--data.batch_size",
         "32",
@@ -277,7 +290,9 @@ def two_rank_run() -> Path:
 
 
 def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: float = 120) -> bool:
-    """Wait until ``text`` stands in ``log`` after byte ``since``; False where the process ended without it."""
+    """Wait until ``text`` stands in ``log`` after byte ``since``; False where the process ended
+    without it.
+    """
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if text in log.read_bytes()[since:].decode(errors="replace"):
@@ -289,7 +304,7 @@ def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: fl
 
 
 def family(pid: int) -> list[int]:
-    """Process ids of a process's descendants that train (its ranks), not those of loaders or wandb."""
+    """Process ids of a process's descendants that train (its ranks), not of loaders or wandb."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -330,7 +345,9 @@ def checkpoint(path: Path) -> dict[str, Any]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Two runs' folders hold bit-identical weights, optimizer states and generators, and identical metric rows."""
+    """Two runs' folders hold bit-identical weights, optimizer states and generators, and identical
+    metric rows.
+    """
     for name in ("last.ckpt", "best.ckpt"):
         a, b = checkpoint(one / name), checkpoint(other / name)
         for key in (

@@ -1,8 +1,10 @@
-"""Runs inputs, each in a fork of one process that has imported everything: python -m tests.fuzzed INPUTS FOLDER.
+"""Runs inputs, each in a fork of one process that has imported everything: python -m tests.fuzzed
+INPUTS FOLDER.
 
-``INPUTS`` is a JSON file, a list of :class:`Input` as dicts. Each runs in ``FOLDER/NUMBER``, its output goes to
-``FOLDER/NUMBER.txt``; what was wrong is printed as a JSON object per line. A fork ends without the interpreter's
-clean-up, which would touch, and so copy, all that it shares: an input that is refused takes a fifth of a second.
+``INPUTS`` is a JSON file, a list of :class:`Input` as dicts. Each runs in ``FOLDER/NUMBER``, its
+output goes to ``FOLDER/NUMBER.txt``; what was wrong is printed as a JSON object per line. A fork
+ends without the interpreter's clean-up, which would touch, and so copy, all that it shares: an
+input that is refused takes a fifth of a second.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Input:
         words: Its arguments.
         files: Path in the folder → text.
         base: A folder whose contents are there, too.
-        change: For a checkpoint in the folder: its path, the keys that lead to an entry, the name of what is put there.
+        change: For a checkpoint in the folder: its path, the keys that lead to an entry, the name
+            of what is put there.
     """
 
     command: str
@@ -120,7 +123,9 @@ def entries(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def change(path: Path, keys: list[Any], name: str) -> None:
-    """Replace an entry of a checkpoint, or take it away (``missing``); or change the file itself (no keys)."""
+    """Replace an entry of a checkpoint, or take it away (``missing``); or change the file itself
+    (no keys).
+    """
     import torch
 
     if not keys:
@@ -169,7 +174,8 @@ def seen() -> dict[str, bytes | str]:
 
 def attempt(given: Input) -> None:
     """In a fork: run one input, write what came of it beside its folder, and end."""
-    from project.engine import command, signals
+    from project.command_line import start as command
+    from project.engine import signals
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -278,7 +284,7 @@ def main() -> None:
 
     threads.configure()
     gc.disable()
-    from project.engine.cli import configure
+    from project.command_line.cli import configure
     from project.errors import UserError
 
     for module in MODULES.values():

@@ -1,4 +1,5 @@
-"""``fit``, which sends itself a signal after an optimizer step: python -m tests.interrupted STEP SIGNAL ARGUMENT...
+"""``fit``, which sends itself a signal after an optimizer step: python -m tests.interrupted STEP
+SIGNAL ARGUMENT...
 
 Under torchrun only its last rank does, and only the first time it is started.
 """
@@ -23,7 +24,7 @@ class Slow(Callback):
 
 
 class Interrupt(Callback):
-    """Sends this process a signal when a step is done, once every other callback has seen the step."""
+    """Sends this process a signal after a step that every other callback has seen."""
 
     def __init__(self, step: int, number: int) -> None:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -45,7 +46,7 @@ class Interrupt(Callback):
 
 def main() -> None:
     from project import fit
-    from project.engine import command
+    from project.command_line import start as command
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]
     del sys.argv[1:3]

@@ -31,7 +31,9 @@ def wandb_folders(folder: Path) -> list[Path]:
 
 @functools.cache
 def wandb_records(folder: Path) -> list[dict[str, Any]]:
-    """What one offline W&B folder holds, by W&B's own reader: a record per entry, its content under its type."""
+    """What one offline W&B folder holds, by W&B's own reader: a record per entry, its content under
+    its type.
+    """
     reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     text = subprocess.run(reader, capture_output=True, text=True, check=True, timeout=60).stdout
     return [json.loads(line) for line in text.splitlines()]

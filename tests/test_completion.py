@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[1]
 TRY = """
 source configs/completion.bash
 for line in "$@"; do
-  read -ra COMP_WORDS <<< "$line"; COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _project_complete; echo "${COMPREPLY[@]}"
+  read -ra COMP_WORDS <<< "$line"
+  COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+  _project_complete
+  echo "${COMPREPLY[@]}"
 done
 """
 

@@ -1,4 +1,6 @@
-"""Promise 10: a user's mistake is one line with option, value and fix, exit code 2, no traceback, nothing touched."""
+"""Promise 10: a user's mistake is one line with option, value and fix, exit code 2, no traceback,
+nothing touched.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ import torch
 
 from project import fit
 from project import test as test_command
-from project.engine import command as entry
-from project.engine.cli import configure
+from project.command_line import start as entry
+from project.command_line.cli import configure
+from project.command_line.explain import explain
+from project.command_line.refusals import refusals_as_errors
 from project.engine.restore import load
-from project.engine.trainer import refusals_as_errors
 from tests.commands import SMALL, checkpoint, finished_run, summary
 
 
@@ -260,7 +263,7 @@ def test_a_missing_gpu_is_told_in_one_line(
 
 
 def test_a_missing_model_is_told_with_the_ways_to_name_one() -> None:
-    line = entry.explain("the following arguments are required: model", [])
+    line = explain("the following arguments are required: model", [])
     assert (
         line
         == "--model.class_path PACKAGE.CLASS, or a --config FILE with a section model, is needed."

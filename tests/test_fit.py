@@ -1,4 +1,6 @@
-"""The main job as a first user meets it: one command, a trained and tested model, all files, no account, no network."""
+"""The main job as a first user meets it: one command, a trained and tested model, all files, no
+account, no network.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,25 @@ import termios
 import warnings
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback, Trainer
 
 from project import fit
 from project import test as test_command
+from project.callbacks import yours
+from project.command_line import start as entry
+from project.command_line.cli import configure, differences
 from project.data import MNISTDataModule
-from project.engine import command as entry
-from project.engine.cli import configure, differences
 from project.engine.restore import choose, load
-from project.engine.summary import Summary, closing_lines, stopped_lines
+from project.facts import Summary
 from project.fit import next_commands
 from project.model import MLP, MNISTClassifier
+from project.progress import closing_lines, stopped_lines
+from project.run_result import RunResult
 from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
 from tests.trained import trained_checkpoint
 
@@ -55,7 +62,9 @@ PROMISED = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small run under 16-mixed, started as a user without account, network, GPU or terminal does."""
+    """The folder of a small run under 16-mixed, started as a user without account, network, GPU or
+    terminal does.
+    """
     folder = tmp_path_factory.mktemp("fit")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {
         "HOME": str(folder)
@@ -608,3 +617,49 @@ def test_a_time_limit_that_ends_a_run_is_said(
     )
     assert fit.main([*command.split(), "--max_time", "00:00:00:02"]) == 0
     assert "going on from step" in capsys.readouterr().out
+
+
+class Counts(Callback):
+    """A callback of the user's own that is always on."""
+
+    steps = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        Counts.steps += 1
+
+    def add_facts(self, trainer: Trainer, result: RunResult) -> None:
+        result.summary.metrics["mine/steps"] = float(self.steps)
+
+    def leave(self, trainer: Trainer, result: RunResult) -> None:
+        assert result.folder is not None
+        (result.folder / "mine.txt").write_text(str(self.steps))
+
+
+class FailsAtTheEnd(Callback):
+    """A callback whose part of the result fails."""
+
+    def leave(self, trainer: Trainer, result: RunResult) -> None:
+        raise OSError("no room")
+
+
+def test_callbacks_of_yours_that_are_always_on_take_part_in_a_run(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert yours.always_on() == []
+    monkeypatch.setattr(fit, "always_on", lambda: [FailsAtTheEnd(), Counts()])
+    with pytest.warns(UserWarning, match=r"FailsAtTheEnd could not .* \(OSError: no room\)"):
+        assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "r"]) == 0
+    facts = summary(Path("checkpoints/r"))
+    assert facts["mine/steps"] == facts["steps"] == 50
+    assert Path("checkpoints/r/mine.txt").read_text() == "50"
+
+
+@pytest.mark.parametrize(("limit", "samples"), [([], "200"), (["--limit_test_batches", "1"], "")])
+def test_a_test_of_a_part_does_not_claim_all_samples(
+    finished: Path, workplace: Path, limit: list[str], samples: str
+) -> None:
+    words = ["--ckpt_path", str(finished / "best.ckpt"), "--data.eval_batch_size", "10"]
+    assert test_command.main([*words, *limit, "--output", "out.csv"]) == 0
+    header, row = Path("out.csv").read_text().splitlines()
+    facts = dict(zip(header.split(","), row.split(","), strict=True))
+    assert facts.get("test_samples", "") == samples

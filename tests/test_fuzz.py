@@ -1,7 +1,8 @@
-"""Promise 10, for 3,000 inputs that nobody would think of: no traceback, one line, and nothing written when refused.
+"""Promise 10, for 3,000 inputs that nobody would think of: no traceback, one line, and nothing
+written when refused.
 
-The inputs are a function of the seed. ``FUZZ_SEED=2 python -m pytest -m nightly tests/test_fuzz.py`` tries others;
-``FUZZ_SHARE=0.1`` a tenth of them.
+The inputs are a function of the seed. ``FUZZ_SEED=2 python -m pytest -m nightly
+tests/test_fuzz.py`` tries others; ``FUZZ_SHARE=0.1`` a tenth of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from project.engine.cli import flat
+from project.tables import flat
 from tests import fuzzed
 from tests.commands import checkpoint, made_once, run
 from tests.fuzzed import MODULES, Input, entries, replacements
@@ -436,7 +437,8 @@ def checkpoints(chance: random.Random, base: str) -> Iterator[Input]:
         ("predict", ["digit.png", "--ckpt_path", path]),  # feature: predict
     ]
     while True:
-        # every entry of the top and of our own record as often as the hundreds of the configuration and the states
+        # every entry of the top and of our own record as often as the hundreds of the configuration
+        # and the states
         depth = chance.choice([1, 2, 3, 3, 4, 9])
         keys = chance.choice([keys for keys in places if len(keys) <= depth])
         what = chance.choice(values)

@@ -1,7 +1,9 @@
-"""Promise 4 from the first moment on: a signal at any moment of the start-up ends every process, with its exit code.
+"""Promise 4 from the first moment on: a signal at any moment of the start-up ends every process,
+with its exit code.
 
-``START_UP_SIGNALS=60 python -m pytest -m nightly tests/test_start_up_signals.py`` sends sixty to one process and sixty
-to two ranks; without the variable it is ten and six. ``START_UP_SEED`` chooses others.
+``START_UP_SIGNALS=60 python -m pytest -m nightly tests/test_start_up_signals.py`` sends sixty to
+one process and sixty to two ranks; without the variable it is ten and six. ``START_UP_SEED``
+chooses others.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def in_session(session: int) -> list[int]:
 
 
 def handles_signals(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM; before, it is Python's own start that a signal meets."""
+    """Whether a process has a handler for SIGTERM; before, it is Python's own start that a signal
+    meets.
+    """
     try:
         caught = next(
             line

@@ -127,7 +127,7 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
 
 
 def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
-    after = "import os, signal; fit.Session.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
+    after = "import os, signal; fit.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
     code = f"from project import fit; from project.engine import command; {after}; command.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
     ended = complete(words)

@@ -98,7 +98,8 @@ def test_a_terminal_that_cannot_show_a_character(encoding: str) -> None:
 
 def test_a_stream_that_cannot_show_a_character() -> None:
     ascii_only = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')"
-    script = f"{ascii_only}; from project import fit; from project.engine import command; command.run(fit.main)"
+    imports = "from project import fit; from project.command_line import start"
+    script = f"{ascii_only}; {imports}; start.run(fit.main)"
     assert run("fit", *TINY, "--run_name", "r").returncode == 0
     resumed = complete([sys.executable, "-c", script, *LONGER])
     assert resumed.returncode == 0, resumed.stderr
@@ -138,7 +139,8 @@ def test_a_refusal_with_closed_streams_is_exit_code_2() -> None:
 def test_what_cannot_be_written_ends_with_our_own_exit_codes(line: str, code: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     name, *words = line.split(" ", 1)
-    shell = f"set -o pipefail; {sys.executable} -m project.{name} {shlex.join(TINY) if name == 'fit' else ''} {words[0]}"
+    flags = shlex.join(TINY) if name == "fit" else ""
+    shell = f"set -o pipefail; {sys.executable} -m project.{name} {flags} {words[0]}"
     done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert b"Exception" not in done.stderr

@@ -271,3 +271,13 @@ class PausesWhileSaving(Protocol):
     def pause(self) -> AbstractContextManager[Any]:
         """What happens inside does not count."""
         ...
+
+
+# What a strategy may have
+
+
+@runtime_checkable
+class CountsWholeModule(Protocol):
+    """A strategy that cuts the module into shards, and has counted its parameters before."""
+
+    whole_parameters: int  # 0 before the module was cut

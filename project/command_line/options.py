@@ -1,0 +1,111 @@
+"""The options of ``fit`` and ``test`` that are our own, and what Trainer flags are without being
+typed.
+"""
+
+import inspect
+from typing import Any, Literal, NamedTuple
+
+from lightning.pytorch import Trainer
+
+# Trainer flags, which may be typed without "trainer."
+FLAT = frozenset(inspect.signature(Trainer).parameters)
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": 4,
+    # Our loaders shard, shuffle and resume. Lightning's sampler pads evaluation sets.
+    "use_distributed_sampler": False,  # goes with the merge
+    "num_sanity_val_steps": 0,  # it would cost two batches at every start
+}
+# feature: mnist
+DEFAULT_CLASSES = {
+    "model": "project.model.MNISTClassifier",
+    "data": "project.data.MNISTDataModule",
+}
+# end feature: mnist
+# Options of one launch. They are no settings of the run: config.yaml leaves them out.
+OF_THE_LAUNCH = (
+    "ckpt_path",
+    "run_name",
+    "init_weights",
+    "memory_snapshot",
+    "allow_imports",
+    "output",
+    "config",
+)
+MONITORS: tuple[str, ...] = (
+    "throughput",  # feature: throughput
+    "memory",  # feature: memory
+    "optimizer",  # feature: optimizer
+)
+
+
+class Option(NamedTuple):
+    """One of our own options."""
+
+    name: str
+    kind: Any  # its type
+    default: Any
+    help: str
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "run_name",
+        str | None,
+        None,
+        "The run's folder in checkpoints/ (default: a time stamp).",
+    ),
+    Option(
+        "ckpt_path",
+        str | None,
+        None,
+        "Go on from last, best, auto (last whole one, else afresh) or a file.",
+    ),
+    Option(
+        "init_weights",
+        str | None,
+        None,
+        "Start a new run from the weights of another run's checkpoint.",
+    ),
+    Option(
+        "monitor",
+        str | None,
+        None,
+        "The metric that best.ckpt follows (default: the module's own choice)."
+        " Under torchrun: -m project.fit -- --monitor METRIC.",
+    ),
+    Option(
+        "mode",
+        str | None,
+        None,
+        "Whether its largest (max) or smallest (min) value is the best.",
+    ),
+    Option("monitors", str, "all", f"Any of {','.join(MONITORS)}; all or none."),
+    Option("report", bool, True, "Write report.html at the end."),  # feature: report
+    Option(
+        "checkpoint_every",
+        str,
+        "60s",
+        "Save last.ckpt every so many optimizer steps (500) or seconds (60s).",
+    ),
+    Option(
+        "matmul_precision",
+        Literal["highest", "high", "medium"] | None,
+        None,
+        "float32: high is TF32, medium bfloat16.",
+    ),
+    # feature: memory
+    Option(
+        "memory_snapshot",
+        str | None,
+        None,
+        "Record CUDA allocations to FILE, for PyTorch's viewer.",
+    ),
+    # end feature: memory
+    Option("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
+    Option(
+        "allow_imports",
+        str | None,
+        None,
+        "Packages that a checkpoint's configuration may name besides your own.",
+    ),
+)

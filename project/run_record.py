@@ -1,0 +1,134 @@
+"""What a run records of itself: in its folder, and in each of its checkpoints beside what a resume
+needs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.command_line.plain_values import dump_yaml
+from project.engine import contract
+from project.engine.checkpoint_files import RUN_KEY
+from project.engine.ranks import say
+from project.engine.restore import RUN_ID, point_latest_at
+from project.facts import command_line, git, versions
+from project.run_result import RunResult
+from project.tables import flat, write_atomically
+
+# What an earlier run of this name may have left that saved nothing
+OF_AN_END = ("summary.json", "report.html")
+
+
+class RunRecord(Callback):
+    """Writes down what a run is: its name, its configuration, the code that it is made by.
+
+    - When training starts: ``config.yaml``, ``uncommitted.diff`` and the link ``latest``, on rank
+      zero.
+      Not earlier: a run that cannot start changes nothing of older ones.
+    - In each checkpoint, under ``run``: name, id, configuration, versions, data, precision,
+      metrics.
+
+    It stands before the callback that saves checkpoints in the list of callbacks.
+
+    Args:
+        folder: The run's folder.
+        run_id: Belongs to the folder, and tells its checkpoints from those of another run.
+        config: Every setting as a plain value.
+    """
+
+    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.config = config
+        self.facts = {
+            "run_name": folder.name,
+            "run_id": run_id,
+            "config": config,
+            "versions": versions(),
+        }
+        self.deleted_in: int | None = None  # the epoch in which the folder was deleted
+        self._resumes = False
+        self._notes: list[str] = []
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._make_again(trainer)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        checkpoint.setdefault(RUN_KEY, {}).update(
+            self.facts,
+            epoch=trainer.current_epoch,
+            global_step=trainer.global_step,
+            metrics=metrics,
+            data_source=data.data_source if isinstance(data, contract.NamesSource) else None,
+            data=data.description() if isinstance(data, contract.DescribesData) else {},
+            precision=trainer.precision,
+            world_size=trainer.world_size,
+        )
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":
+            return
+        self._resumes = True
+        saved = checkpoint.get(RUN_KEY) or {}
+        before = flat(saved.get("config", {})).get("model.optimizer")
+        now = flat(self.config).get("model.optimizer")
+        if before != now:
+            self._notes.append(f"optimizer {before} → {now}: its state starts anew.")
+            checkpoint["optimizer_states"] = []
+            if saved.get("state") is not None:
+                saved["state"]["groups"] = None  # rates and the like of the other optimizer
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        say(*self._notes)
+        if not trainer.is_global_zero:
+            return
+        point_latest_at(self.folder)
+        write_config(self.folder, self.config)
+        if not self._resumes and trainer.global_step == 0:
+            for name in OF_AN_END:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_again(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_again(trainer)
+
+    def add_facts(self, trainer: Trainer, result: RunResult) -> None:
+        """Note that the folder was deleted."""
+        if self.deleted_in is not None:
+            result.summary.notes.append(_deleted(self.deleted_in))
+
+    def _make_again(self, trainer: Trainer) -> None:
+        """Make the folder again if somebody deleted it. A checkpoint alone would be half a run."""
+        has_begun = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if not (trainer.is_global_zero and has_begun) or self.folder.exists():
+            return
+        self.deleted_in = trainer.current_epoch
+        say(_deleted(self.deleted_in))
+        self.folder.mkdir(parents=True)
+        (self.folder / RUN_ID).write_text(f"{self.facts['run_id']}\n")
+        write_config(self.folder, self.config)
+        point_latest_at(self.folder)
+
+
+def _deleted(epoch: int) -> str:
+    lost = "what metrics.csv held before is lost"
+    return f"the run's folder was deleted in epoch {epoch + 1}, and made again: {lost}."
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write the configuration, whose ``--config`` repeats the run, and how the code differs from
+    its commit.
+    """
+    text = dump_yaml(config)
+    write_atomically(f"# {command_line()}\n{text}", folder / "config.yaml")
+    changes = git("status", "--porcelain")
+    if changes:
+        # The first lines name the files that git does not know. `patch` skips them.
+        difference = git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""
+        write_atomically(f"{changes}\n{difference}", folder / "uncommitted.diff")

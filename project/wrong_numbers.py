@@ -1,0 +1,93 @@
+"""Says when a result looks well and is not: numbers that are not finite, a best checkpoint that is
+only the last.
+"""
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.engine.ranks import say
+from project.run_result import RunResult
+
+
+class WrongNumbers(Callback):
+    """Looks at metrics and weights at the end of each epoch and validation.
+
+    It prints a line at the first that is not finite, and adds to the closing lines and to ``notes``
+    in ``summary.json`` what is wrong with the result.
+
+    Args:
+        monitor: The metric that the user wants best.ckpt to follow; None: it is chosen by the
+            module.
+    """
+
+    def __init__(self, monitor: str | None = None) -> None:
+        self.monitor = monitor
+        self.bad_metrics: dict[str, int] = {}  # name → the first epoch in which it was not finite
+        self.bad_weights_since: int | None = None  # an epoch
+        self._has_validated = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metrics": dict(self.bad_metrics), "weights": self.bad_weights_since}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.bad_metrics = dict(state_dict["metrics"])
+        self.bad_weights_since = state_dict["weights"]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._has_validated = True
+            self._look(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look(trainer, pl_module)
+
+    def add_facts(self, trainer: Trainer, result: RunResult) -> None:
+        """Add a note for each thing that is wrong."""
+        summary = result.summary
+        for name, value in summary.metrics.items():
+            if name.startswith("test") and not math.isfinite(value):
+                summary.notes.append(f"{name} is not a number ({value}).")
+        for name, epoch in self.bad_metrics.items():
+            summary.notes.append(f"{name} is not a finite number since epoch {epoch + 1}.")
+        bad_since = self.bad_weights_since
+        if bad_since is not None:
+            summary.notes.append(f"weights are not finite numbers since epoch {bad_since + 1}.")
+            if summary.best_epoch is not None and summary.best_epoch >= bad_since:
+                summary.best_is_sound = False
+                summary.notes.append("best.ckpt holds such weights: it predicts nothing.")
+        if result.stopped_by is None and summary.best_score is None:
+            self._note_best_that_is_last(result)
+
+    def _note_best_that_is_last(self, result: RunResult) -> None:
+        if result.folder is None or not (result.folder / "best.ckpt").exists():
+            return
+        if self.monitor is not None:
+            reason = f"{self.monitor} never had a value"
+        else:
+            reason = "there was no metric to follow"
+        if not self._has_validated:
+            reason += ", for no validation ran"
+        result.summary.notes.append(f"best.ckpt is only the last: {reason}.")
+
+    def _look(self, trainer: Trainer, module: LightningModule) -> None:
+        epoch = trainer.current_epoch
+        for name, value in trainer.callback_metrics.items():
+            if name not in self.bad_metrics and not math.isfinite(float(value)):
+                self.bad_metrics[name] = epoch
+                say(f"{name} is not a finite number ({float(value)}) in epoch {epoch + 1}.")
+        if self.bad_weights_since is None and not _are_finite(module):
+            self.bad_weights_since = epoch
+            say(f"weights are not finite numbers any more in epoch {epoch + 1}.")
+
+
+def _are_finite(module: LightningModule) -> bool:
+    """Whether every weight is a finite number. One wait for the device."""
+    found = []
+    for parameter in module.parameters():
+        is_plain = parameter.layout is torch.strided and parameter.numel() > 0
+        if is_plain and parameter.is_floating_point():
+            found.append(parameter.detach().isfinite().all())
+    return not found or bool(torch.stack(found).all())

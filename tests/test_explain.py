@@ -1,0 +1,118 @@
+"""What jsonargparse and argparse say, as one line that names option, value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from lightning.pytorch import Callback
+from torch.distributed.run import parse_args
+
+from project.command_line import start as entry
+from project.command_line.cli import configure
+from project.command_line.explain import explain, with_choices
+from project.command_line.typed import CommandLine
+from project.errors import UserError
+
+CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
+CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]
+
+
+class Refuses(Callback):
+    """Its constructor takes no number below 1."""
+
+    def __init__(self, count: int = 0) -> None:
+        raise ValueError(f"count must be at least 1, not {count}")
+
+
+def error_of(*words: str) -> str:
+    with pytest.raises(UserError) as error:
+        configure([*CLASSES, *words], "project.fit")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model.mode", "z"], "--model.mode must be one of x, y, 1, null, got z."),
+        (["--model.lr", "x"], "--model.lr must be a number, got x."),
+        (
+            ["--matmul_precision", "low"],
+            "--matmul_precision must be one of highest, high, medium, got low.",
+        ),
+        (
+            ["--trainer.callbacks+=tests.test_explain.Refuses"],
+            "tests.test_explain.Refuses: count must be at least 1, not 0",
+        ),
+        (
+            [
+                *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "x"),
+                "--trainer.callbacks.mode",
+                "up",
+            ],
+            "lightning.pytorch.callbacks.EarlyStopping: `mode` can be min, max, got up",
+        ),
+        (
+            ["--default_root_dir", "s3://bucket/x"],
+            "--default_root_dir must be a folder of this machine, or one that is mounted here,"
+            " got s3://bucket/x.",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_option_value_and_what_is_allowed(
+    words: list[str], told: str
+) -> None:
+    assert error_of(*words) == told
+
+
+def test_a_library_that_a_logger_lacks_is_told_in_a_short_line() -> None:
+    told = error_of("--logger", "MLFlowLogger")
+    assert told.startswith("lightning.pytorch.loggers.MLFlowLogger: ")
+    assert "mlflow" in told
+    assert len(told) < 160
+
+
+def test_a_literal_inside_another_type_names_its_values() -> None:
+    hints = {"size": Literal["small", 2] | None}
+    message = "--model.size must be a whole number, got x."
+    expected = "--model.size must be one of small, 2, got x."
+    assert with_choices(message, hints) == expected
+    assert with_choices(message, {"size": int}) == message
+    assert with_choices("anything else", hints) == "anything else"
+
+
+def test_an_unknown_sentence_is_shown_as_it_is() -> None:
+    assert explain("something  new\nhappened", []) == "something new happened"
+
+
+def test_a_monitor_passes_torchrun_behind_two_dashes() -> None:
+    words = ["--nproc_per_node", "2", "-m", "project.fit", "--", "--monitor", "val/loss"]
+    handed_on = parse_args(words).training_script_args
+    seen: list[str] = []
+    assert entry.exit_code(lambda argv: seen.extend(argv), handed_on) == 0
+    assert entry.exit_code(lambda argv: seen.extend(argv), ["--", *seen[:2]]) == 0
+    assert seen == ["--monitor", "val/loss"] * 2
+    assert CommandLine(seen).value("monitor") == "val/loss"
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--gradient_clip_val", "-1"], "--gradient_clip_val must be at least 0, got -1"),
+        (
+            ["--sync_batchnorm", "true", "--devices", "2", "--accelerator", "cpu"],
+            "--sync_batchnorm needs GPUs",
+        ),
+    ],
+)
+def test_a_flag_that_would_do_nothing_or_crash_is_refused(
+    workplace: Path, capsys: pytest.CaptureFixture[str], flags: list[str], part: str
+) -> None:
+    from project import fit
+
+    assert entry.exit_code(fit.main, [*CLASSES, "--max_epochs", "1", *flags]) == 2
+    told = capsys.readouterr().err
+    assert part in told
+    assert told.count("\n") == 1

@@ -1,0 +1,127 @@
+"""Errors of Lightning and torch that a user can mend are one line; the user's own keep their
+traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, get_worker_info
+
+from project.command_line import shown_warnings
+from project.command_line.refusals import refusals_as_errors
+from project.errors import UserError
+from tests.typed_settings import Numbers, Typed
+
+
+class Dies:
+    """A dataset whose worker is killed, as the system does where memory is used up."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.parametrize("has_begun", [None, lambda: True, lambda: False])
+def test_a_killed_worker_is_told_in_one_line(has_begun: Any) -> None:
+    loader = DataLoader(Dies(), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    told = pytest.raises(UserError, match="a process that loads data has died")
+    with told as error, refusals_as_errors(None, has_begun):
+        list(loader)
+    assert "--data.num_workers" in str(error.value)
+
+
+def raise_as(module: str, error: Exception) -> None:
+    """Raise an error from a function of a module of that name."""
+    names: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def work(): raise error", names)
+    names["work"]()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's"
+        " workers are out of shared memory. Please try to raise your shared memory limit.",
+        "unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)",
+        "unable to write to file </torch_7_1_0>: No space left on device (28)",
+    ],
+)
+def test_too_little_shared_memory_is_told_with_what_helps(text: str) -> None:
+    told = pytest.raises(UserError, match="more shared memory than /dev/shm has")
+    with told, refusals_as_errors(None, lambda: True):
+        raise_as("torch.utils.data.dataloader", RuntimeError(text))
+
+
+def test_the_same_text_of_the_users_own_code_keeps_its_traceback() -> None:
+    told = pytest.raises(RuntimeError, match="out of shared memory")
+    with told, refusals_as_errors(Path("x.ckpt"), lambda: True):
+        raise_as("mine", RuntimeError("out of shared memory"))
+
+
+def test_a_metric_that_nobody_logs_is_told_in_any_phase() -> None:
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[EarlyStopping("val/nowhere")],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    told = pytest.raises(UserError, match=r"val/nowhere.*which is not available")
+    with told, refusals_as_errors(None, lambda: True):
+        trainer.fit(Typed(), Numbers())
+
+
+def test_a_library_s_warning_is_one_line_without_the_path_of_its_file() -> None:
+    code = """
+        from project.command_line.start import prepare_process, run
+        prepare_process("__main__")
+        import warnings
+        from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+        def main(argv):
+            warnings.warn("first\\n  line (Triggered internally at /pytorch/aten/x.cpp:12.)")
+            rank_zero_warn("second")
+
+        run(main)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment.pop("PYTHONWARNINGS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "warning: first line\nwarning: second\n")
+
+
+def test_our_own_warning_may_have_several_lines_and_each_is_shown_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_warnings, "SHOWN", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        shown_warnings.show_in_one_line()
+        ours = str(shown_warnings.PACKAGE / "data" / "mnist.py")
+        warnings.showwarning("one\ntwo", UserWarning, ours, 1)
+        warnings.showwarning("one\ntwo", UserWarning, "/elsewhere.py", 1)
+        warnings.showwarning("one\ntwo", UserWarning, "/elsewhere.py", 2)  # not shown again
+    assert capsys.readouterr().err == "warning: one\ntwo\nwarning: one two\n"

@@ -1,0 +1,89 @@
+"""Promise 18: wrong numbers are said, in the closing lines and in summary.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from project import fit
+from project.command_line import start as entry
+from tests.commands import summary
+
+QUICK = ["--model.class_path", "tests.typed_settings.Typed"]
+QUICK += ["--data.class_path", "tests.typed_settings.Numbers", "--accelerator", "cpu"]
+QUICK += ["--max_epochs", "2", "--run_name", "r"]
+QUICK += ["--report", "false"]  # feature: report
+FOLDER = Path("checkpoints/r")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+def notes_of(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+    """The notes of a run, each of which stands in its closing lines as well."""
+    assert fit.main([*QUICK, *flags]) == 0
+    told = capsys.readouterr().out
+    notes: list[str] = summary(FOLDER)["notes"]
+    for note in notes:
+        assert f"\n{note}\n" in told
+    return notes
+
+
+def test_a_run_in_which_all_is_well_has_no_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert notes_of(capsys) == []
+
+
+def test_a_followed_metric_that_never_came_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--check_val_every_n_epoch", "5", "--monitor", "val/loss"]
+    assert notes_of(capsys, *flags) == [
+        "best.ckpt is only the last: val/loss never had a value, for no validation ran."
+    ]
+
+
+def test_a_run_without_validation_says_that_its_best_is_the_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert notes_of(capsys, "--limit_val_batches", "0") == [
+        "best.ckpt is only the last: there was no metric to follow, for no validation ran."
+    ]
+
+
+def test_numbers_that_are_not_finite_are_said_at_once_and_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--model.lr", "1e30", "--monitor", "val/size", "--mode", "max"]
+    assert fit.main([*QUICK, *flags]) == 0
+    told = capsys.readouterr().out
+    assert told.index("weights are not finite numbers any more in epoch 1.") < told.index(
+        "epoch 1/"
+    )
+    assert "(best," not in told
+    assert "(no best: weights are not numbers, epoch 2 of 2)" in told
+    notes = summary(FOLDER)["notes"]
+    assert "val/loss is not a finite number since epoch 1." in notes
+    assert "weights are not finite numbers since epoch 1." in notes
+    assert "best.ckpt holds such weights: it predicts nothing." in notes
+
+
+def test_a_loss_that_is_never_a_number_makes_no_best(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = notes_of(capsys, "--model.lr", "1e30", "--monitor", "val/loss")
+    assert "best.ckpt is only the last: val/loss never had a value." in notes
+    assert "best_epoch" not in summary(FOLDER)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--limit_train_batches", "0"], ["--max_time", "00:00:00:00"], ["--max_epochs", "0"]]
+)
+def test_a_new_run_that_trains_no_step_is_told_why(
+    capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert entry.exit_code(fit.main, [*QUICK, *flags]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert flags[0] in told
+    assert "that checkpoint" not in told
+    assert not FOLDER.exists()
