@@ -23,27 +23,33 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from project import until_merge  # goes with the merge
-from project.callbacks.memory import MemoryMonitor, MemorySnapshot, is_measurable  # feature: memory
+from project.callbacks.last_step import LogLastStep
+from project.callbacks.memory import MemoryMonitor, is_measurable  # feature: memory
+from project.callbacks.memory_snapshot import MemorySnapshot  # feature: memory
 from project.callbacks.optimizer import OptimizerMonitor  # feature: optimizer
+from project.callbacks.slow_precision import SlowPrecision
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
 from project.callbacks.yours import always_on
 from project.command_line.cli import Configuration
 from project.command_line.plain_values import dump_yaml
 from project.command_line.refusals import refusals_as_errors
-from project.command_line.trainer_flags import build_trainer, trainer_flags
-from project.engine import contract, signals
-from project.engine.checkpointing import Best, CheckpointPaths, RunCheckpoint
+from project.command_line.trainer_flags import as_list, build_trainer, trainer_flags
+from project.engine import ExactCheckpoint, contract, signals
+from project.engine.following import Best
 from project.engine.lightning_internals import release_child_processes
+from project.engine.parts.rows import MetricRows
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run, read_configuration, start_from
+from project.engine.slurm import requeue_signal
 from project.errors import UserError
 from project.facts import summarize
 from project.final_test import final_test, lacks_for_test
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
 from project.progress import RunTimer, closing_lines, progress_callback, stopped_lines
+from project.report import Report  # feature: report
+from project.run_record import RunRecord
 from project.run_result import (
     RunResult,
     add_all_facts,
@@ -111,24 +117,36 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Tr
     best = Best.of(config.module, options.monitor, options.mode)
     csv = MetricsCSV(run.folder / "metrics.csv")
     wandb = make_wandb_logger(config, run, best)  # feature: wandb
-    checkpoint = RunCheckpoint(config, run, best, csv)
+    saves = config.trainer["enable_checkpointing"] is not False
+    keep = ExactCheckpoint(
+        run.folder if saves else None,
+        every=options.checkpoint_every,
+        parts=[MetricRows(csv)],
+        run_id=run.run_id,
+        changed=bool(run.changes),
+        requeue_signal=requeue_signal(as_list(config.trainer["plugins"])),
+    )
+    keep.best = best
+    signals.watch(run.discard)
 
     callbacks: list[Callback | None] = [
         wandb,  # feature: wandb
         RunTimer(),
-        checkpoint,
+        RunRecord(run.folder, run.run_id, config.resolved),
+        keep,
         OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
         ThroughputMonitor() if "throughput" in config.monitors else None,  # feature: throughput
         _memory_monitor(config),  # feature: memory
         _memory_snapshot(options),  # feature: memory
         TestPredictions(),  # feature: test_predictions
-        until_merge.Report() if options.report else None,  # feature: report
+        Report(run.folder) if options.report else None,  # feature: report
+        SlowPrecision(),
         WrongNumbers(options.monitor),
         progress_callback(flags),
         *always_on(),
         *flags["callbacks"],
-        CheckpointPaths(checkpoint) if checkpoint.saves else None,  # for the module's own code
         *extra,
+        LogLastStep(),
     ]
     loggers: list[Logger | None] = [
         *flags["logger"],
@@ -137,9 +155,6 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Tr
         csv,
     ]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
-    for callback in flags["callbacks"]:  # goes with the merge
-        if isinstance(callback, contract.PausesWhileSaving):
-            checkpoint.exclude = callback.pause
     flags["logger"] = [logger for logger in loggers if logger is not None]
     flags["default_root_dir"] = run.folder
     return build_trainer(flags)
@@ -150,7 +165,7 @@ def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
     the step.
     """
     timer = the(RunTimer, trainer)
-    checkpoint = the(RunCheckpoint, trainer)
+    checkpoint = the(ExactCheckpoint, trainer)
     exit_code = 1
     is_done = False
     try:
@@ -185,7 +200,6 @@ def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
         say(*stopped_lines(run.folder, trainer.global_step))
         raise
     finally:
-        until_merge.close(trainer, exit_code)  # goes with the merge
         release_child_processes()
 
 
@@ -195,7 +209,7 @@ def result_of(
     """What a run has reached that has trained, or was stopped by a signal of that name."""
     data = config.datamodule
     summary = summarize(trainer, run.name, finished=stopped_by is None)
-    best = the(RunCheckpoint, trainer).best
+    best = the(ExactCheckpoint, trainer).best
     summary.metrics |= best.metrics
     if best.score is not None:
         summary.monitor = best.monitor
@@ -217,17 +231,15 @@ def finish(trainer: Trainer, result: RunResult) -> None:
     leave.
     """
     add_all_facts(trainer, result)
-    until_merge.add_facts(trainer, result)  # goes with the merge
     if trainer.is_global_zero:
         for part in parts_of(trainer):
             if isinstance(part, MetricsCSV):
                 part.save()
                 result.series = read_series(part.path, result.summary.epochs)
-        until_merge.leave(trainer, result)  # goes with the merge
         leave_everything(trainer, result)
 
 
-def refuse_training_of_no_step(run: Run, trainer: Trainer, checkpoint: RunCheckpoint) -> None:
+def refuse_training_of_no_step(run: Run, trainer: Trainer, checkpoint: ExactCheckpoint) -> None:
     """A UserError where training has made no step, so that there is no best checkpoint to test."""
     if not checkpoint.saves or checkpoint.best_path.exists():
         return

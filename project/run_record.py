@@ -80,7 +80,7 @@ class RunRecord(Callback):
             self._notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
             if saved.get("state") is not None:
-                saved["state"]["groups"] = None  # rates and the like of the other optimizer
+                saved["state"]["start"] = None  # rates and the like of the other optimizer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         say(*self._notes)

@@ -15,11 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from project import fit
+from project.callbacks.memory import MemoryMonitor  # feature: memory
 from project.engine import signals
 from project.engine.cli import Configuration
-from project.engine.exact_loading import ExactLoading
+from project.engine.loading import ExactLoading
 from project.engine.log_steps import synchronize
 from project.engine.restore import Run
+from project.engine.seams import Seams
 from project.engine.summary import device_name, network_of, samples_of
 from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError, require
@@ -137,18 +139,27 @@ def run_epochs(
             trainer = bare_trainer(config, root, clock)
             trainer.fit(config.module, datamodule=config.datamodule)
         else:
-            session = fit.build(config, Run(Path(tempfile.mkdtemp(dir=root))), extra=[clock])
-            ends.callback(session.close, 0)
-            session.trainer.fit(config.module, datamodule=config.datamodule)
-            if session.memory is not None:  # feature: memory
-                clock.memory = session.memory.breakdown
-                clock.peak_allocated_gib = session.memory.peaks.get("memory/peak_allocated_gib")
+            trainer = fit.build(config, Run(Path(tempfile.mkdtemp(dir=root))), extra=[clock])
+            trainer.fit(config.module, datamodule=config.datamodule)
+            take_memory(trainer, clock)  # feature: memory
     if not all(epoch.train_s for epoch in clock.epochs):
         raise UserError(
             "the benchmark times whole epochs, and --data has no end. "
             "Set --limit_train_batches 100."
         )
     return clock
+
+
+# feature: memory
+def take_memory(trainer: Trainer, clock: RunClock) -> None:
+    """What the memory monitor of a run has found."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, MemoryMonitor):
+            clock.memory = callback.breakdown
+            clock.peak_allocated_gib = callback.peaks.get("memory/peak_allocated_gib")
+
+
+# end feature: memory
 
 
 def bare_trainer(config: Configuration, root: str, clock: RunClock) -> Trainer:
@@ -161,5 +172,6 @@ def bare_trainer(config: Configuration, root: str, clock: RunClock) -> Trainer:
         "callbacks": [*flags["callbacks"], clock],
     }
     trainer = build_trainer(flags)
-    ExactLoading().install(trainer)
+    loading = ExactLoading()
+    Seams(trainer).process_loaders(lambda loader: loading.exact(loader, trainer))
     return trainer
