@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from project.engine.command import CommandParser, run
+from project.command_line.parser import CommandParser
+from project.command_line.start import run
 from project.errors import UserError
 from project.loggers.panels import PANELS
 from project.loggers.wandb_account import STEP, wandb_state

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from project import hardware
-from project.engine.command import CommandParser, add_output, run
+from project.command_line.parser import CommandParser, add_output
+from project.command_line.start import run
 from project.loggers.wandb_account import wandb_state  # feature: wandb
 from project.tables import format_table, write_rows
 

@@ -9,7 +9,7 @@ class UserError(Exception):
     """A user's mistake, or a condition only the user can mend (bad flag, damaged file, full disk).
 
     The message is one line that names the option, the value received, what is allowed and the fix, such as
-    ``--data.batch_size must be at least 1, got 0.`` :func:`project.engine.command.run` prints it and exits with code 2.
+    ``--data.batch_size must be at least 1, got 0.`` :func:`project.command_line.start.run` prints it and exits with code 2.
     """
 
 

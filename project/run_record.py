@@ -79,8 +79,7 @@ class RunRecord(Callback):
         if before != now:
             self._notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
-            if saved.get("state") is not None:
-                saved["state"]["start"] = None  # rates and the like of the other optimizer
+            forget_groups(saved.get("state"))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         say(*self._notes)
@@ -114,6 +113,18 @@ class RunRecord(Callback):
         (self.folder / RUN_ID).write_text(f"{self.facts['run_id']}\n")
         write_config(self.folder, self.config)
         point_latest_at(self.folder)
+
+
+def forget_groups(state: dict[str, Any] | None) -> None:
+    """Forget what the optimizer of a checkpoint started with: its rates are not compared.
+
+    A run that ended inside an epoch has two states.
+    """
+    if state is None:
+        return
+    if state.get("start"):
+        state["start"]["groups"] = []
+    forget_groups((state.get("inside_epoch") or {}).get("state"))
 
 
 def _deleted(epoch: int) -> str:

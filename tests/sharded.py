@@ -18,7 +18,8 @@ def main() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 
     from project import fit
-    from project.engine import command, sharding
+    from project.command_line import start as command
+    from project.engine import sharding
 
     given = FSDP.__init__
 

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from project import fit
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.engine import signals
 
 SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none"]

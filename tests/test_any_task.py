@@ -15,14 +15,15 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from project.engine.following import Best
 
 from project import fit
 from project import test as test_command
+from project.command_line.cli import configure
+from project.command_line.typed import CommandLine
 from project.data import MNISTDataModule  # feature: mnist
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.engine import signals
-from project.engine.checkpointing import Best
-from project.engine.cli import CommandLine, configure
 from project.engine.restore import Run, load, refuse_foreign_classes, refuse_writing_elsewhere
 from project.errors import UserError
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
@@ -702,12 +703,12 @@ def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
 POPEN = {"args": "touch ran", "shell": True}
 COMMANDS: dict[str, dict[str, Any]] = {
     "torch.utils.collect_env.subprocess.Popen": POPEN,
-    "project.engine.summary.subprocess.Popen": POPEN,
+    "project.facts.subprocess.Popen": POPEN,
     "lightning.fabric.strategies.launchers.subprocess_script.subprocess.Popen": POPEN,
     "torch.utils.collect_env.run": {"command": "touch ran"},
     "torch.from_file": {"filename": "ran", "shared": True, "size": 1},
     "lightning.pytorch.cli.LightningCLI": {"args": ["--model=antigravity.Model"]},
-    "project.engine.cli.CommandLine": {"argv": ["--config=file.yaml"]},
+    "project.command_line.typed.CommandLine": {"argv": ["--config=file.yaml"]},
     "project.tables.write_rows": {"path": "ran", "rows": {}},
     "torchvision.datasets.MNIST": {"root": "ran", "download": True},
     "lightning.pytorch.demos.mnist_datamodule.MNISTDataModule": {"data_dir": "ran"},

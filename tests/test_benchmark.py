@@ -33,11 +33,11 @@ from project.benchmark.real_runs import Epoch, RunClock, run_epochs
 from project.benchmark.table_devices import ResNet18
 from project.benchmark.table_loaders import time_epoch
 from project.benchmark.timing import alternate, median_and_spread
+from project.command_line.cli import configure
+from project.command_line.start import exit_code
 from project.data import TensorImages
 from project.engine import signals
 from project.engine.exact_checkpoint import ExactCheckpoint
-from project.engine.cli import configure
-from project.engine.command import exit_code
 from project.errors import UserError
 from project.model import ConvNet
 
@@ -498,7 +498,7 @@ def test_data_that_a_table_cannot_use_is_one_line(
             config.datamodule.batch_size = 4
         return config
 
-    monkeypatch.setattr("project.engine.cli.configure", configured)
+    monkeypatch.setattr("project.command_line.cli.configure", configured)
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
         measure_table(table, read_options([table]))
     assert said in str(error.value)

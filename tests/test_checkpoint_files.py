@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from project import fit
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.engine.checkpoint_files import AtomicCheckpointIO, damage
 from project.engine.restore import choose, find_checkpoint
 from project.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from project import dashboard
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.loggers.panels import PANELS
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 

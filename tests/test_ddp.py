@@ -171,8 +171,8 @@ def test_the_test_command_uses_no_tf32_as_the_final_test_of_a_run_does_not(
 def test_a_launcher_s_world_that_contradicts_the_flags_is_an_error(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from project.engine.cli import configure
-    from project.engine.trainer import trainer_flags
+    from project.command_line.cli import configure
+    from project.command_line.trainer_flags import trainer_flags
     from project.errors import UserError
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):

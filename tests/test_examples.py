@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from project import fit
-from project.engine import command as entry
+from project.command_line import start as entry
 from tests import made_data  # feature: images
 from tests.promises import (
     ROOT,

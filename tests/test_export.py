@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from project.data import MNISTDataModule
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.engine.restore import Loaded, load
 from project.errors import UserError
 from project.export import __main__ as export

@@ -18,7 +18,7 @@ from project import fit
 from project import test as test_command
 from project.benchmark.__main__ import main as benchmark
 from project.engine.restore import load
-from project.engine.trainer import float32_products
+from project.final_test import float32_products
 from tests.commands import CONVNET, SMALL, assert_same_run, summary
 from tests.monitored import Linear, Points, make_trainer
 

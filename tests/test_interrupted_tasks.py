@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from project.engine.following import Best
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -23,9 +24,8 @@ from torch.utils.data import (
 )
 
 from project import fit
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.engine import restore, signals
-from project.engine.checkpointing import Best
 from project.engine.exact_loading import ExactLoading
 from project.engine.restore import Run
 from project.test import main

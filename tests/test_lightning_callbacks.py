@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from project import fit
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.engine.exact_checkpoint import NOT_EXACT
 from tests.commands import (
     TIMED,

@@ -15,7 +15,7 @@ import torch
 import wandb  # feature: wandb
 
 from project import fit
-from project.engine import command as entry
+from project.command_line import start as entry
 from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT
 from tests.reported import of_type, wandb_folders, wandb_records  # feature: wandb

@@ -20,7 +20,7 @@ from project.callbacks.memory import MemoryMonitor, dense_parts, size_gib  # fea
 from project.callbacks.monitor import Monitor, never_ends_the_run
 from project.callbacks.optimizer import OptimizerMonitor, gradient_norm  # feature: optimizer
 from project.callbacks.throughput import ThroughputMonitor  # feature: throughput
-from project.engine.summary import Summary
+from project.facts import Summary
 from project.run_result import AddsFacts, RunResult
 from tests.commands import complete
 from tests.monitored import (
@@ -287,7 +287,7 @@ trainer = Trainer(
     enable_checkpointing=False,
 )
 trainer.fit(Regression(), points())
-for name in ("project.fit", "project.engine.cli"):
+for name in ("project.fit", "project.command_line.cli"):
     assert name not in sys.modules, name
 """
 

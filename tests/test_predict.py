@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from project.data.digits import find_digit, is_unclear
 from project.data.images import fit_image
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
 from project.model import MNISTClassifier
@@ -546,7 +546,7 @@ def test_help_and_typing_errors_come_before_torch() -> None:
     script = """if True:
         import sys
         from project.predict import __main__ as predict
-        from project.engine.command import exit_code
+        from project.command_line.start import exit_code
         assert exit_code(predict.main, ["--help"]) == 0
         assert exit_code(predict.main, ["no*such.png"]) == 2
         assert not {"torch", "lightning", "torchvision", "matplotlib"} & set(sys.modules)

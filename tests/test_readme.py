@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import project
-from project.engine.cli import configure
+from project.command_line.cli import configure
 
 PACKAGE = project.__name__
 ROOT = Path(__file__).parents[1]

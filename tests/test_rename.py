@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.errors import UserError
 from project.rename import __main__ as rename
 from project.rename.clone import Clone

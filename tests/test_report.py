@@ -23,12 +23,14 @@ from project import fit
 from project.callbacks import test_predictions  # feature: test_predictions
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.data import MNISTDataModule
-from project.engine import summary as summary_module
+from project import facts, run_record
 from project.engine.restore import load
-from project.engine.summary import Mistake, RunRecord, Summary, read_series
+from project.facts import Summary
 from project.report import Report, page
 from project.report.charts import MOST_POINTS, curves
 from project.report.page import render
+from project.run_result import Mistake, read_series
+from project.run_result import RunResult as RunRecord
 from tests.commands import REPORTED, summary, two_rank_run
 from tests.reported import reported_run, wandb_folders
 
@@ -145,27 +147,27 @@ def test_what_the_commit_lacks_is_kept_beside_the_configuration(
     git = ["git", "-C", str(tmp_path / "clone"), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(summary_module, "__file__", str(code))
-    summary_module.write_config(tmp_path, {"a": 1})
-    assert (summary_module.git_state()[1], (tmp_path / "uncommitted.diff").exists()) == (
+    monkeypatch.setattr(facts, "__file__", str(code))
+    run_record.write_config(tmp_path, {"a": 1})
+    assert (facts.git_state()[1], (tmp_path / "uncommitted.diff").exists()) == (
         False,
         False,
     )
     code.write_text("after\n")
-    summary_module.write_config(tmp_path, {"a": 1})
-    assert summary_module.git_state()[1]
+    run_record.write_config(tmp_path, {"a": 1})
+    assert facts.git_state()[1]
     assert "-before\n+after\n" in (tmp_path / "uncommitted.diff").read_text()
     code.write_text("before\n")
     unknown = code.with_name("new.py")
     unknown.touch()  # git does not know it
-    summary_module.write_config(tmp_path, {"a": 1})
+    run_record.write_config(tmp_path, {"a": 1})
     assert (
         tmp_path / "uncommitted.diff"
     ).read_text() == f"?? {unknown.relative_to(tmp_path / 'clone')}\n\n"
     (tmp_path / "clone" / ".git" / "index").write_text(
         "damaged"
     )  # status fails, rev-parse does not
-    assert summary_module.git_state()[1] is None
+    assert facts.git_state()[1] is None
 
 
 def test_report_shows_where_the_time_went_and_what_leaks() -> None:

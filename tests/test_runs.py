@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock
 
 import project
-from project.engine.command import exit_code
+from project.command_line.start import exit_code
 from project.runs import __main__ as runs
 from project.runs import (
     page,  # feature: report

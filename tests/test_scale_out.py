@@ -15,9 +15,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
+from project.command_line.cli import configure
+from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine.checkpoint_files import read
-from project.engine.cli import configure
-from project.engine.trainer import build_trainer, trainer_flags
 from tests.commands import TORCHRUN, rows
 from tests.promises import ROOT
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from project import fit
 from project import test as test_command
+from project.command_line.cli import configure
+from project.command_line.trainer_flags import trainer_flags
 from project.engine.checkpoint_files import AtomicCheckpointIO
-from project.engine.cli import configure
 from project.engine.sharding import LARGE, ShardedStrategy
-from project.engine.trainer import trainer_flags
 from project.errors import UserError
 from tests.commands import SMALL, checkpoint, run_ranks, summary
 

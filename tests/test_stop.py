@@ -41,7 +41,7 @@ import os, signal, sys
 from functools import partial
 from lightning.pytorch import Callback
 from project import fit
-from project.engine import command
+from project.command_line import start as command
 
 class Hit(Callback):
     def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
@@ -128,7 +128,7 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
 
 def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
     after = "import os, signal; fit.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
-    code = f"from project import fit; from project.engine import command; {after}; command.run(fit.main)"
+    code = f"from project import fit; from project.command_line import start as command; {after}; command.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
     ended = complete(words)
     assert ended.returncode == 143, ended.stderr

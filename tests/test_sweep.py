@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from project import threads
-from project.engine import command as entry
+from project.command_line import start as entry
 from project.errors import UserError
 from tests import made_data
 from tests.commands import Process, complete, popen
@@ -746,7 +746,7 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(
 ) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-    from project.engine.cli import configure
+    from project.command_line.cli import configure
 
     content = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     space = read_space(ROOT / "configs" / "sweep.yaml")

@@ -30,7 +30,7 @@ from project.callbacks.throughput import (
     rates,
     samples_in,
 )
-from project.engine.cli import silence_unfounded_advice
+from project.command_line.shown_warnings import silence_unfounded_advice
 from project.model.networks import MLP, ConvNet
 from project.model.supervised import recompute_activations
 from tests.monitored import (

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.engine import command as entry
-from project.engine.cli import Configuration, configure
+from project.command_line.cli import Configuration, configure
+from project.command_line import start as entry
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tune import __main__ as tune
@@ -268,7 +268,7 @@ def test_a_size_that_cannot_train_is_named_and_does_not_end_the_search(
 ) -> None:
     """Of 65 samples, 16, 32 and 64 leave a single one."""
     config = plain(Normalized(), PlainData(13, samples=65))
-    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    monkeypatch.setattr("project.command_line.cli.configure", lambda *_: config)
     assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
     facts = json.loads(Path("sizes.json").read_text())
     assert [row["batch_size"] for row in facts["sizes"]] == [13, 65]
@@ -303,7 +303,7 @@ def test_a_busy_machine_is_said(
 ) -> None:
     monkeypatch.setattr("project.hardware.load_average", lambda: load)
     config = plain(PlainModule(), PlainData())
-    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    monkeypatch.setattr("project.command_line.cli.configure", lambda *_: config)
     monkeypatch.setattr(TrainingSteps, "measure", lambda self, size: fits_up_to(64, [])(size))
     assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
     told = capsys.readouterr().out
@@ -455,7 +455,7 @@ def test_a_module_without_lr_is_tuned_by_the_rates_of_its_optimizer(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = plain(PlainModule(), PlainData())
-    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    monkeypatch.setattr("project.command_line.cli.configure", lambda *_: config)
     assert entry.exit_code(tune.main, ["lr", "--max_lr", "10", "--output", "lr.json"]) == 0
     facts = json.loads(Path("lr.json").read_text())
     assert 0.005 < facts["suggested_lr"] < 2
@@ -477,7 +477,7 @@ def test_every_size_that_fits_is_shown_and_the_present_one_as_well(
     largest: int, present: int, shown: list[int], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = plain(PlainModule(), PlainData(present))
-    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    monkeypatch.setattr("project.command_line.cli.configure", lambda *_: config)
     monkeypatch.setattr(TrainingSteps, "measure", lambda self, size: fits_up_to(largest, [])(size))
     assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
     assert [
@@ -489,7 +489,7 @@ def test_a_plain_data_module_is_searched_for_a_batch_size(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = plain(PlainModule(), PlainData())
-    monkeypatch.setattr("project.engine.cli.configure", lambda *_: config)
+    monkeypatch.setattr("project.command_line.cli.configure", lambda *_: config)
     assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
     facts = json.loads(Path("sizes.json").read_text())
     assert facts["limited_by"] == "the training set has no more samples"
@@ -525,7 +525,7 @@ def test_what_cannot_be_tuned_is_refused_before_any_work(
         ),
     ):
         config = plain(module, data)
-        monkeypatch.setattr("project.engine.cli.configure", lambda *_, config=config: config)
+        monkeypatch.setattr("project.command_line.cli.configure", lambda *_, config=config: config)
         with pytest.raises(UserError, match=message):
             tune.main([what])
     assert os.listdir() == []
@@ -580,7 +580,7 @@ def test_an_optimizer_without_a_learning_rate_is_told(
 
 def test_help_is_quick_for_it_imports_no_torch() -> None:
     code = "import sys; from project.tune.__main__ import main; "
-    code += "from project.engine.command import exit_code"
+    code += "from project.command_line.start import exit_code"
     code += "; assert exit_code(main, ['--help']) == 0; assert 'torch' not in sys.modules"
     help_text = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

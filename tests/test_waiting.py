@@ -17,9 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import threads
 from project import waiting as module
-from project.engine import trainer as engine_trainer
-from project.engine.summary import Summary, closing_lines
-from project.engine.trainer import build_trainer
+from project.command_line.trainer_flags import build_trainer
+from project.command_line import trainer_flags as engine_trainer
+from project.facts import Summary
+from project.progress import closing_lines
 from project.waiting import Shares, Waiting, waiting
 from tests.commands import SMALL, checkpoint, command, run, start, summary
 
@@ -322,7 +323,7 @@ def test_a_busy_neighbour_and_a_second_run_slow_a_run_but_do_not_stop_it(workpla
 
 
 def test_a_command_watches_the_cores_once_although_it_prepares_its_process_twice() -> None:
-    code = "import threading; from project.engine.command import prepare_process, run; "
+    code = "import threading; from project.command_line.start import prepare_process, run; "
     code += "prepare_process('__main__'); "
     code += "run(lambda _: print([each.name for each in threading.enumerate()].count('waiting')))"
     left = {

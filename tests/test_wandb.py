@@ -22,16 +22,17 @@ import torch
 import wandb
 import yaml
 from lightning.pytorch import LightningModule, Trainer
+from project.engine.following import Best
 from torch.utils.data import DataLoader
 
 from project import fit
 from project.engine import signals
-from project.engine.checkpointing import Best
 from project.engine.restore import Run
-from project.engine.summary import RunRecord, Summary
 from project.errors import UserError
+from project.facts import Summary
 from project.loggers import wandb as wandb_logging
 from project.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
+from project.run_result import RunResult as RunRecord
 from tests.commands import (
     REPORTED,
     SMALL,

@@ -26,9 +26,9 @@ from project.engine.lightning_internals import average_on_the_device, averaged_m
 from project.engine.resume import share_buffers
 from project.engine.snapshot import Snapshot
 from project.engine.stop import Agreement
-from project.engine.summary import git_state
-from project.engine.trainer import final_test, float32_products
 from project.errors import UserError
+from project.facts import git_state
+from project.final_test import final_test, float32_products
 from tests.conftest import REPOSITORY, no_surprises
 from tests.monitored import Linear
 

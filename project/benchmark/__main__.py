@@ -11,12 +11,13 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
+from project.command_line.parser import CommandParser, add_output, take_word
+from project.command_line.start import quick_imports, run
 from project.errors import UserError, nearest, require
 from project.tables import Row, check_output, flat, format_table, write_rows
 
 if TYPE_CHECKING:
-    from project.engine.cli import Configuration
+    from project.command_line.cli import Configuration
 
 
 class Table(NamedTuple):
@@ -165,8 +166,8 @@ def check_at_least(least: int, option: str, values: Iterable[int]) -> None:
 
 def measure_table(name: str, options: Namespace) -> list[Row]:
     """The rows of one table. Typed flags of ``fit`` win over the table's preset."""
+    from project.command_line.cli import configure
     from project.engine import contract
-    from project.engine.cli import configure
 
     flags = [*preset_of(name, options), *(QUICK if options.quick else []), *options.fit_flags]
     config = configure(flags, "project.benchmark")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from project import hardware
-from project.engine.summary import command_line, git_state, versions
+from project.facts import command_line, git_state, versions
 from project.tables import Row
 
 

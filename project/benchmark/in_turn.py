@@ -14,7 +14,7 @@ from project import threads
 from project.benchmark import timing
 from project.benchmark.loops_by_hand import BARE, FULL, loops_by_hand
 from project.benchmark.real_runs import Epoch, run_epochs
-from project.engine.cli import configure
+from project.command_line.cli import configure
 from project.errors import UserError
 from project.waiting import waiting  # feature: waiting
 

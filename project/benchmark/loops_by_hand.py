@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
 
 from project.benchmark.real_runs import Epoch, wanted_devices
+from project.command_line.cli import Configuration
 from project.engine import contract
-from project.engine.cli import Configuration
 from project.engine.log_steps import synchronize
 from project.errors import UserError
 

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from project import fit
 from project.callbacks.memory import MemoryMonitor  # feature: memory
+from project.command_line.cli import Configuration
+from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine import signals
-from project.engine.cli import Configuration
 from project.engine.loading import ExactLoading
 from project.engine.log_steps import synchronize
 from project.engine.restore import Run
 from project.engine.seams import Seams
-from project.engine.summary import device_name, network_of, samples_of
-from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError, require
+from project.facts import device_name, network_of, samples_of
 
 
 def wanted_devices(config: Configuration) -> list[str]:

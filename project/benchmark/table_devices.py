@@ -11,8 +11,8 @@ from torch import nn
 from torchvision.models import resnet18
 
 from project.benchmark import real_runs, timing
+from project.command_line.cli import Configuration, configure
 from project.engine import contract
-from project.engine.cli import Configuration, configure
 from project.errors import UserError
 from project.tables import Row
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from project.benchmark import timing
 from project.benchmark.loops_by_hand import PerSampleImages, in_memory, normalizer
 from project.benchmark.real_runs import wanted_devices
-from project.engine.cli import Configuration
+from project.command_line.cli import Configuration
 from project.engine.exact_loading import ExactLoader
 from project.engine.log_steps import synchronize
 from project.errors import require

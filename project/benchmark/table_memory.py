@@ -10,7 +10,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.benchmark import real_runs, table_devices, timing
 from project.callbacks.memory import ACTIVATIONS
-from project.engine.cli import Configuration
+from project.command_line.cli import Configuration
 from project.errors import UserError
 from project.tables import Row
 

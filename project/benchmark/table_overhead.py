@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from project.benchmark import in_turn, loops_by_hand, timing
-from project.engine.cli import Configuration
-from project.engine.summary import network_of
+from project.command_line.cli import Configuration
+from project.facts import network_of
 from project.tables import Row
 
 

@@ -27,9 +27,10 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from project.command_line.cli import Configuration, configure, differences
+from project.command_line.typed import CommandLine
 from project.data import BatchedDataModule
 from project.engine.checkpoint_files import damage, load_weights, read, record
-from project.engine.cli import CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero
 from project.errors import UserError, nearest, require
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from project.engine.command import CommandParser, add_checkpoint, quick_imports, run
+from project.command_line.parser import CommandParser, add_checkpoint
+from project.command_line.start import quick_imports, run
 from project.errors import UserError, nearest, require
 from project.tables import Row, check_output, format_table, write_rows
 

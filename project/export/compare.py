@@ -12,10 +12,10 @@ from torch import Tensor
 
 from project.engine import contract
 from project.engine.restore import Loaded
-from project.engine.summary import network_of
 from project.export.forward import Forward, Outputs, answer
 from project.export.samples import Samples
 from project.export.write import weights_of
+from project.facts import network_of
 from project.tables import Row
 
 # One sample, a size that fits no vector unit, and many: kernels, and so the rounding, differ.

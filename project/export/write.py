@@ -13,10 +13,10 @@ from torch import Tensor
 
 from project import __version__
 from project.engine.restore import Loaded
-from project.engine.summary import network_of
 from project.errors import UserError
 from project.export.forward import Forward, answer, first_line
 from project.export.samples import Samples
+from project.facts import network_of
 
 
 def write_files(

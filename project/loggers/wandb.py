@@ -22,14 +22,14 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project.command_line.cli import Configuration
+from project.command_line.trainer_flags import as_list
 from project.engine import contract, signals
-from project.engine.checkpointing import Best
-from project.engine.cli import Configuration
+from project.engine.following import Best
 from project.engine.ranks import is_rank_zero, say
 from project.engine.restore import Run
-from project.engine.summary import parameter_count
-from project.engine.trainer import as_list
 from project.errors import UserError, require
+from project.facts import parameter_count
 from project.loggers.wandb_account import STEP, wandb_state
 from project.patience import failure_within
 from project.run_result import RunResult

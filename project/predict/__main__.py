@@ -15,7 +15,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from project.engine.command import CommandParser, add_checkpoint, add_output, quick_imports, run
+from project.command_line.parser import CommandParser, add_checkpoint, add_output
+from project.command_line.start import quick_imports, run
 from project.predict.files import find_files
 from project.tables import Row, format_table, printable, write_rows
 

@@ -20,7 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from project.engine.command import CommandParser, run
+from project.command_line.parser import CommandParser
+from project.command_line.start import run
 from project.errors import UserError, nearest, require
 from project.rename.clone import Clone
 from project.rename.leave_out import example

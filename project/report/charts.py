@@ -15,7 +15,7 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from project.engine.summary import Series
+from project.run_result import Series
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 # Epochs that are marked in a chart, and points per line

@@ -13,10 +13,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from project.engine.summary import Series
 from project.loggers.panels import PANELS, PARTS
 from project.report.charts import amounts, confusion_matrix, curves, draw, shortened
-from project.run_result import RunResult
+from project.run_result import RunResult, Series
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 # Of a mistake's longer side: 24 such colour images are about half a megabyte.

@@ -15,7 +15,8 @@ import argparse
 import shutil
 from pathlib import Path
 
-from project.engine.command import CommandParser, add_output, run
+from project.command_line.parser import CommandParser, add_output
+from project.command_line.start import run
 from project.errors import nearest, require
 from project.runs.listing import by_module, differing, fitted, sort_rows
 from project.runs.saved_run import SavedRun, find_runs

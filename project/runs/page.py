@@ -10,9 +10,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from project.engine.summary import Series, read_series
 from project.report.charts import draw
 from project.report.page import fill_page
+from project.run_result import Series, read_series
 from project.runs.listing import by_module, differing
 from project.runs.saved_run import SavedRun
 from project.runs.seeds import by_configuration, seed_rows

@@ -23,7 +23,8 @@ from typing import Any
 
 import filelock
 
-from project.engine.command import CommandParser, add_output, prepare_process, run
+from project.command_line.parser import CommandParser, add_output
+from project.command_line.start import prepare_process, run
 from project.errors import UserError, require
 from project.tables import format_table, write_atomically, write_rows
 

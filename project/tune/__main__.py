@@ -14,7 +14,8 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 
-from project.engine.command import CommandParser, add_output, quick_imports, run, take_word
+from project.command_line.parser import CommandParser, add_output, take_word
+from project.command_line.start import quick_imports, run
 from project.errors import UserError, nearest, require
 from project.tables import check_output, write_rows
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     """Tune as ``argv`` says; returns the exit code."""
     options = read_options(argv)
     with quick_imports():
-        from project.engine.cli import configure
+        from project.command_line.cli import configure
         from project.tune.batch_size import tune_batch_size
         from project.tune.learning_rate import tune_lr
         from project.tune.short_training import one_device_flags

@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from project import hardware
+from project.command_line.cli import Configuration
 from project.engine import contract
-from project.engine.cli import Configuration
 from project.errors import UserError
 from project.tables import Row, format_table
 from project.tune.advice import WORTH, Advice, advice_lines, advise

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from matplotlib.axes import Axes
 
-from project.engine.cli import Configuration
+from project.command_line.cli import Configuration
 from project.errors import UserError
 from project.tables import Row, format_table
 from project.tune.picture import picture

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from project import hardware
-from project.engine.cli import Configuration
-from project.engine.summary import network_of
+from project.command_line.cli import Configuration
+from project.facts import network_of
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.command_line.cli import Configuration
+from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine import signals
-from project.engine.cli import Configuration
 from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import leave_signals_alone
 from project.engine.ranks import launched_world
-from project.engine.trainer import build_trainer, trainer_flags
 from project.errors import UserError
 
 # Values of --devices that mean one device. "2," and "[2]" name a device by its index.

@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from project import hardware
-from project.engine.cli import Configuration
-from project.live_memory import LiveMemory
+from project.command_line.cli import Configuration
 from project.engine.log_steps import synchronize
-from project.engine.summary import samples_of
 from project.errors import UserError, is_out_of_memory
+from project.facts import samples_of
+from project.live_memory import LiveMemory
 from project.tune.short_training import ShortTraining, train_shortly
 
 # The steps in which the CPU's memory is counted. A compiled network runs eagerly in them.

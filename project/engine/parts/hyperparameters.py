@@ -64,7 +64,7 @@ def apply_changes(
             is applied.
     """
     earlier_groups = now["groups"]
-    if changed and before is not None:
+    if changed and before is not None and before["groups"]:
         earlier_groups = before["groups"]
     pairs = zip(trainer.optimizers, now["groups"], earlier_groups, strict=False)
     for optimizer, wanted, earlier in pairs:
