@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -164,7 +165,7 @@ class PreparesImages(Protocol):
     ``predict``.
     """
 
-    def prepare_image(self, pixels: Tensor) -> Tensor:
+    def prepare_image(self, pixels: np.ndarray) -> Tensor:
         """``pixels``: float32 (height, width, 3) in 0-1.
 
         Returns the input, without a batch dimension.
