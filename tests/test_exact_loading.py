@@ -30,7 +30,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from project.engine.exact_loading import ExactBatches, ExactLoader, ExactLoading, Start
+from project.engine.loading import ExactBatches, ExactLoader, ExactLoading, Start
 from project.errors import UserError
 from tests.commands import complete
 from tests.other_tasks import ByEpoch, Line, table
@@ -225,7 +225,7 @@ def test_random_transforms_of_an_evaluation_do_not_depend_on_how_the_set_is_cut(
 
 NAMED_KEYS = """
 import random
-from project.engine.exact_loading import Fetch
+from project.engine.loading import Fetch
 
 class Drawn:
     def __getitem__(self, key):
@@ -332,7 +332,7 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
 
 def test_python_ends_although_workers_are_left() -> None:
     code = (
-        "from torch.utils.data import DataLoader; from project.engine.exact_loading import ExactLoader; import sys\n"
+        "from torch.utils.data import DataLoader; from project.engine.loading import ExactLoader; import sys\n"
         "sys.batches = iter(ExactLoader(DataLoader(range(8), 2, num_workers=1), True, 0)); next(sys.batches)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -383,7 +383,7 @@ class OwnState(Sampler[int]):
         (
             DataLoader(ResumableStream(), batch_size=2, num_workers=1),
             False,
-            "ResumableStream, which has no state_dict",
+            "ResumableStream, whose state is in its worker processes",
         ),
         (
             DataLoader(Numbers(4), batch_size=2, sampler=OwnState()),
