@@ -181,8 +181,8 @@ class ExactLoading:
 
     def _note_that_nothing_is_shared(self) -> None:
         self.notes.append(
-            "--use_distributed_sampler false: every rank reads its loaders as they are; no data are "
-            "shared here."
+            "--use_distributed_sampler false: every rank reads its loaders as they are; no data "
+            "are shared here."
         )
 
     def _watched(self, loader: Any, seed: int, trainer: Trainer) -> WatchedLoader:

@@ -3,9 +3,11 @@ believed.
 """
 
 import copy
+import gc
+import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,17 +18,29 @@ from project.engine.loading.passes import Start
 from project.engine.loading.samplers import has_state, is_stream
 from project.engine.loading.watched_loader import WatchedLoader
 
-# Batches that come before the state that is tried, and batches that are compared behind it.
-BEFORE = 2
-COMPARED = 2
+# The states after so many batches of an epoch are tried. Some loaders are right at first, and wrong
+# when a buffer of theirs has been filled anew.
+TRIED = (1, 4, 16, 64)
+# Batches that are compared behind each of them.
+COMPARED = 3
+# A loader that is right in its first epoch may give the first epoch's order again in the second.
+EPOCHS = 2
+# A slow stream is not tried further after so many seconds.
+PATIENCE_SECONDS = 10.0
+
+
+class Trial(NamedTuple):
+    """A place in an epoch, and what comes next there."""
+
+    start: Start
+    batches: list[Any]
 
 
 def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
     """Why a resumed run could not go on from the owner's state; None where it can.
 
-    One copy of the loader gives a few batches. Another copy starts from the state that the first
-    one had in between. It must give the same next batches. The loader itself is not touched. Nor
-    are the generators.
+    One copy of the loader is read. Other copies start from the states that it had in between. They
+    must give the same next batches. The loader itself is not touched. Nor are the generators.
 
     Args:
         loader: As the user gave it.
@@ -36,32 +50,64 @@ def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
     Returns:
         The end of a sentence whose subject is the owner, such as "cannot be copied (...)".
     """
-    # Each copy is made before anything is read: loaders in use hold processes and open files.
+    end = time.monotonic() + PATIENCE_SECONDS
     with isolate_rng(include_cuda=False):
-        try:
-            first = WatchedLoader(*copied(loader, owner), seed)
-            second = WatchedLoader(*copied(loader, owner), seed)
-        except Exception as error:
-            return f"cannot be copied, so its state_dict cannot be tried ({_in_one_line(error)})"
-        try:
-            batches = iter(first)
-            for _ in islice(batches, BEFORE):
-                pass
-            place = first.state_after(BEFORE, epoch_ends=False)
-            expected = list(islice(batches, COMPARED))
-            batches.close()  # type: ignore[attr-defined]
-            if place[0] != BEFORE:
-                # Fewer batches than that: every state is that of an epoch's start.
-                return None
-            second.start_at(Start(batches=BEFORE), *place)
-            # As Lightning does once more.
-            second.set_epoch(0)
-            found = list(islice(second, COMPARED))
-        except Exception as error:
-            return f"has a state_dict that fails ({_in_one_line(error)})"
-    if not is_same(found, expected):
-        return "gives other samples when it goes on from its state_dict"
+        fault = _fault_within(loader, owner, seed, end)
+    # Workers of the copies end now, not while a later worker starts, which would inherit them.
+    gc.collect()
+    return fault
+
+
+def _fault_within(loader: Any, owner: Any, seed: int, end: float) -> str | None:
+    try:
+        first = WatchedLoader(*copied(loader, owner), seed)
+    except Exception as error:
+        return f"cannot be copied, so its state_dict cannot be tried ({_in_one_line(error)})"
+    try:
+        for trial in _trials(first, end):
+            copy_of_loader = WatchedLoader(*copied(loader, owner), seed)
+            if not _goes_on_as(copy_of_loader, trial):
+                return "gives other samples when it goes on from its state_dict"
+            if time.monotonic() > end:
+                break
+    except Exception as error:
+        return f"has a state_dict that cannot be used ({_in_one_line(error)})"
     return None
+
+
+def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
+    """Read a loader; returns places in it, from the first to the last, with the batches that come
+    next.
+    """
+    trials: list[Trial] = []
+    done = 0
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        if epoch:
+            start = Start(epoch, loaders=[loader.state_after(done, epoch_ends=True)])
+            trials.append(Trial(start, []))
+        for done, batch in enumerate(loader, start=1):
+            # Some loaders fill the same tensor again.
+            kept = copy.deepcopy(batch)
+            for trial in trials:
+                is_behind = trial.start.epoch == epoch and trial.start.batches < done
+                if is_behind and len(trial.batches) < COMPARED:
+                    trial.batches.append(kept)
+            if done in TRIED:
+                place = loader.state_after(done, epoch_ends=False)
+                trials.append(Trial(Start(epoch, done, loaders=[place]), []))
+            if done == max(TRIED) + COMPARED or time.monotonic() > end:
+                return trials
+    return trials
+
+
+def _goes_on_as(loader: WatchedLoader, trial: Trial) -> bool:
+    """Whether a fresh loader that starts at a place gives the batches that come there."""
+    loader.start_at(trial.start, *trial.start.loaders[0])
+    # As Lightning does once more.
+    loader.set_epoch(trial.start.epoch)
+    found = list(islice(loader, len(trial.batches)))
+    return is_same(found, trial.batches)
 
 
 def copied(loader: Any, owner: Any) -> tuple[Any, Any]:
