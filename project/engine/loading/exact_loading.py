@@ -94,6 +94,8 @@ class ExactLoading:
                 own_share=form is Form.OWN_SHARE,
             )
             self._note_what_is_not_exact(source_of(loader), form, trainer)
+            if training and form is Form.OWN_SHARE:
+                _refuse_unequal_shares(found, trainer)
         if training:
             self._add(found)
         return found
@@ -235,6 +237,20 @@ class ExactLoading:
             self.begin()
         for passes in self.training:
             passes.cycles = len(self.training) > 1
+
+
+def _refuse_unequal_shares(loader: ExactLoader, trainer: Trainer) -> None:
+    """A rank with more batches than another one would wait for it, in vain and without a word."""
+    limit: Any = trainer.limit_train_batches
+    batches = of_all_ranks(len(loader)) if trainer.world_size > 1 else [len(loader)]
+    trained = [min(each, limit) if isinstance(limit, int) else each for each in batches]
+    if len(set(trained)) > 1:
+        counts = ", ".join(map(str, batches))
+        raise UserError(
+            f"--devices {trainer.world_size}: the ranks' own shares of the training data have "
+            f"{counts} batches, and must have equally many. Share the data equally, or limit the "
+            f"epoch with --limit_train_batches {min(batches)}."
+        )
 
 
 def _has_known_order(source: Any) -> bool:
