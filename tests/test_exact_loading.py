@@ -1,4 +1,4 @@
-"""The engine's loaders: order by (seed, epoch), a start anywhere, exact shares, seeded transforms."""
+"""The engine's loaders: order by (seed, epoch), a start anywhere, exact shares, seeded draws."""
 
 from __future__ import annotations
 
@@ -400,8 +400,10 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
 
 def test_python_ends_although_workers_are_left() -> None:
     code = (
-        "from torch.utils.data import DataLoader; from project.engine.loading import ExactLoader; import sys\n"
-        "sys.batches = iter(ExactLoader(DataLoader(range(8), 2, num_workers=1), True, 0)); next(sys.batches)"
+        "import sys; from torch.utils.data import DataLoader\n"
+        "from project.engine.loading import ExactLoader\n"
+        "loader = DataLoader(range(8), 2, num_workers=1)\n"
+        "sys.batches = iter(ExactLoader(loader, True, 0)); next(sys.batches)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
@@ -760,6 +762,23 @@ def test_workers_of_a_stream_that_outlive_an_epoch_are_seeded_for_each(training:
     (resumed,) = epochs(1)
     assert all(map(torch.equal, resumed, second))
     assert not torch.equal(first[0], second[0])
+
+
+class OwnIteration(DataLoader[Any]):
+    """Not PyTorch's own: its workers cannot be seeded anew."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_workers_that_outlive_an_epoch_and_cannot_be_seeded_are_said() -> None:
+    loading = ExactLoading(seed=0)
+    loader = OwnIteration(Numbers(8), 2, num_workers=1, persistent_workers=True)
+    loading.exact(loader, rank_of(0, 1, training=False))
+    assert loading.notes == [
+        "the workers of OwnIteration outlive an epoch: if they draw random numbers, a resumed run "
+        "sees others."
+    ]
 
 
 class Buffered(ResumableStream):

@@ -197,6 +197,12 @@ class ExactLoading:
                     f"the training data come from {fault}: a resumed run goes on from the last "
                     "epoch's end."
                 )
+        is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
+        if is_own_loader and loader.persistent_workers:
+            self.notes.append(
+                f"the workers of {_name_of(loader)} outlive an epoch: if they draw random numbers, "
+                "a resumed run sees others."
+            )
         if trainer.world_size > 1:
             self._note_shares_of_watched(loader, owner, trainer.training)
         return WatchedLoader(loader, owner, seed)

@@ -52,27 +52,36 @@ def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
     """
     end = time.monotonic() + PATIENCE_SECONDS
     with isolate_rng(include_cuda=False):
-        fault = _fault_within(loader, owner, seed, end)
-    # Workers of the copies end now, not while a later worker starts, which would inherit them.
+        try:
+            copied(loader, owner)
+        except Exception as error:
+            reason = _in_one_line(error)
+            return f"cannot be copied, so its state_dict cannot be tried ({reason})"
+        try:
+            is_exact = _is_exact(loader, owner, seed, end)
+        except Exception as error:
+            return f"has a state_dict that cannot be used ({_in_one_line(error)})"
+        finally:
+            _end_copies()
+    return None if is_exact else "gives other samples when it goes on from its state_dict"
+
+
+def _is_exact(loader: Any, owner: Any, seed: int, end: float) -> bool:
+    """Whether fresh copies go on as a copy that was read did."""
+    trials = _trials(WatchedLoader(*copied(loader, owner), seed), end)
+    _end_copies()
+    for trial in trials:
+        if not _goes_on_as(WatchedLoader(*copied(loader, owner), seed), trial):
+            return False
+        _end_copies()
+        if time.monotonic() > end:
+            break
+    return True
+
+
+def _end_copies() -> None:
+    """End the workers of copies that nobody uses: the next ones would inherit and complain."""
     gc.collect()
-    return fault
-
-
-def _fault_within(loader: Any, owner: Any, seed: int, end: float) -> str | None:
-    try:
-        first = WatchedLoader(*copied(loader, owner), seed)
-    except Exception as error:
-        return f"cannot be copied, so its state_dict cannot be tried ({_in_one_line(error)})"
-    try:
-        for trial in _trials(first, end):
-            copy_of_loader = WatchedLoader(*copied(loader, owner), seed)
-            if not _goes_on_as(copy_of_loader, trial):
-                return "gives other samples when it goes on from its state_dict"
-            if time.monotonic() > end:
-                break
-    except Exception as error:
-        return f"has a state_dict that cannot be used ({_in_one_line(error)})"
-    return None
 
 
 def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
