@@ -639,6 +639,12 @@ def test_shares_of_unequal_length_are_refused_before_training(
     loading.shares = False
     with pytest.raises(UserError, match="have 4, 5 batches, and must have equally many"):
         loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2))
+    limited = rank_of(0, 2)
+    limited.limit_train_batches = 4
+    assert loading.exact(DataLoader(Numbers(8), 2), limited).ranks_agree
+    found = loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2, training=False))
+    assert not found.ranks_agree
+    assert "the ranks' own shares of an evaluation have 4, 5 batches" in loading.notes[-1]
 
 
 class CountsSamples(Line):

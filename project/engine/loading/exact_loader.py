@@ -45,6 +45,8 @@ class ExactLoader(DataLoader[Any]):
     """
 
     sampler: ExactBatches
+    # Whether all ranks have equally many batches, so that they can exchange something at each one.
+    ranks_agree = True
     _iterator = iterator_of("fetching")
 
     def __init__(

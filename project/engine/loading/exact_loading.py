@@ -94,8 +94,8 @@ class ExactLoading:
                 own_share=form is Form.OWN_SHARE,
             )
             self._note_what_is_not_exact(source_of(loader), form, trainer)
-            if training and form is Form.OWN_SHARE:
-                _refuse_unequal_shares(found, trainer)
+            if form is Form.OWN_SHARE and trainer.world_size > 1:
+                self._compare_shares(found, trainer)
         if training:
             self._add(found)
         return found
@@ -187,6 +187,27 @@ class ExactLoading:
             "are shared here."
         )
 
+    def _compare_shares(self, loader: ExactLoader, trainer: Trainer) -> None:
+        """A rank with more batches than another one would wait for it, without a word."""
+        batches = of_all_ranks(len(loader))
+        limit: Any = trainer.limit_train_batches
+        if trainer.training and isinstance(limit, int):
+            batches = [min(each, limit) for each in batches]
+        loader.ranks_agree = len(set(batches)) == 1
+        if loader.ranks_agree:
+            return
+        counts = ", ".join(map(str, batches))
+        if trainer.training:
+            raise UserError(
+                f"--devices {trainer.world_size}: the ranks' own shares of the training data have "
+                f"{counts} batches, and must have equally many. Share the data equally, or limit "
+                f"the epoch with --limit_train_batches {min(batches)}."
+            )
+        self.notes.append(
+            f"the ranks' own shares of an evaluation have {counts} batches: log with "
+            "sync_dist=True, else its values are those of rank 0."
+        )
+
     def _watched(self, loader: Any, seed: int, trainer: Trainer) -> WatchedLoader:
         owner = None
         if trainer.training:
@@ -243,20 +264,6 @@ class ExactLoading:
             self.begin()
         for passes in self.training:
             passes.cycles = len(self.training) > 1
-
-
-def _refuse_unequal_shares(loader: ExactLoader, trainer: Trainer) -> None:
-    """A rank with more batches than another one would wait for it, in vain and without a word."""
-    limit: Any = trainer.limit_train_batches
-    batches = of_all_ranks(len(loader)) if trainer.world_size > 1 else [len(loader)]
-    trained = [min(each, limit) if isinstance(limit, int) else each for each in batches]
-    if len(set(trained)) > 1:
-        counts = ", ".join(map(str, batches))
-        raise UserError(
-            f"--devices {trainer.world_size}: the ranks' own shares of the training data have "
-            f"{counts} batches, and must have equally many. Share the data equally, or limit the "
-            f"epoch with --limit_train_batches {min(batches)}."
-        )
 
 
 def _has_known_order(source: Any) -> bool:

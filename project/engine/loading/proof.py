@@ -3,7 +3,6 @@ believed.
 """
 
 import copy
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -17,6 +16,7 @@ from torch import Tensor
 from project.engine.loading.passes import Start
 from project.engine.loading.samplers import has_state, is_stream
 from project.engine.loading.watched_loader import WatchedLoader
+from project.engine.loading.workers import workers_end_with_block
 
 # The states after so many batches of an epoch are tried. Some loaders are right at first, and wrong
 # when a buffer of theirs has been filled anew.
@@ -61,27 +61,21 @@ def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
             is_exact = _is_exact(loader, owner, seed, end)
         except Exception as error:
             return f"has a state_dict that cannot be used ({_in_one_line(error)})"
-        finally:
-            _end_copies()
     return None if is_exact else "gives other samples when it goes on from its state_dict"
 
 
 def _is_exact(loader: Any, owner: Any, seed: int, end: float) -> bool:
     """Whether fresh copies go on as a copy that was read did."""
-    trials = _trials(WatchedLoader(*copied(loader, owner), seed), end)
-    _end_copies()
+    with workers_end_with_block():
+        trials = _trials(WatchedLoader(*copied(loader, owner), seed), end)
     for trial in trials:
-        if not _goes_on_as(WatchedLoader(*copied(loader, owner), seed), trial):
+        with workers_end_with_block():
+            goes_on = _goes_on_as(WatchedLoader(*copied(loader, owner), seed), trial)
+        if not goes_on:
             return False
-        _end_copies()
         if time.monotonic() > end:
             break
     return True
-
-
-def _end_copies() -> None:
-    """End the workers of copies that nobody uses: the next ones would inherit and complain."""
-    gc.collect()
 
 
 def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
