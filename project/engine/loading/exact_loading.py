@@ -235,7 +235,9 @@ class ExactLoading:
         owner, fault = _claimed_owner(loader)
         if owner is not None:
             fault = fault_of_state(loader, owner, seed)
-            fault = f"{type(owner).__name__}, which {fault}" if fault is not None else None
+            if fault is not None:
+                # What it keeps to itself from epoch to epoch is lost, too.
+                fault = f"{type(owner).__name__}, which {fault} (its next epoch may differ, too)"
         if world_size > 1:
             # Ranks save together: one that cannot start inside an epoch decides for all.
             faults = [each for each in of_all_ranks(fault) if each is not None]
