@@ -282,3 +282,22 @@ class CountsWholeModule(Protocol):
     """A strategy that cuts the module into shards, and has counted its parameters before."""
 
     whole_parameters: int  # 0 before the module was cut
+
+
+# What a sampler or a loader may have, besides the above
+
+
+@runtime_checkable
+class BindsGenerator(Protocol):
+    """A sampler with a generator of its own. If it is torch's, the engine seeds it for each epoch."""
+
+    generator: Any
+
+
+@runtime_checkable
+class FetchesSeveral(Protocol):
+    """A dataset that gives several samples in one call: PyTorch's DataLoader prefers that."""
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        """One sample for each key, in order."""
+        ...
