@@ -15,7 +15,7 @@ import torch
 from project import fit
 from project.engine import command as entry
 from project.engine.checkpoint_files import AtomicCheckpointIO, damage
-from project.engine.restore import choose, find_checkpoint
+from project.engine.run_folder import choose, find_checkpoint, newest_run
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
 from project.tables import write_atomically
@@ -204,8 +204,7 @@ UNFIT = [
     slice(1),
     range(3),
     max,
-    np.float64(1),
-    np.str_("x"),
+    np.arange(3),
     defaultdict(int),
 ]
 
@@ -271,11 +270,16 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_damaged(
 
 
 def test_last_and_best_mean_the_newest_run(copied: Path) -> None:
+    """It is found by its files: no link is needed, and a copy of the link as a folder misleads nobody."""
     with pytest.raises(UserError, match="no run"):
-        find_checkpoint("last")
-    os.symlink("r", "checkpoints/latest")
+        find_checkpoint("last", root=Path("nowhere"))
     assert find_checkpoint("last") == Path("checkpoints/r/last.ckpt")
     assert find_checkpoint() == Path("checkpoints/r/best.ckpt")
     assert choose(Path("checkpoints"), None, "last").folder.name == "r"
+    shutil.copytree(copied, "checkpoints/latest")
+    assert newest_run(Path("checkpoints")) == Path("checkpoints/r")
+    shutil.copytree(copied, "checkpoints/earlier")
+    os.utime("checkpoints/earlier/config.yaml", (0, 0))
+    assert newest_run(Path("checkpoints")) == Path("checkpoints/r")
     with pytest.raises(UserError, match="Did you mean"):
         find_checkpoint("best", run_name="rr")
