@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import inspect
 import os
 import pickle
 import random
@@ -244,7 +243,7 @@ PLACES = {
     "a metric": ("model.init_args.metrics", {"x": {"class_path": "{}.Metric"}}),
     "a metric as text": ("model.init_args.metrics", {"x": "{}.Metric"}),
     "anything": ("model.init_args.optimizer_args", {"x": {"class_path": "{}.Thing"}}),
-    "anything as YAML": ("model.init_args.loss_args", {"x": "{{class_path: {}.Thing}}"}),
+    "anything as YAML": ("model.init_args.optimizer_args", {"x": "{{class_path: {}.Thing}}"}),
     "a data module": ("data.class_path", "{}.Data"),
     "a transform as text": ("data.init_args.transforms", ["{}.Transform"]),
     "transforms as YAML": ("data.init_args.transforms", "[{}.Transform]"),
@@ -300,7 +299,7 @@ def test_a_class_of_an_allowed_package_is_made(
     line = error_of(capsys, test_command.main, "--ckpt_path", STRANGE)
     assert line.endswith("If you trust the file: --allow_imports of_a_friend")
     words = ["--ckpt_path", STRANGE, "--allow_imports", "of_a_friend"]
-    assert "its weights do not fit" in error_of(capsys, test_command.main, *words)
+    assert "network is another than this module's" in error_of(capsys, test_command.main, *words)
     assert "of_a_friend" in sys.modules
 
 
@@ -308,13 +307,16 @@ def test_a_class_of_an_allowed_package_is_made(
 
 
 def every_name(packages: tuple[str, ...]) -> list[str]:
-    """Every class and function that the imported modules of some packages hold, under each of its names."""
+    """Every class and function that the imported modules of some packages hold, under each of its
+    names.
+    """
     names = set()
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] not in packages:
             continue
         for name, thing in list(vars(module).items()):
-            if inspect.isclass(thing) or inspect.isroutine(thing):
+            # torch.distributed.reduce_op warns when it is looked at.
+            if type(thing).__name__ != "_reduce_op" and callable(thing):
                 names.add(f"{module_name}.{name}")
     return sorted(names)
 
@@ -356,7 +358,9 @@ def shaped(value: Any, name: str) -> Any:
 
 
 def made_of(names: list[str]) -> dict[str, int]:
-    """Put every name at every place; returns counts. Fails where something else than a listed name is made."""
+    """Put every name at every place; returns counts. Fails where something else than a listed name
+    is made.
+    """
     from jsonargparse import ArgumentParser
 
     made: list[str] = []
@@ -437,18 +441,19 @@ def again(*words: str) -> None:
 
 EXAMPLES = sorted((trust.CLONE / "configs" / "examples").glob("*.yaml"))
 F1 = "{f1: {class_path: torchmetrics.F1Score, init_args: {task: multiclass, num_classes: 10}}}"
-ROTATION = "[{class_path: torchvision.transforms.v2.RandomRotation, init_args: {degrees: 3}}]"
+FLIP = "[{class_path: torchvision.transforms.v2.RandomHorizontalFlip, init_args: {p: 0.3}}]"
 LINEAR = ["--model.network.in_features", "3", "--model.network.out_features", "2"]
+REGRESSION = ["--model", "project.model.SupervisedModule", "--model.network", "torch.nn.Identity"]
 TYPED = [
     ["--model.network", "torchvision.models.resnet18"],
     ["--model.network", "torchvision.models.mobilenet_v3_small"],
     ["--model.network", "torch.nn.Linear", *LINEAR],
-    ["--model.loss", "torch.nn.MultiMarginLoss"],
-    ["--model.loss", "CrossEntropyLoss", "--model.loss_args", "{label_smoothing: 0.1}"],
+    [*REGRESSION, "--model.loss", "torch.nn.L1Loss"],
+    [*REGRESSION, "--model.loss", "HuberLoss", "--model.loss_args", "{delta: 0.1}"],
     ["--model.optimizer", "torch.optim.Adagrad"],
     ["--model.schedule", "torch.optim.lr_scheduler.StepLR"],
     ["--model.metrics", F1],
-    ["--data.transforms", ROTATION],
+    ["--data.transforms", FLIP],
     ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"],
     ["--trainer.callbacks+", "ModelCheckpoint", "--trainer.callbacks+", "Timer"],
     ["--trainer.callbacks", "StochasticWeightAveraging", "--trainer.callbacks.swa_lrs", "0.1"],
@@ -465,7 +470,7 @@ def test_every_example_is_made_of_trusted_classes(path: Path) -> None:
     again("--config", str(path))
 
 
-@pytest.mark.parametrize("words", TYPED, ids=lambda words: words[1][:40])
+@pytest.mark.parametrize("words", TYPED, ids=lambda words: " ".join(words[-2:])[:60])
 def test_what_training_is_made_of_needs_no_flag(words: list[str]) -> None:
     again(*words)
 
@@ -593,7 +598,8 @@ def test_a_class_in_a_file_of_the_users_is_made(
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("my_nets.py").write_text("import torch\n\n\nclass Net(torch.nn.Identity): ...\n")
     forge(trained, "model.init_args.network", spec("my_nets.Net"))
-    assert "do not fit" in error_of(capsys, test_command.main, "--ckpt_path", STRANGE)
+    line = error_of(capsys, test_command.main, "--ckpt_path", STRANGE)
+    assert "network is another than this module's" in line, "it was made"
 
 
 @pytest.mark.parametrize("name", ["project.engine.cli.CommandLine", "project.fit.main"])
@@ -783,7 +789,7 @@ def test_a_checkpoint_that_is_nested_too_deeply_is_refused(
     path = forge(trained, "data", {"x": nested})
     sys.setrecursionlimit(limit)
     line = error_of(capsys, test_command.main, "--ckpt_path", path)
-    assert "is damaged or no checkpoint" in line
+    assert "it is nested too deeply" in line
 
 
 def compressed(contents: dict[str, Any]) -> None:
@@ -821,7 +827,9 @@ def hashed(contents: dict[str, Any]) -> None:
 
 
 def pickled_with_key() -> bytes:
-    """A pickle of a dictionary with one key: 60 tuples in each other, each holding the one before twice."""
+    """A pickle of a dictionary with one key: 60 tuples in each other, each holding the one before
+    twice.
+    """
     level = b""
     for number in range(60):
         place = (1_000_000 + number).to_bytes(4, "little")
@@ -837,7 +845,9 @@ def truncated(contents: dict[str, Any]) -> None:
 
 
 def sparse(contents: dict[str, Any]) -> None:
-    """A shape of 2**60 values, of which one is stored. It is no danger until somebody makes it dense."""
+    """A shape of 2**60 values, of which one is stored. It is no danger until somebody makes it
+    dense.
+    """
     contents["state_dict"]["more"] = torch.sparse_coo_tensor(
         [[0], [0]], [1.0], (2**30, 2**30), check_invariants=True
     )

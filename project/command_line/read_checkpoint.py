@@ -14,7 +14,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from project.command_line import trust
 from project.engine import contract
-from project.engine.checkpoint_files import load_weights, read, record
+from project.engine.checkpoint_files import (
+    load_weights,
+    read,
+    record,
+    without_control_characters,
+)
 from project.engine.cli import CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero
 from project.engine.run_folder import ROOT, RunFolder, choose, find_checkpoint
@@ -69,7 +74,7 @@ def _resumed_configuration(
     if isinstance(config.datamodule, contract.StaysWithSource):
         # It has several sources, and the earlier run's is used.
         config.datamodule.stay_with(known.get("data_source"))
-    run.changes = differences(known["config"], config.resolved)
+    run.changes = without_control_characters(differences(known["config"], config.resolved))
     return config
 
 
@@ -93,6 +98,8 @@ def _configured(
     argv: list[str], prog: str, base: dict[str, Any], guard: trust.Guard | None
 ) -> Configuration:
     with trust.guarded(guard):
+        if guard is not None:
+            guard.check_texts(base)
         config = configure(argv, prog, base)
         if guard is not None:
             guard.refuse_what_was_not_made(config.trainer)
@@ -136,7 +143,7 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
         config.datamodule.describe(run.pop("data", {}))
     if not fits and not again:
         _set_up_and_load(config, path)
-    differing = differences(base, config.resolved)
+    differing = without_control_characters(differences(base, config.resolved))
     changes = [line for line in differing if line.startswith(("model", "data"))]
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
 

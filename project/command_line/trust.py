@@ -57,7 +57,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -110,8 +110,13 @@ MAKES = (
 FILE_ENDING = re.compile(
     r"\.(csv|tsv|txt|json|jsonl|yaml|yml|npy|npz|parquet|pt|pth|ckpt|png|jpg)$", re.IGNORECASE
 )
+# A text that can only be the import path of something. The expression does not backtrack.
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+# Python has a module ``test``, whose names look like those of metrics: test.loss
+LOOKS_LIKE_TEXT = ("test",)
 # More than any configuration holds. The parser reads YAML in texts, and takes long over a long one.
 LONGEST_TEXT = 10_000
+LONGEST_NAME = 1_000
 MOST_BRACKETS = 1_000
 MOST_VALUES = 100_000
 
@@ -152,6 +157,23 @@ class Guard:
             self._refuse(name, f"which is{alias} not on the list of trusted classes", home)
         self._passed.add(defining_name(found) or name)
 
+    def check_texts(self, config: Any) -> None:
+        """Raise :class:`Refused` if a text or key is the import path of something that is there and
+        not trusted.
+
+        The parser has not been asked yet. Where a parameter takes text as well as a class, it would
+        take the name as text, and somebody else might look it up: the Trainer, or a module of the
+        user's.
+        """
+        for item in values_in(config):
+            if not isinstance(item, str) or not IMPORT_PATH.fullmatch(item):
+                continue
+            root = item.split(".")[0]
+            if root not in LOOKS_LIKE_TEXT and can_be_imported(root):
+                # An ImportError says that it is a file's name.
+                with suppress(ImportError):
+                    self.check_name(item)
+
     def check_made(self, kind: Any, arguments: Mapping[str, Any]) -> None:
         """Return if ``kind(**arguments)`` may be called, else raise :class:`Refused`."""
         name = defining_name(kind) or str(kind)
@@ -180,8 +202,12 @@ class Guard:
     def refuse_what_was_not_made(self, arguments: Any) -> None:
         """Raise :class:`Refused` if a class stands in ``arguments`` where any value is allowed."""
         for item in values_in(arguments):
-            if isinstance(item, (Mapping, Namespace)) and "class_path" in item:
-                named = without_control_characters(str(item["class_path"]))[:200]
+            if not isinstance(item, (Mapping, Namespace)):
+                continue
+            for key in item.keys():  # noqa: SIM118 - a Namespace is no mapping
+                if str(key).split(".")[-1] != "class_path":
+                    continue
+                named = without_control_characters(str(item[key]))[:200]
                 raise Refused(
                     f"--ckpt_path {self.path} names {named} where any value is allowed. There a"
                     " checkpoint makes nothing. Give another one."
@@ -273,6 +299,9 @@ def guarded(guard: Guard | None) -> Iterator[None]:
         yield
     except Refused as refusal:
         raise UserError(str(refusal)) from None
+    except UserError as error:
+        # The parser shows what it was given.
+        raise UserError(without_control_characters(str(error))) from None
     finally:
         for (names, name), function in zip(places, before, strict=True):
             names[name] = function
@@ -315,6 +344,8 @@ def _refuse_endless_text(text: str, path: Path) -> None:
             f"--ckpt_path {path}: a text in its configuration has {len(text):,} characters,"
             f" {shown}..."
         )
+    if re.search(rf"[\w.]{{{LONGEST_NAME}}}", text):
+        raise UserError(f"--ckpt_path {path}: a name in its configuration is too long, {shown}...")
     if sum(text.count(mark) for mark in "[{?\n") + text.count("- ") > MOST_BRACKETS:
         raise UserError(
             f"--ckpt_path {path}: its configuration is nested too deeply. Give another."

@@ -1,17 +1,10 @@
-"""Checkpoint files: written completely or not at all, read as plain data or refused.
-
-Reading trusts nothing in a file. Before anything is unpacked, the parts of the archive are compared
-with the size of the file; torch then reads with ``weights_only=True``, which runs no code; then the
-contents are counted: neither the values nor a tensor may claim more than the file's bytes can hold.
-So memory and time are a small multiple of the file's size, whatever is in it.
-"""
+"""Checkpoint files: written completely or not at all, read as plain data or refused."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import re
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from project.engine import own_runs
+from project.engine.bounded_reading import TooMuch, unpack
 from project.engine.ranks import say
 from project.errors import UserError
 from project.tables import write_atomically
@@ -35,17 +29,17 @@ SEQUENCES = (list, tuple, set, torch.Size)
 # In a configuration; the last two are empty ones
 VALUES = (type(None), bool, int, float, str, dict, list)
 PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
-# Layouts of tensors that load again with ``weights_only=True``, and the parts that hold their
-# values
-STRIDED = torch.strided
-COO = torch.sparse_coo
-BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+# Of the layouts that are not strided, those that load again with ``weights_only=True``
+SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
 RUN_KEY = "run"
-# What torch.save writes besides its data, in bytes: names of entries, padding, the archive's list
-# of entries
-OVERHEAD = 4096
+# What moves a cursor, clears a screen or turns the reading direction; not tab and line feed
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -133,7 +127,7 @@ def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
 def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
     """A UserError if the file that would be written could not be used."""
     try:
-        _unpack(buffer, len(buffer.getbuffer()))
+        unpack(buffer, len(buffer.getbuffer()))
     except Exception as error:
         reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise UserError(
@@ -201,12 +195,12 @@ def _mapping_made_plain(value: Any, place: str) -> Any:
 def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
     if tensor.is_meta:
         raise TypeError(f"{place} is a tensor without values (on the device meta).")
-    if tensor.layout != STRIDED:
-        if tensor.layout != COO and tensor.layout not in (*BY_ROW, *BY_COLUMN):
+    if tensor.layout != torch.strided:
+        if tensor.layout not in SPARSE:
             raise TypeError(
                 f"{place} is a tensor of layout {tensor.layout}, which would not load again."
             )
-        return tensor
+        return tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
     if tensor.is_nested:
         raise TypeError(f"{place} is a nested tensor, which would not load again.")
     # An expanded tensor says that it is larger than what it stores. Such a file would be refused.
@@ -217,7 +211,7 @@ def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Whether several places of a tensor are one place in memory, as after ``expand``."""
-    if tensor.layout != STRIDED or tensor.is_nested:
+    if tensor.layout != torch.strided or tensor.is_nested:
         return False
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)
@@ -244,10 +238,6 @@ class Unreadable(UserError):
     """The system cannot read a file now: no permission, no memory, a lost network drive."""
 
 
-class TooMuch(ValueError):
-    """A file claims to hold more than its bytes can."""
-
-
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint's contents, on the CPU; nothing in it is executed. A UserError where it is
     damaged, or is none.
@@ -255,7 +245,7 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
-        checkpoint = _unpack(path, path.stat().st_size)
+        checkpoint = unpack(path, path.stat().st_size)
     except Exception as error:
         raise _unusable(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
@@ -265,59 +255,6 @@ def read(path: Path) -> dict[str, Any]:
         )
     _check(checkpoint, LIGHTNING, path, "checkpoint")
     return checkpoint
-
-
-def _unpack(file: Path | io.BytesIO, size: int) -> Any:
-    """What a file of ``size`` bytes holds. Raises where it is damaged, or claims more than that."""
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        # torch.save compresses nothing. A compressed entry may unpack to a thousand times its size.
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise TooMuch("it is compressed")
-        # Entries may overlap, so that each is smaller than the file and all together are not.
-        if sum(entry.file_size for entry in entries) > size:
-            raise TooMuch("its parts are larger than the file")
-        # torch.load checks no sums: flipped bits would become weights.
-        broken = archive.testzip()
-        if broken is not None:
-            raise zipfile.BadZipFile(f"checksum of {broken}")
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
-    # Without the argument, an environment variable would decide.
-    contents = torch.load(file, map_location="cpu", weights_only=True)
-    _refuse_too_much(contents, size)
-    return contents
-
-
-def _refuse_too_much(contents: Any, size: int) -> None:
-    """Raise where contents of a file of ``size`` bytes have more values than bytes, or a larger
-    tensor.
-
-    A list may hold one other list many times, and that a third one: few bytes become billions of
-    values. Whoever walks through what passed here takes at most a step a byte.
-    """
-    for steps, (_, leaf) in enumerate(_leaves(contents, with_places=False)):
-        if steps > size:
-            raise TooMuch("it has more values than bytes")
-        if isinstance(leaf, Tensor) and claimed_bytes(leaf) > size:
-            raise TooMuch("a tensor is larger than the file")
-
-
-def claimed_bytes(tensor: Tensor) -> int:
-    """The bytes that a tensor's values take when they are copied, by its layout. A few bytes can
-    claim any shape.
-    """
-    if tensor.layout == COO:
-        # Of a tensor that is not coalesced, ``indices()`` would refuse.
-        whole = tensor if tensor.is_coalesced() else tensor.coalesce()
-        return whole.indices().nbytes + whole.values().nbytes
-    if tensor.layout in BY_ROW:
-        indices = tensor.crow_indices().nbytes + tensor.col_indices().nbytes
-        return indices + tensor.values().nbytes
-    if tensor.layout in BY_COLUMN:
-        indices = tensor.ccol_indices().nbytes + tensor.row_indices().nbytes
-        return indices + tensor.values().nbytes
-    return tensor.numel() * tensor.element_size()
 
 
 def _unusable(path: Path, error: Exception) -> UserError:
