@@ -433,7 +433,7 @@ def again(*words: str) -> None:
     """The configuration of a typed line, read as a stranger's, makes the same."""
     first = configure([*words], "project.fit")
     trust.refuse_endless_reading(first.resolved, Path("x.ckpt"))
-    with guarded(Guard(Path("x.ckpt"), folder=Path.cwd())):
+    with guarded(Guard(Path("x.ckpt"), file_bytes=10**9, folder=Path.cwd())):
         second = configure([], "project.fit", first.resolved)
     assert second.resolved == first.resolved
     assert str(second.module) == str(first.module)
@@ -838,6 +838,13 @@ def pickled_with_key() -> bytes:
     return b"\x80\x02}" + b"X\x01\x00\x00\x00x\x85" + level + b"K\x01s."
 
 
+def large(contents: dict[str, Any]) -> None:
+    """A network of 40 GB."""
+    network = spec("torch.nn.Linear", in_features=100_000, out_features=100_000)
+    contents["run"]["config"]["model"]["init_args"]["network"] = network
+    torch.save(contents, STRANGE)
+
+
 def truncated(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
     whole = Path(STRANGE).read_bytes()
@@ -854,7 +861,7 @@ def sparse(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
 
 
-FILES = {f.__name__: f for f in (compressed, huge, multiplied, hashed, truncated, sparse)}
+FILES = {f.__name__: f for f in (compressed, huge, multiplied, hashed, large, truncated, sparse)}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures as Linux does")
@@ -873,7 +880,7 @@ def test_no_file_takes_more_than_three_times_its_size(
     size = Path(STRANGE).stat().st_size
     assert taken < 3 * size + 60 * 2**20
     assert seconds < 20
-    assert "--ckpt_path strange.ckpt" in line
+    assert "--ckpt_path" in line
     with capsys.disabled():
         print(f"\n{kind}: {size / 1e6:.1f} MB, {taken / 1e6:.1f} MB taken, {seconds:.1f} s")
 

@@ -91,7 +91,7 @@ def _guard(
     trust.refuse_endless_reading(base, path)
     packages = (line.value("allow_imports") or "").replace(",", " ").split()
     typed = trust.words_typed(line.given, line.words)
-    return trust.Guard(path, typed, tuple(packages), folder)
+    return trust.Guard(path, typed, tuple(packages), path.stat().st_size, folder)
 
 
 def _configured(

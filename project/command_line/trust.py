@@ -73,6 +73,7 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precisio
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
+from project.engine.bounded_reading import BoundedMaking
 from project.engine.checkpoint_files import without_control_characters
 from project.errors import UserError
 
@@ -135,6 +136,8 @@ class Guard:
     # The words that the user typed, and packages of --allow_imports
     typed: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
+    # The size of the checkpoint, which bounds the memory that its network may take
+    file_bytes: int = 0
     # The run's folder. None: no part of the Trainer is made.
     folder: Path | None = None
     # What typed names lead to
@@ -212,6 +215,13 @@ class Guard:
                     f"--ckpt_path {self.path} names {named} where any value is allowed. There a"
                     " checkpoint makes nothing. Give another one."
                 )
+
+    def refusal_of_large_layers(self) -> Refused:
+        """What is raised where the configuration makes larger layers than the file can fill."""
+        return Refused(
+            f"--ckpt_path {self.path}: its configuration makes larger layers than the file holds."
+            " Give another checkpoint."
+        )
 
     def _is_typed(self, name: str) -> bool:
         """Whether the user typed this name, or the last part of a class that is already there."""
@@ -296,7 +306,8 @@ def guarded(guard: Guard | None) -> Iterator[None]:
                 names[name] = guard.check_name
             else:
                 names[name] = partial(watched, guard, function)
-        yield
+        with BoundedMaking(guard.file_bytes, guard.refusal_of_large_layers()):
+            yield
     except Refused as refusal:
         raise UserError(str(refusal)) from None
     except UserError as error:

@@ -10,13 +10,16 @@ that whoever walks through them takes at most a step a byte.
 from __future__ import annotations
 
 import io
+import math
 import pickletools
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 COO = torch.sparse_coo
 BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -28,6 +31,13 @@ STEPS_PER_BYTE = 10
 FREE_STEPS = 100_000
 # How deeply lists and dictionaries may lie in each other. Python follows them by recursion.
 DEEPEST = 200
+# A network may take this many times the bytes of its file: it may be saved in half precision, and
+# have buffers that
+# are not saved. For a small one, some memory is free.
+MOST_TIMES = 3
+FREE_BYTES = 64 * 2**20
+# What makes tensors of a given size. Layers make their weights by these.
+FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full, torch.eye)
 # Opcodes of pickle that take something out of its memory, or put it there
 GETS = ("GET", "BINGET", "LONG_BINGET")
 PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
@@ -58,7 +68,10 @@ def unpack(file: Path | io.BytesIO, size: int) -> Any:
     if isinstance(file, io.BytesIO):
         file.seek(0)
     # Without the argument, an environment variable would decide.
-    contents = torch.load(file, map_location="cpu", weights_only=True)
+    with warnings.catch_warnings():
+        # torch says that it checks sparse tensors. It shall.
+        warnings.filterwarnings("ignore", "Validating sparse tensor")
+        contents = torch.load(file, map_location="cpu", weights_only=True)
     refuse_too_much(contents, len(pickled), size)
     return contents
 
@@ -159,3 +172,43 @@ def claimed_bytes(tensor: Tensor) -> int:
         indices = tensor.ccol_indices().nbytes + tensor.row_indices().nbytes
         return indices + tensor.values().nbytes
     return tensor.numel() * tensor.element_size()
+
+
+class BoundedMaking(TorchFunctionMode):
+    """Inside, layers are made whose weights a file of ``file_bytes`` bytes can hold, and no larger
+    ones.
+
+    A configuration can name a layer of any size in few bytes. ``refusal`` is raised before its
+    memory is taken.
+    """
+
+    def __init__(self, file_bytes: int, refusal: BaseException) -> None:
+        super().__init__()
+        self.refusal = refusal
+        self.bytes_left = MOST_TIMES * file_bytes + FREE_BYTES
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        arguments = kwargs or {}
+        if function in FACTORIES:
+            self.bytes_left -= bytes_of_new_tensor(args, arguments)
+            if self.bytes_left < 0:
+                raise self.refusal
+        return function(*args, **arguments)
+
+
+def bytes_of_new_tensor(args: tuple[Any, ...], arguments: dict[str, Any]) -> int:
+    """The bytes of a tensor that a factory is asked for: its size is a list, or each number of the
+    call.
+    """
+    size = arguments.get("size", args)
+    if len(args) > 0 and isinstance(args[0], (list, tuple)):
+        size = args[0]
+    numbers = [number for number in size if isinstance(number, int)]
+    kind = arguments.get("dtype") or torch.get_default_dtype()
+    return math.prod(numbers) * int(kind.itemsize)
