@@ -691,7 +691,7 @@ def test_a_callbacks_state_deletes_nothing_outside_the_runs_folder(
         "the folder itself": {"last_model_path": str(home.absolute())},
         "home": {"x": "~/precious"},
         "inside": {"best_model_path": str(inside.absolute())},
-        "no path": {"monitor": "val_loss", "mode": "min", "ratio": "1"},
+        "no path": {"monitor": "val/loss", "metrics": {"val/loss": 1.0}, "mode": "min"},
     }
     kept = ["inside", "no path"] if is_a_runs else ["no path"]
     contents = {"callbacks": dict(states)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -129,6 +130,9 @@ def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
     try:
         unpack(buffer, len(buffer.getbuffer()))
     except Exception as error:
+        if isinstance(error, MemoryError) or "t allocate memory" in str(error):
+            # There is no room for a second copy. That says nothing about the file.
+            return
         reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise UserError(
             f"{path} was not saved, for it could not be read again: {reason}."
@@ -186,8 +190,8 @@ def _mapping_made_plain(value: Any, place: str) -> Any:
     for key, item in value.items():
         plain_key = made_plain(key, f"a key of {place}")
         made[plain_key] = made_plain(item, f"{place}[{key!r}]")
-    # nn.Module keeps the versions of its parts with a state dict.
-    if hasattr(value, "_metadata"):
+    # nn.Module keeps the versions of its parts as an attribute of a state dict.
+    if isinstance(value, OrderedDict):
         vars(made).update(vars(value))
     return made
 
@@ -414,8 +418,10 @@ def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
     lines = []
     states = checkpoint.get("callbacks", {})
     for name in list(states):
-        texts = [leaf for _, leaf in _leaves(states[name], with_places=False)]
-        if any(isinstance(text, str) and _leaves_folder(text, path) for text in texts):
+        if any(
+            isinstance(text, str) and is_path(place, text) and _leaves_folder(text, path)
+            for place, text in _leaves(states[name])
+        ):
             del states[name]
             shown = without_control_characters(str(name))[:80]
             lines.append(
@@ -425,20 +431,27 @@ def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
     return lines
 
 
-def _leaves_folder(text: str, path: Path) -> bool:
-    """Whether a text is a path, and does not lie inside the folder of the checkpoint, or that is no
-    run's folder.
+def is_path(place: str, text: str) -> bool:
+    """Whether a text of a callback's state is a path: by the names above it, by its look, or
+    because it is there. A metric's name may hold a slash, too.
     """
-    if not re.search(r"[/\\]|^~|^\.\.?$", text):
+    if not text:
         return False
-    if "\0" in text:
+    if re.search("dir|path|root|folder|file|models", place):
         return True
+    # From the root or the home, from a drive of Windows, or through the folder above
+    if re.search(r"^[/\\~]|^\w:[/\\]|(^|[/\\])\.\.?([/\\]|$)", text):
+        return True
+    return "\0" not in text and os.path.lexists(text)
+
+
+def _leaves_folder(text: str, path: Path) -> bool:
+    """Whether a path does not lie inside the folder of the checkpoint, or that is no run's folder."""
     folder = path.resolve().parent
-    if not (folder / "config.yaml").is_file():
+    if "\0" in text or not (folder / "config.yaml").is_file():
         return True
-    target = Path(text).expanduser() if text.startswith("~") else Path(text)
-    resolved = target.resolve()
-    return folder not in resolved.parents
+    target = Path(os.path.realpath(os.path.expanduser(text)))
+    return folder not in target.parents
 
 
 def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) -> None:
