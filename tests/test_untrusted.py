@@ -661,6 +661,15 @@ def test_what_is_typed_goes_on_where_it_was(trained: Path, tmp_path: Path) -> No
     assert list((tmp_path / "mine").rglob("metrics.csv"))
 
 
+def test_what_is_typed_again_is_written_where_it_says(trained: Path, tmp_path: Path) -> None:
+    logger = spec("CSVLogger", save_dir=str(tmp_path / "mine"))
+    path = forge(trained, "trainer.logger", logger)
+    typed = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "mine")]
+    words = ["--ckpt_path", path, "--run_name", "typed", "--max_epochs", "2", *typed]
+    assert fit.main(words) == 0
+    assert list((tmp_path / "mine").rglob("metrics.csv"))
+
+
 def test_a_section_in_disguise_is_refused(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

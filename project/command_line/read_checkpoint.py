@@ -25,6 +25,8 @@ from project.engine.ranks import decided_by_rank_zero
 from project.engine.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from project.errors import UserError
 
+# Options that send data away. A stranger's checkpoint does not choose where to.
+TYPED_ONLY = ("mirror",)
 MOST_NAMES = 8  # of tensors, in a line
 
 
@@ -65,6 +67,9 @@ def _resumed_configuration(
     known = record(checkpoint, to_resume=True)
     base = dict(known["config"])
     guard = _guard(known, base, line, checkpoint, run.folder)
+    if guard is not None:
+        for name in TYPED_ONLY:
+            base.pop(name, None)
     if line.sets_a_length:
         # The typed limit counts. The saved max_epochs could come first.
         base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}

@@ -39,6 +39,8 @@ What is trusted
 What is not defended
     * A user who passes ``--allow_imports``: it allows all that the packages hold.
     * What the user's own model and data code, or what is typed, does with its arguments.
+    * Python files in the working folder: whoever unpacks a stranger's files and works beside them
+      has made them his own, as Python itself does.
     * A stranger who can write into the user's home, clone or environment: he needs no checkpoint.
     * Numbers: a stranger's weights may be trained to answer wrongly.
 
@@ -369,8 +371,10 @@ def _refuse_endless_text(text: str, path: Path) -> None:
 
 
 def words_typed(given: Mapping[str, Any], words: list[str]) -> frozenset[str]:
-    """Every name in a command line and its configuration files."""
-    return frozenset(re.findall(r"[^\W\d][\w.]*", f"{words} {dict(given)}"))
+    """Every name in a command line and its configuration files, and every text as a whole."""
+    names = re.findall(r"[^\W\d][\w.]*", f"{words} {dict(given)}")
+    texts = [item for item in values_in(dict(given)) if isinstance(item, str)]
+    return frozenset((*names, *texts))
 
 
 # What the names of a file lead to

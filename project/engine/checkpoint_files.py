@@ -446,7 +446,7 @@ def is_path(place: str, text: str) -> bool:
 
 
 def _leaves_folder(text: str, path: Path) -> bool:
-    """Whether a path does not lie inside the folder of the checkpoint, or that is no run's folder."""
+    """Whether a path lies outside of the checkpoint's folder, or that is no run's folder."""
     folder = path.resolve().parent
     if "\0" in text or not (folder / "config.yaml").is_file():
         return True
