@@ -442,6 +442,7 @@ def again(*words: str) -> None:
 EXAMPLES = sorted((trust.CLONE / "configs" / "examples").glob("*.yaml"))
 F1 = "{f1: {class_path: torchmetrics.F1Score, init_args: {task: multiclass, num_classes: 10}}}"
 FLIP = "[{class_path: torchvision.transforms.v2.RandomHorizontalFlip, init_args: {p: 0.3}}]"
+TO_FLOAT = "[{class_path: torchvision.transforms.v2.ToDtype, init_args: {dtype: torch.float32}}]"
 LINEAR = ["--model.network.in_features", "3", "--model.network.out_features", "2"]
 REGRESSION = ["--model", "project.model.SupervisedModule", "--model.network", "torch.nn.Identity"]
 TYPED = [
@@ -454,6 +455,7 @@ TYPED = [
     ["--model.schedule", "torch.optim.lr_scheduler.StepLR"],
     ["--model.metrics", F1],
     ["--data.transforms", FLIP],
+    ["--data.transforms", TO_FLOAT],
     ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val/loss"],
     ["--trainer.callbacks+", "ModelCheckpoint", "--trainer.callbacks+", "Timer"],
     ["--trainer.callbacks", "StochasticWeightAveraging", "--trainer.callbacks.swa_lrs", "0.1"],
@@ -600,6 +602,21 @@ def test_a_class_in_a_file_of_the_users_is_made(
     forge(trained, "model.init_args.network", spec("my_nets.Net"))
     line = error_of(capsys, test_command.main, "--ckpt_path", STRANGE)
     assert "network is another than this module's" in line, "it was made"
+
+
+def test_the_name_of_the_file_is_not_a_name_that_the_user_typed(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "cleverly.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    forge(trained, "model.init_args.network", spec("cleverly.Named"))
+    shutil.move(STRANGE, "cleverly.Named")
+    assert "cleverly" in error_of(capsys, test_command.main, "--ckpt_path", "cleverly.Named")
+    assert "cleverly" not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["project.engine.cli.CommandLine", "project.fit.main"])

@@ -95,7 +95,7 @@ def _guard(
         return None
     trust.refuse_endless_reading(base, path)
     packages = (line.value("allow_imports") or "").replace(",", " ").split()
-    typed = trust.words_typed(line.given, line.words)
+    typed = trust.words_typed(line.given)
     return trust.Guard(path, typed, tuple(packages), path.stat().st_size, folder)
 
 

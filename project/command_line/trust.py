@@ -66,6 +66,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Callback
@@ -85,6 +86,10 @@ CLONE = Path(__file__).resolve().parents[2]
 OWN_ROOMS = (f"{PACKAGE}.model", f"{PACKAGE}.data")
 # Folders and files beside the clone that hold no model and no data
 NO_MODELS = ("tests", "conftest", "setup")
+# Options whose typed values may name classes
+TYPED_SECTIONS = ("model", "data", "trainer")
+# Values that have a name and are no classes; to look one up does nothing
+PLAIN_VALUES = (torch.dtype, torch.layout, torch.memory_format)
 # Arguments of project.model's modules that may hold an import path as text
 IMPORT_PATHS = ("optimizer", "schedule", "loss")
 # Arguments by which a factory or a data set fetches files
@@ -161,6 +166,9 @@ class Guard:
             alias = "" if home == name else f" {home},"
             self._refuse(name, f"which is{alias} not on the list of trusted classes", home)
         self._passed.add(defining_name(found) or name)
+        if isinstance(found, PLAIN_VALUES):
+            # The parser asks for the class of a value.
+            self._passed.add(defining_name(type(found)) or name)
 
     def check_texts(self, config: Any) -> None:
         """Raise :class:`Refused` if a text or key is the import path of something that is there and
@@ -198,6 +206,8 @@ class Guard:
 
     def is_trusted(self, found: Any, name: str) -> bool:
         """Whether something is on the list, or a class of the user's own model and data code."""
+        if isinstance(found, PLAIN_VALUES):
+            return True
         if is_listed(found, name) or self._is_typed_object(found):
             return True
         return (
@@ -370,10 +380,14 @@ def _refuse_endless_text(text: str, path: Path) -> None:
         )
 
 
-def words_typed(given: Mapping[str, Any], words: list[str]) -> frozenset[str]:
-    """Every name in a command line and its configuration files, and every text as a whole."""
-    names = re.findall(r"[^\W\d][\w.]*", f"{words} {dict(given)}")
-    texts = [item for item in values_in(dict(given)) if isinstance(item, str)]
+def words_typed(given: Mapping[str, Any]) -> frozenset[str]:
+    """Every name, and every text as a whole, that a command line and its configuration files give
+    to module, data and Trainer. Other options, such as ``--ckpt_path``, hold names of files, which
+    a stranger may have chosen.
+    """
+    settings = {key: given[key] for key in given if key.startswith(TYPED_SECTIONS)}
+    names = re.findall(r"[^\W\d][\w.]*", f"{settings}")
+    texts = [item for item in values_in(settings) if isinstance(item, str)]
     return frozenset((*names, *texts))
 
 

@@ -185,7 +185,8 @@ class BoundedMaking(TorchFunctionMode):
     def __init__(self, file_bytes: int, refusal: BaseException) -> None:
         super().__init__()
         self.refusal = refusal
-        self.bytes_left = MOST_TIMES * file_bytes + FREE_BYTES
+        self.most_bytes = MOST_TIMES * file_bytes + FREE_BYTES
+        self.bytes_left = self.most_bytes
 
     def __torch_function__(
         self,
@@ -196,13 +197,17 @@ class BoundedMaking(TorchFunctionMode):
     ) -> Any:
         arguments = kwargs or {}
         if function in FACTORIES:
-            self.bytes_left -= bytes_of_new_tensor(args, arguments)
+            self.bytes_left -= bytes_of_new_tensor(function, args, arguments)
             if self.bytes_left < 0:
+                raise self.refusal
+        for argument in args:
+            # Made in another way: its memory is taken as something is written into it.
+            if isinstance(argument, Tensor) and claimed_bytes(argument) > self.most_bytes:
                 raise self.refusal
         return function(*args, **arguments)
 
 
-def bytes_of_new_tensor(args: tuple[Any, ...], arguments: dict[str, Any]) -> int:
+def bytes_of_new_tensor(function: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> int:
     """The bytes of a tensor that a factory is asked for: its size is a list, or each number of the
     call.
     """
@@ -210,5 +215,7 @@ def bytes_of_new_tensor(args: tuple[Any, ...], arguments: dict[str, Any]) -> int
     if len(args) > 0 and isinstance(args[0], (list, tuple)):
         size = args[0]
     numbers = [number for number in size if isinstance(number, int)]
+    if function is torch.eye and len(numbers) == 1:
+        numbers *= 2
     kind = arguments.get("dtype") or torch.get_default_dtype()
     return math.prod(numbers) * int(kind.itemsize)
