@@ -14,16 +14,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from project.command_line import trust
 from project.engine import contract
-from project.engine.checkpoint_files import (
-    load_weights,
-    read,
-    record,
-    without_control_characters,
-)
+from project.engine.checkpoint_files import load_weights, read, record
 from project.engine.cli import CommandLine, Configuration, configure, differences
 from project.engine.ranks import decided_by_rank_zero
 from project.engine.run_folder import ROOT, RunFolder, choose, find_checkpoint
-from project.errors import UserError
+from project.errors import UserError, without_control_characters
 
 # Options that send data away. A stranger's checkpoint does not choose where to.
 TYPED_ONLY = ("mirror",)

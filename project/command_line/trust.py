@@ -77,8 +77,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
 from project.engine.bounded_reading import BoundedMaking
-from project.engine.checkpoint_files import without_control_characters
-from project.errors import UserError
+from project.errors import UserError, without_control_characters
 
 PACKAGE = __name__.split(".")[0]
 CLONE = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from torch import Tensor
 from project.engine import own_runs
 from project.engine.bounded_reading import TooMuch, unpack
 from project.engine.ranks import say
-from project.errors import UserError
+from project.errors import UserError, without_control_characters
 from project.tables import write_atomically
 
 MAPPINGS = (dict, OrderedDict, Counter)
@@ -40,8 +40,6 @@ SPARSE = (
 )
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
 RUN_KEY = "run"
-# What moves a cursor, clears a screen or turns the reading direction; not tab and line feed
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -355,22 +353,6 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
         key: without_control_characters(value) for key, value in run.items() if key != "config"
     }
     return shown | {"config": run["config"], "is_own": own}
-
-
-def without_control_characters(value: Any) -> Any:
-    """A value whose texts cannot move a terminal's cursor, clear its screen or turn the reading
-    direction.
-    """
-    if isinstance(value, str):
-        return CONTROL.sub("?", value)
-    if type(value) is dict:
-        return {
-            without_control_characters(key): without_control_characters(item)
-            for key, item in value.items()
-        }
-    if type(value) is list:
-        return [without_control_characters(item) for item in value]
-    return value
 
 
 def outline(checkpoint: dict[str, Any]) -> str:
