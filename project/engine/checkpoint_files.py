@@ -88,8 +88,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         run's folder.
         """
         checkpoint = read(Path(path))
-        self._vouches = is_own(checkpoint)
-        if not self._vouches:
+        own = is_own(checkpoint)
+        # Once it has taken over a stranger's, it never vouches again.
+        self._vouches = self._vouches and own
+        if not own:
             say(*drop_states_that_leave(checkpoint, Path(path)))
         return checkpoint
 
