@@ -547,6 +547,9 @@ def test_the_key_is_the_users_alone_and_a_home_that_is_read_only_seals_nothing(
     assert not own_runs.is_sealed(["x", {"a": 1}], None)
     key = own_runs.folder() / "key"
     assert os.name == "nt" or key.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert own_runs.seal(["x"]) is None
+    assert not Path("relative").exists()
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
     assert own_runs.seal(["x"]) is None
     assert not own_runs.is_sealed(["x"], None)

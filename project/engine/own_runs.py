@@ -60,11 +60,15 @@ def _seal(key: bytes, contents: Any) -> str:
 
 def _key(make: bool) -> bytes | None:
     path = folder() / KEY_NAME
+    if not path.is_absolute():
+        # There is no home folder. The key must not lie where somebody happens to work.
+        return None
     try:
         if make and not path.exists():
             _make_key(path)
         key = path.read_bytes()
-    except OSError:
+    except (OSError, NotImplementedError):
+        # The home cannot be written, or has no locks.
         return None
     return key if len(key) == KEY_BYTES else None
 
