@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from project import fit
 from project.engine import command as entry
-from project.engine import restore, signals
+from project.engine import run_folder, signals
 from project.engine.checkpointing import Best
 from project.engine.exact_loading import ExactLoading
 from project.engine.restore import Run
@@ -671,7 +671,7 @@ def test_a_further_rank_goes_on_with_the_samplers_state_too() -> None:
 def test_only_rank_zero_discards_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "r")
     run.create()
-    monkeypatch.setattr(restore, "is_rank_zero", lambda: False)
+    monkeypatch.setattr(run_folder, "is_rank_zero", lambda: False)
     run.discard()
     assert run.folder.exists(), "it is rank 0's"
     monkeypatch.undo()
