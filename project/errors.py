@@ -1,8 +1,12 @@
 """What a user is told when something they gave does not work: one line, exit code 2, no traceback."""
 
 import difflib
-import re  # feature: tune, memory
+import re
 from collections.abc import Iterable
+from typing import Any
+
+# What moves a cursor, clears a screen or turns the reading direction; not tab and line feed
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class UserError(Exception):
@@ -27,6 +31,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``" Did you mean X?"`` for the known name closest to ``name``, or ``""`` when none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]}?" if matches else ""
+
+
+def without_control_characters(value: Any) -> Any:
+    """A value whose texts cannot move a terminal's cursor, clear its screen or turn the reading
+    direction.
+    """
+    if isinstance(value, str):
+        return CONTROL.sub("?", value)
+    if type(value) is dict:
+        return {
+            without_control_characters(key): without_control_characters(item)
+            for key, item in value.items()
+        }
+    if type(value) is list:
+        return [without_control_characters(item) for item in value]
+    return value
 
 
 def is_out_of_memory(error: BaseException) -> bool:  # feature: tune, memory

@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw
 
 from project import fit
 from project import test as test_command
+from project.command_line.read_checkpoint import load
 from project.engine.checkpoint_files import read
-from project.engine.restore import load
 from project.errors import UserError
 from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from project import fit
 from project import test as test_command
 from project.benchmark.__main__ import main as benchmark
-from project.engine.restore import load
+from project.command_line.read_checkpoint import load
 from project.final_test import float32_products
 from tests.commands import CONVNET, SMALL, assert_same_run, summary
 from tests.monitored import Linear, Points, make_trainer

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from project.command_line.read_checkpoint import Loaded
 from project.engine import contract
-from project.engine.restore import Loaded
 from project.errors import UserError
 from project.predict.images import read_image
 
