@@ -234,7 +234,7 @@ def fork_child(
 
 
 def leave(sockets: list[socket.socket], pidfds: list[int], stdout: int, stderr: int) -> None:
-    """In a child: begin a session of its own, close the server's files, take over its own output."""
+    """In a child: begin a session, close the server's files, take over the child's own output."""
     os.setsid()
     for theirs in sockets:
         theirs.close()
