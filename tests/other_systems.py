@@ -24,8 +24,9 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
-OURS = f"{ROOT}{os.sep}project{os.sep}"
+import project
+
+OURS = f"{Path(project.__file__).parent}{os.sep}"
 # Frames of Python's own library pass a call on: Path.symlink_to calls os.symlink.
 LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", __file__)
 # Some installations keep other people's packages inside the folder of Python's library.
@@ -72,6 +73,11 @@ def is_ours(frame: FrameType | None) -> bool:
     """Whether this code is ours, or is a function of Python's library that code of ours called."""
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
+    return is_file_of_ours(frame)
+
+
+def is_file_of_ours(frame: FrameType | None) -> bool:
+    """Whether this code stands in a file of ours. Code that the interpreter runs has no frame."""
     return frame is not None and frame.f_code.co_filename.startswith(OURS)
 
 
@@ -84,8 +90,7 @@ def _hide_modules(hidden: set[str]) -> None:
     import_by_name = builtins.__import__
 
     def import_what_is_there(name: str, *arguments: Any, **named: Any) -> ModuleType:
-        caller = sys._getframe(1).f_code.co_filename
-        if name in hidden and caller.startswith(OURS):
+        if name in hidden and is_file_of_ours(sys._getframe().f_back):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return import_by_name(name, *arguments, **named)
 
@@ -101,9 +106,10 @@ def _hide_attributes(system: str) -> None:
         def __getattribute__(self, name: str) -> Any:
             # Nothing here may ask a module of this class for an attribute, or it would ask itself.
             module = object.__getattribute__(self, "__name__")
-            is_special = name in hidden.get(module, ()) or (module, name) in values
-            if is_special and get_frame(1).f_code.co_filename.startswith(OURS):
-                if (module, name) in values:
+            has_value = (module, name) in values
+            is_hidden = name in hidden.get(module, ())
+            if (has_value or is_hidden) and is_file_of_ours(get_frame().f_back):
+                if has_value:
                     return values[module, name]
                 raise AttributeError(f"module {module!r} has no attribute {name!r}")
             return object.__getattribute__(self, name)
@@ -119,7 +125,7 @@ def _hide_folders() -> None:
     def check(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.listdir", "os.scandir") or not arguments:
             return
-        if is_linux_folder(arguments[0]) and is_ours(get_frame(1)):
+        if is_linux_folder(arguments[0]) and is_ours(get_frame().f_back):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(arguments[0]))
 
     get_frame = sys._getframe
@@ -141,7 +147,7 @@ def _guarded(
     """A function that ends in an OSError where code of ours calls it with what is not allowed."""
 
     def guarded(*arguments: Any, **named: Any) -> Any:
-        if is_ours(sys._getframe(1)) and not is_allowed(*arguments, **named):
+        if is_ours(sys._getframe().f_back) and not is_allowed(*arguments, **named):
             raise OSError(code, os.strerror(code), str(arguments[0]))
         return function(*arguments, **named)
 
@@ -160,7 +166,7 @@ def _behave_as_windows() -> None:
     os.mkdir = _guarded(os.mkdir, has_possible_name, errno.EINVAL)
 
     def check(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and is_ours(get_frame(1)) and not has_possible_name(*arguments):
+        if event == "open" and is_ours(get_frame().f_back) and not has_possible_name(*arguments):
             raise OSError(errno.EINVAL, "Invalid argument", str(arguments[0]))
 
     get_frame = sys._getframe
@@ -169,7 +175,7 @@ def _behave_as_windows() -> None:
     begin = subprocess.Popen.__init__
 
     def begin_as_on_windows(self: Any, *arguments: Any, **named: Any) -> None:
-        if is_ours(sys._getframe(1)):
+        if is_ours(sys._getframe().f_back):
             for name in ("preexec_fn", "pass_fds"):
                 if named.get(name):
                     raise ValueError(f"{name} is not supported on Windows platforms")

@@ -16,7 +16,7 @@ import pytest
 
 import project
 from tests.commands import complete
-from tests.other_systems import PLATFORM
+from tests.other_systems import OURS, PLATFORM
 from tests.promises import ROOT
 
 FIT = ["--config", str(ROOT / "configs" / "examples" / "autoencoder.yaml")]
@@ -96,12 +96,11 @@ def failures(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_runs_without_what_linux_alone_has(name: str, place: Path) -> None:
     for arguments in COMMANDS[name]:
-        done = python(place, "-m", f"project.{name}", *arguments)
+        done = python(place, "-m", f"{project.__name__}.{name}", *arguments)
         assert done.returncode == 0, failures(done)
         # Windows writes text files in the code page of its country, unless it is told to use UTF-8.
-        from_us = f"{ROOT / 'project'}{os.sep}"
         unsaid = [line for line in done.stderr.splitlines() if "EncodingWarning" in line]
-        assert not [line for line in unsaid if line.startswith(from_us)]
+        assert not [line for line in unsaid if line.startswith(OURS)]
 
 
 def test_no_link_is_needed_and_none_is_left(system: str, place: Path) -> None:
@@ -112,7 +111,7 @@ def test_no_link_is_needed_and_none_is_left(system: str, place: Path) -> None:
 
 
 def test_every_command_is_tried() -> None:
-    listed = complete([sys.executable, "-m", "project"])
+    listed = complete([sys.executable, "-m", project.__name__])
     named = re.findall(rf"python -m {project.__name__}\.(\w+)", listed.stdout)
     assert len(named) >= 2
     assert set(named) - set(COMMANDS) == set()
