@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import builtins
 import errno
-import importlib
 import multiprocessing
 import os
 import subprocess
@@ -33,20 +32,16 @@ LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", __file__)
 PACKAGES = ("site-packages", "dist-packages")
 FORBIDDEN_IN_NAMES = '<>:"|?*'
 
-# What a system has under another value.
-PLATFORM = {
-    "windows": {("sys", "platform"): "win32", ("os", "name"): "nt"},
-    "macos": {("sys", "platform"): "darwin"},
-}
-# What only that system has. The numbers are Windows' own.
-ADDED = {
+# What a system has under another value, or alone. The numbers are Windows' own, except for the last:
+# Linux would refuse it.
+VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "windows": {
-        ("signal", "SIGBREAK"): 21,
-        ("signal", "CTRL_C_EVENT"): 0,
-        ("signal", "CTRL_BREAK_EVENT"): 1,
-        ("subprocess", "CREATE_NEW_PROCESS_GROUP"): 0,
+        "sys": {"platform": "win32"},
+        "os": {"name": "nt"},
+        "signal": {"SIGBREAK": 21, "CTRL_C_EVENT": 0, "CTRL_BREAK_EVENT": 1},
+        "subprocess": {"CREATE_NEW_PROCESS_GROUP": 0},
     },
-    "macos": {},
+    "macos": {"sys": {"platform": "darwin"}},
 }
 # What a system lacks: modules, and attributes of modules.
 LACKS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -60,8 +55,7 @@ def hide(system: str) -> None:
     Args:
         system: ``windows`` or ``macos``.
     """
-    _hide_modules(set(LACKS[system]["modules"]))
-    _hide_attributes(system)
+    _hide_names(system)
     _hide_folders()
     # Both systems start processes by spawn.
     multiprocessing.set_start_method("spawn")
@@ -86,37 +80,49 @@ def is_library(file: str) -> bool:
     return file.startswith(LIBRARY) and not any(folder in file for folder in PACKAGES)
 
 
-def _hide_modules(hidden: set[str]) -> None:
-    import_by_name = builtins.__import__
+class ModuleThere(ModuleType):
+    """A module as it is on another system.
 
-    def import_what_is_there(name: str, *arguments: Any, **named: Any) -> ModuleType:
-        if name in hidden and is_file_of_ours(sys._getframe().f_back):
+    Args:
+        module: The module as it is here.
+        lacks: Names that it does not have there.
+        values: Values that it has there.
+    """
+
+    def __init__(self, module: ModuleType, lacks: list[str], values: dict[str, Any]) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(module_here=module, lacks=lacks, **values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.lacks:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self.module_here, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module_here, name, value)
+
+
+def _hide_names(system: str) -> None:
+    """Code of ours that imports a module gets it as it is on another system, or not at all."""
+    import_here = builtins.__import__
+    missing: list[str] = LACKS[system]["modules"]
+    lacks: dict[str, list[str]] = LACKS[system]["attributes"]
+    values = VALUES[system]
+    there: dict[str, ModuleThere] = {}
+
+    def import_there(name: str, *arguments: Any, **named: Any) -> ModuleType:
+        by_us = is_file_of_ours(sys._getframe().f_back)
+        if by_us and name in missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return import_by_name(name, *arguments, **named)
+        module = import_here(name, *arguments, **named)
+        if by_us and module.__name__ in {*lacks, *values}:
+            name = module.__name__
+            if name not in there:
+                there[name] = ModuleThere(module, lacks.get(name, []), values.get(name, {}))
+            return there[name]
+        return module
 
-    builtins.__import__ = import_what_is_there
-
-
-def _hide_attributes(system: str) -> None:
-    """Give modules a class that knows who asks."""
-    values = {**PLATFORM[system], **ADDED[system]}
-    hidden: dict[str, list[str]] = LACKS[system]["attributes"]
-
-    class OfAnotherSystem(ModuleType):
-        def __getattribute__(self, name: str) -> Any:
-            # Nothing here may ask a module of this class for an attribute, or it would ask itself.
-            module = object.__getattribute__(self, "__name__")
-            has_value = (module, name) in values
-            is_hidden = name in hidden.get(module, ())
-            if (has_value or is_hidden) and is_file_of_ours(get_frame().f_back):
-                if has_value:
-                    return values[module, name]
-                raise AttributeError(f"module {module!r} has no attribute {name!r}")
-            return object.__getattribute__(self, name)
-
-    get_frame = sys._getframe
-    for name in {*hidden, *(module for module, _ in values)}:
-        importlib.import_module(name).__class__ = OfAnotherSystem
+    builtins.__import__ = import_there
 
 
 def _hide_folders() -> None:
