@@ -32,8 +32,8 @@ LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", __file__)
 PACKAGES = ("site-packages", "dist-packages")
 FORBIDDEN_IN_NAMES = '<>:"|?*'
 
-# What a system has under another value, or alone. The numbers are Windows' own, except for the last:
-# Linux would refuse it.
+# What a system has under another value, or what it alone has. The numbers are Windows' own, but for
+# CREATE_NEW_PROCESS_GROUP: Linux would refuse any other.
 VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "windows": {
         "sys": {"platform": "win32"},
