@@ -19,22 +19,26 @@ from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT
 
-FIT = ["--config", str(ROOT / "configs" / "examples" / "autoencoder.yaml")]
-FIT += ["--limit_train_batches", "6", "--limit_val_batches", "2"]
+# Two worker processes read the data of this task.
+FIT = ["--model", "tests.other_tasks.TestedAutoEncoder", "--data", "tests.other_tasks.NoisyWaves"]
+FIT += ["--monitor", "val_loss", "--mode", "min", "--limit_train_batches", "6"]
 # feature: mnist
 FIT = ["--data.source", "sample", "--data.train_samples", "640", "--data.val_samples", "128"]
 FIT += ["--data.test_samples", "128", "--data.batch_size", "64", "--model.network", "MLP"]
 # end feature: mnist
 FIT += ["--max_epochs", "2", "--accelerator", "cpu", "--log_every_n_steps", "5"]
+BY_WORKERS = [*FIT, "--max_epochs", "1", "--run_name", "by_workers"]
+BY_WORKERS += ["--data.num_workers", "2"]  # feature: mnist
 # The commands in the order in which a user types them. Each finds what those before it have left.
 COMMANDS: dict[str, list[list[str]]] = {
     "__main__": [[]],
     "fit": [
+        BY_WORKERS,
         [*FIT, "--run_name", "first"],
         [*FIT, "--run_name", "first", "--ckpt_path", "last", "--max_epochs", "3"],
     ],
+    "test": [["--accelerator", "cpu", "--output", "metrics.json"]],
 }
-COMMANDS["test"] = [["--accelerator", "cpu", "--output", "metrics.json"]]  # feature: mnist
 # feature: mnist
 COMMANDS["predict"] = [["digit.png", "--output", "labels.csv"]]  # feature: predict
 # end feature: mnist
