@@ -22,10 +22,10 @@ from project import fit
 from project.command_line import start as entry
 from project.engine import run_folder
 from project.engine.checkpoint_files import AtomicCheckpointIO, damage, load_weights
+from project.engine.files import write_atomically
 from project.engine.run_folder import RunFolder, choose, find_checkpoint, newest_run
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
-from project.tables import write_atomically
 from tests.commands import (
     SMALL,
     assert_same_run,

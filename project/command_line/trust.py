@@ -77,6 +77,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
 from project.engine.bounded_reading import BoundedMaking
+from project.engine.lightning_names import name_in_lightning
 from project.errors import UserError, without_control_characters
 
 PACKAGE = __name__.split(".")[0]
@@ -157,7 +158,7 @@ class Guard:
         """
         if name in self._passed or self._is_in_allowed_package(name) or self._is_typed(name):
             return
-        found = find_without_import(name)
+        found = find_without_import(name_in_lightning(name))
         if found is None:
             self._refuse_unknown(name)
         if not self.is_trusted(found, name):
@@ -413,13 +414,6 @@ def trusted_modules() -> frozenset[str]:
     return frozenset(modules)
 
 
-def one_spelling(name: str) -> str:
-    """Lightning's two packages hold the same classes."""
-    if name.startswith("pytorch_lightning."):
-        return f"lightning.pytorch.{name.removeprefix('pytorch_lightning.')}"
-    return name
-
-
 def is_listed(found: Any, name: str) -> bool:
     """Whether a class or function is on the list, by the name under which it is defined."""
     if not (inspect.isclass(found) or inspect.isroutine(found)):
@@ -430,7 +424,9 @@ def is_listed(found: Any, name: str) -> bool:
         return name in trusted_names()
     defined = defining_name(found)
     return (
-        defined is not None and one_spelling(defined) in trusted_names() and is_defined_there(found)
+        defined is not None
+        and name_in_lightning(defined) in trusted_names()
+        and is_defined_there(found)
     )
 
 
@@ -454,7 +450,7 @@ def find_without_import(name: str) -> Any:
     module_name, _, last = name.rpartition(".")
     module = sys.modules.get(module_name)
     if module is None:
-        may_import = one_spelling(module_name) in trusted_modules() or own_file_defines(
+        may_import = name_in_lightning(module_name) in trusted_modules() or own_file_defines(
             module_name, last
         )
         if not may_import:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from project.engine import own_runs
 from project.engine.bounded_reading import TooMuch, unpack
+from project.engine.files import write_atomically
+from project.engine.parts.module import give_plain_buffers
 from project.engine.ranks import say
 from project.errors import UserError, without_control_characters
-from project.tables import write_atomically
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set, torch.Size)
@@ -467,6 +468,8 @@ def load_weights(
     module.configure_model()
     if not again:
         module.on_load_checkpoint(checkpoint)
+        # Those that a state dict leaves out. On a resume the engine gives them back itself.
+        give_plain_buffers(module, buffers_left_out(checkpoint))
     give_expanded_buffers_memory(module)
     weights = checkpoint["state_dict"]
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
@@ -498,3 +501,17 @@ def give_expanded_buffers_memory(module: LightningModule) -> None:
         for name, buffer in part.named_buffers(recurse=False):
             if is_expanded(buffer):
                 setattr(part, name, buffer.contiguous())
+
+
+def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:
+    """The buffers of a rank that its state dict leaves out, of a checkpoint of ours; else none."""
+    record = checkpoint.get(RUN_KEY)
+    state = record.get("state") if isinstance(record, dict) else None
+    ranks = state.get("ranks") if isinstance(state, dict) else None
+    if not isinstance(ranks, list) or not ranks:
+        return {}
+    mine = ranks[rank % len(ranks)]
+    buffers = mine.get("buffers") if isinstance(mine, dict) else None
+    if not isinstance(buffers, dict):
+        return {}
+    return {n: value for n, value in buffers.items() if isinstance(value, torch.Tensor)}

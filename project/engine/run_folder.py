@@ -19,9 +19,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from project.engine.checkpoint_files import damage, read
+from project.engine.files import write_atomically
 from project.engine.ranks import is_rank_zero, say
 from project.errors import UserError, nearest, require
-from project.tables import write_atomically
 
 ROOT = Path("checkpoints")
 LATEST = "latest"

@@ -8,8 +8,8 @@ from pathlib import Path
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project.engine.files import write_atomically
 from project.run_result import RunResult
-from project.tables import write_atomically
 
 # Seconds for the report of a stopped run, which has ten for everything
 PATIENCE = 4.0
