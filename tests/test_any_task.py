@@ -1,4 +1,6 @@
-"""Any LightningModule, any loader, any metric: what is exact, and what is said in one line where it is not."""
+"""Any LightningModule, any loader, any metric: what is exact, and what is said in one line where it
+is not.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def _no_wandb(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
 # Loaders
 
 
-# Inside an epoch, in the validation at its end, inside another; and killed there with the epoch's end saved
+# Inside an epoch, in the validation at its end, inside another; and killed there with the epoch's
+# end saved
 STOPS = [(6, False, "batch"), (13, False, "validation"), (20, False, "batch"), (20, True, "epoch")]
 
 
@@ -159,7 +162,8 @@ def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
 ) -> None:
     flags = [*LINE, *SHORT, "--data.kind", "stream"]
     reference = train("reference", *flags)
-    said = "the training data come from Stream, which has no state_dict: a resumed run goes on from the last epoch's end"
+    lacks = "the training data come from Stream, which has no state_dict"
+    said = f"{lacks}: a resumed run goes on from the last epoch's end"
     assert capsys.readouterr().out.count(said) == 1
     train_until(20, "stopped", *flags)
     assert checkpoint(RUNS / "stopped/last.ckpt")["global_step"] == 13
@@ -167,7 +171,10 @@ def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
 
 
 def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_does() -> None:
-    """Killed and resumed, too. Every figure of the validation is weighted by samples: 53 on 2 ranks."""
+    """Killed and resumed, too.
+
+    Every figure of the validation is weighted by samples: 53 on 2 ranks.
+    """
     flags = ["--model", "tests.other_tasks.LineWithLoaders", "--accelerator", "cpu", *SHORT]
     one = train("one", *flags)
     two = run_ranks("fit", *flags, "--run_name", "two")

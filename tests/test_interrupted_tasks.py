@@ -1,4 +1,6 @@
-"""Modules, callbacks and flags of all kinds, interrupted in validation, in the test and between two epochs."""
+"""Modules, callbacks and flags of all kinds, interrupted in validation, in the test and between two
+epochs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _no_wandb(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
 
 
 class Task(LightningModule):
-    """A small regression with all its loaders, 13 batches an epoch; ``gamma`` of its schedule may be typed."""
+    """A small regression with all its loaders, 13 batches an epoch; ``gamma`` of its schedule may
+    be typed.
+    """
 
     monitor, mode = "val_loss", "min"
 

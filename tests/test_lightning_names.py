@@ -174,6 +174,7 @@ def flags(folder: Path, start_method: str = "fork") -> list[str]:
         *("--data.class_path", f"{THEIRS}.Rows", "--data.start_method", start_method),
         *("--monitor", "val_loss", "--mode", "min"),
         *("--trainer.callbacks+", f"{THEIRS}.CountsSteps"),
+        *("--trainer.callbacks+", "pytorch_lightning.callbacks.LearningRateMonitor"),
         *("--trainer.logger+", f"{THEIRS}.PrintsMetrics"),
         *("--max_epochs", "2", "--log_every_n_steps", "4", "--accelerator", "cpu"),
         *("--checkpoint_every", "3"),

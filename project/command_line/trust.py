@@ -77,6 +77,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
 from project.engine.bounded_reading import BoundedMaking
+from project.engine.lightning_internals import parser_asks
 from project.engine.lightning_names import name_in_lightning
 from project.errors import UserError, without_control_characters
 
@@ -104,15 +105,6 @@ TRAINER_PARTS = (
     CheckpointIO,
     ClusterEnvironment,
     Precision,
-)
-# Where jsonargparse calls the two functions that the guard replaces: file, function
-CHECKS_NAMES = (
-    ("jsonargparse._util", "check_import_path"),
-    ("jsonargparse._typehints", "check_import_path"),
-)
-MAKES = (
-    ("jsonargparse._typehints", "get_class_instantiator"),
-    ("jsonargparse._signatures", "get_class_instantiator"),
 )
 # A text that the parser takes for a name but is one of a file, where text is as welcome as a class
 FILE_ENDING = re.compile(
@@ -307,18 +299,12 @@ def guarded(guard: Guard | None) -> Iterator[None]:
     if guard is None:
         yield
         return
-    # A version of jsonargparse without these functions ends here, with a KeyError: nothing is read
-    # unchecked.
-    places = [(vars(importlib.import_module(file)), name) for file, name in (*CHECKS_NAMES, *MAKES)]
-    before = [names[name] for names, name in places]
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     try:
-        for (names, name), function in zip(places, before, strict=True):
-            if name == "check_import_path":
-                names[name] = guard.check_name
-            else:
-                names[name] = partial(watched, guard, function)
-        with BoundedMaking(guard.file_bytes, guard.refusal_of_large_layers()):
+        with (
+            parser_asks(guard.check_name, lambda function: partial(watched, guard, function)),
+            BoundedMaking(guard.file_bytes, guard.refusal_of_large_layers()),
+        ):
             yield
     except Refused as refusal:
         raise UserError(str(refusal)) from None
@@ -326,8 +312,6 @@ def guarded(guard: Guard | None) -> Iterator[None]:
         # The parser shows what it was given.
         raise UserError(without_control_characters(str(error))) from None
     finally:
-        for (names, name), function in zip(places, before, strict=True):
-            names[name] = function
         # The parser's own default
         set_parsing_settings(instantiate_subclass_spec_in_any=True)
 
