@@ -121,7 +121,7 @@ class PictureSuite(TaskSuite):  # feature: images
     def test_predicts_pictures_from_the_checkpoint_alone(
         self, undisturbed: Path, tmp_path: Path
     ) -> None:
-        from project import predict
+        from project.predict import __main__ as predict
 
         data: Any = load(undisturbed / "best.ckpt").datamodule
         picture = Image.new("RGB", (90, 120), "white")
@@ -140,7 +140,7 @@ class PictureSuite(TaskSuite):  # feature: images
     @pytest.mark.nightly
     def test_exports_a_model_that_answers_like_the_checkpoint(self, undisturbed: Path) -> None:
         pytest.importorskip("onnxruntime")
-        from project import export
+        from project.export import __main__ as export
 
         # It compares the answers itself.
         code = export.main(["--ckpt_path", str(undisturbed / "best.ckpt")])

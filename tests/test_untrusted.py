@@ -23,7 +23,7 @@ import yaml
 from project.engine.cli import configure
 from torch import nn
 
-from project import export, fit, predict
+from project import fit
 from project import test as test_command
 from project.command_line import trust
 from project.command_line.read_checkpoint import load
@@ -37,6 +37,8 @@ from project.engine.checkpoint_files import (
     record,
 )
 from project.errors import UserError, without_control_characters
+from project.export import __main__ as export
+from project.predict import __main__ as predict
 from tests.commands import checkpoint
 
 STRANGE = "strange.ckpt"

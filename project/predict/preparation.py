@@ -90,7 +90,7 @@ def is_of_digits(data: Any) -> bool:
 
 def prepare_digit(path: Path) -> tuple[Any, str]:
     """The digit of a picture as MNIST shows it; the note says where there seem to be several."""
-    from project.data.digits import find_digit
+    from project.predict.digits import find_digit
 
     return find_digit(read_image(path))
 

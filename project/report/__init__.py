@@ -39,10 +39,3 @@ class Report(Callback):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             rank_zero_warn(f"report.html could not be written ({reason}). The run is safe.")
-
-
-def render(record: RunResult) -> str:  # moved: delete this function after the merge
-    """``project.report.page.render``."""
-    from project.report import page
-
-    return page.render(record)
