@@ -1,4 +1,6 @@
-"""The README: its length, its words, its links, and that every command and every snippet in it works."""
+"""The README: its length, its words, its links, and that every command and every snippet in it
+works.
+"""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ import torch
 import wandb
 import yaml
 from lightning.pytorch import LightningModule, Trainer
-from project.engine.following import Best
 from torch.utils.data import DataLoader
 
 from project import fit
 from project.engine import signals
-from project.engine.restore import Run
+from project.engine.following import Best
+from project.engine.run_folder import RunFolder as Run
 from project.errors import UserError
 from project.facts import Summary
 from project.loggers import wandb as wandb_logging

@@ -29,7 +29,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
 
 from project.engine import contract, lightning_internals, signals
-from project.engine.checkpoint_files import RUN_KEY, AtomicCheckpointIO, damage, read
+from project.engine.checkpoint_files import (
+    RUN_KEY,
+    AtomicCheckpointIO,
+    buffers_left_out,
+    damage,
+    read,
+)
 from project.engine.files import write_atomically
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
@@ -228,7 +234,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._end_seams(trainer)
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
-        self._seams.process_loaders(lambda loader: self.loading.exact(loader, trainer))
+        self.loading.install(self._seams, trainer)
         lightning_internals.leave_signals_alone(trainer)
         self._signals.begin()
         if isinstance(trainer.precision_plugin, DoublePrecision):
@@ -254,7 +260,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
             # Its state dict lacks buffers that are not persistent.
-            give_plain_buffers(pl_module, Resume.buffers_in(saved, trainer.global_rank))
+            give_plain_buffers(pl_module, buffers_left_out(checkpoint, trainer.global_rank))
             return
         self._correct_states_of_lightnings(trainer, checkpoint)
         if saved.get("state") is None:
@@ -556,8 +562,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         ranks_agree = True
         if trainer.world_size > 1:
             loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
-            # Only exact loaders have equally many batches on all ranks.
-            ranks_agree = all(isinstance(loader, ExactLoader) for loader in loaders)
+            # Only exact loaders are known to have equally many batches on all ranks.
+            ranks_agree = all(has_as_many(loader) for loader in loaders)
             if ranks_agree and is_last and not trainer.sanity_checking:
                 # Lightning computes the values before the epoch's end.
                 share_sums(trainer)
@@ -749,6 +755,11 @@ class EpochEnds(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.epoch_ends(trainer)
+
+
+def has_as_many(loader: Any) -> bool:
+    """Whether a loader has as many batches on every rank."""
+    return isinstance(loader, ExactLoader) and loader.ranks_agree
 
 
 def says_so(part: Any) -> bool:

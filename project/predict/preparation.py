@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from project.command_line.read_checkpoint import Loaded
 from project.engine import contract
-from project.engine.restore import Loaded
 from project.errors import UserError
 from project.predict.images import read_image
 
@@ -64,7 +64,7 @@ def file_preparation(data: contract.PreparesFiles) -> Callable[[Path], tuple[Any
 
 def image_preparation(data: contract.PreparesImages) -> Callable[[Path], tuple[Any, str]]:
     """The data module gets the pixels of the picture: float32 (height, width, 3) in 0-1."""
-    return lambda path: (data.prepare_image(read_image(path)), "")  # type: ignore[arg-type]
+    return lambda path: (data.prepare_image(read_image(path)), "")
 
 
 # feature: images
@@ -90,7 +90,7 @@ def is_of_digits(data: Any) -> bool:
 
 def prepare_digit(path: Path) -> tuple[Any, str]:
     """The digit of a picture as MNIST shows it; the note says where there seem to be several."""
-    from project.data.digits import find_digit
+    from project.predict.digits import find_digit
 
     return find_digit(read_image(path))
 
