@@ -51,7 +51,7 @@ from project.engine.resume import Resume, call_epoch_start_again, share_buffers,
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import BeforeHooks, Snapshot
+from project.engine.snapshot import BeforeHooks, BeforeValidation, Snapshot
 from project.engine.stop import SAVE_DUE, Agreement
 from project.errors import UserError
 
@@ -156,14 +156,16 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._validated = False
         # Whether validations log the followed metric. None before the first validation.
         self._followed: bool | None = None
-        # Weights and buffers as a validation began, where a hook may have changed them.
-        self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What the training had as a validation began.
+        self._trained: BeforeValidation | None = None
+        # Whether a validation has changed weights by other ways than the hooks of its start.
+        self._validations_change_weights = False
         # What a resumed run still has to get back, and what it read in validations before.
         self._resume: Resume | None = None
         self._validated_batches: dict[int, int] = {}
         self._before_hooks: BeforeHooks | None = None
         # The Trainer's own number, while it is 0 because the run is a resumed one.
-        self._sanity_steps: int | None = None
+        self._sanity_steps: float | None = None
 
     # What others ask for, by the names of ModelCheckpoint
 
@@ -354,6 +356,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         elif resume is not None:
             for loader in self.loading.training:
                 loader.set_epoch(trainer.current_epoch)
+            if resume.place == "batch":
+                lightning_internals.go_on_with_next_batch(trainer)
             call_epoch_start_again(trainer)
         if not self.loading.read_early:
             # The module's own hooks may have read whole epochs.
@@ -529,6 +533,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         share_buffers(trainer, pl_module, self.agreement.group)
         # Lightning may have begun to count anew.
         lightning_internals.validated_batches(trainer).update(self._validated_batches)
+        copies_weights = not self._keeps_weights(trainer) and not trainer.sanity_checking
+        self._trained = BeforeValidation(trainer, copies_weights)
         if trainer.sanity_checking:
             return
         snapshot = Snapshot("validation")
@@ -537,12 +543,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.shared["followed"] = self._followed
         snapshot.add_entries(trainer)
         self._before_validation = snapshot
-        if not self._keeps_weights(trainer):
-            tensors = (*pl_module.parameters(), *pl_module.buffers())
-            self._trained = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def _keeps_weights(self, trainer: Trainer) -> bool:
         """Whether no hook of the user's may validate other weights than are trained."""
+        if self._validations_change_weights:
+            return False
         for part in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
             for name in ("on_validation_start", "on_validation_epoch_start"):
                 hook = getattr(part, name)
@@ -585,10 +590,22 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(callback, callbacks.WeightAveraging):
                 # Put the trained weights back before they are saved.
                 callback.on_validation_epoch_end(trainer, module)
-        for tensor, value in self._trained:
-            tensor.data = value
+        assert self._trained is not None
+        is_changed = self._changes_weights(trainer)
+        if is_changed:
+            say("this validation has changed weights: the run goes on from the checkpoint before.")
+        self._trained.give_back(trainer)
         snapshot.add(trainer, [part for part in self.parts if not part.changes_in_validation])
-        self._save_and_stop(trainer, snapshot)
+        self._save_and_stop(trainer, snapshot, saves=not is_changed)
+
+    def _changes_weights(self, trainer: Trainer) -> bool:
+        """Whether this validation has changed weights of which there is no copy.
+
+        Averaged weights are put in the place of the trained ones and back.
+        """
+        if self._trained is None or lightning_internals.averaged_models(trainer):
+            return False
+        return self._trained.has_changed_weights(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._alone.tell(trainer)
@@ -597,7 +614,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
             self._resume.steps_more = 0
-        self._trained = []
+        if self._changes_weights(trainer):
+            # From now on a copy is made for each validation.
+            self._validations_change_weights = True
+        self._trained = None
         self._before_validation = None
         self._validated_batches = {}
         if trainer.sanity_checking:
@@ -625,8 +645,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         in_last_validation = place == "validation" and after_the_last
         self._positions.epoch_is_over = place == "epoch" or in_last_validation
 
-    def _save_and_stop(self, trainer: Trainer, snapshot: Snapshot) -> None:
-        """Save, and stop if asked to."""
+    def _save_and_stop(self, trainer: Trainer, snapshot: Snapshot, saves: bool = True) -> None:
+        """Save, unless ``saves`` is false, and stop if asked to."""
         stop = self._request if self._request > SAVE_DUE else 0
         with ExitStack() as pauses:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -635,7 +655,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
             can_go_on = snapshot.place == "epoch" or self.loading.anywhere
-            if self.saves and (can_go_on or self._best_due):
+            if self.saves and saves and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
             if stop and stop == self.requeue_signal:
                 if trainer.is_global_zero:
@@ -698,6 +718,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "state": self._state_of(inside),
                 "loops": inside.loops,
                 "entries": inside.entries,
+                "added": inside.added,
             }
         record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state

@@ -17,8 +17,9 @@ from project.engine import lightning_internals
 from project.engine.checkpoint_files import RUN_KEY
 from project.engine.loading import ExactLoading, Start
 from project.engine.parts.loops import Place
+from project.engine.parts.module import give_plain_buffers
 from project.engine.parts.part import Part
-from project.engine.snapshot import users_callbacks
+from project.engine.snapshot import EXTRA_STATE, users_callbacks
 
 # These are called again by a resumed run, though the run that was killed had called them.
 START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
@@ -56,7 +57,7 @@ class Resume:
         if inside is not None and not should_stop and has_more_steps(trainer, checkpoint):
             state = inside["state"]
             checkpoint["loops"]["fit_loop"] = inside["loops"]
-            checkpoint["callbacks"].update(inside["entries"]["callbacks"])
+            put_back_inside(trainer, checkpoint, inside)
         ranks = state.pop("ranks")
         place = state.pop("place")
         samples_per_batch = state.pop("samples_per_batch")
@@ -116,6 +117,34 @@ class Resume:
         before = f"{ranks_before} and {size_before}"
         change = f"resumed with {now} instead of {before}"
         loading.notes.append(f"{change}: it goes on from the right sample, not exactly.")
+
+
+def put_back_inside(
+    trainer: Trainer, checkpoint: dict[str, Any], inside: dict[str, Any]
+) -> None:
+    """Let Lightning's own entries be those of inside the epoch, also where they are loaded already.
+
+    Lightning loads callbacks last. The module and the data module have been loaded by now.
+    """
+    entries = inside["entries"]
+    checkpoint["callbacks"].update(entries["callbacks"])
+    module = trainer.lightning_module
+    buffers = {}
+    for name, value in entries["state_dict"].items():
+        if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
+            buffers[name] = value
+        else:
+            path = name.removesuffix(EXTRA_STATE).removesuffix(".")
+            module.get_submodule(path).set_extra_state(value)
+    give_plain_buffers(module, buffers)
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None and entries.get(type(data).__qualname__):
+        data.load_state_dict(entries[type(data).__qualname__])
+    # Earlier code did not keep what the user's own on_save_checkpoint adds.
+    added = inside.get("added")
+    if added:
+        checkpoint.update(added)
+        module.on_load_checkpoint(checkpoint)
 
 
 def as_written_now(saved: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Situation:
         is_exact: Whether the resumed run ends as the undisturbed one does.
         monitor: The metric that best.ckpt follows.
         ranks: How many processes train together.
+        ignores: What may differ, by parts of its name: measured times, states without effect.
         fits: How often one process calls ``fit``, each time with one more epoch.
     """
 
@@ -38,6 +39,7 @@ class Situation:
     is_exact: bool
     monitor: str | None
     ranks: int
+    ignores: tuple[str, ...]
     fits: int
 
 
@@ -54,13 +56,14 @@ def add(
     is_exact: bool = True,
     monitor: str | None = "val_loss",
     ranks: int = 1,
+    ignores: tuple[str, ...] = (),
     fits: int = 1,
     **flags: Any,
 ) -> None:
     """Put a situation on the list. See :class:`Situation`."""
     assert name not in SITUATIONS, name
     SITUATIONS[name] = Situation(
-        make, flags, callbacks, data, says, is_exact, monitor, ranks, fits
+        make, flags, callbacks, data, says, is_exact, monitor, ranks, ignores, fits
     )
 
 

@@ -45,7 +45,9 @@ add("averages_epochs", Task, callbacks=lambda: [AveragesEpochs()])
 add("averages_with_buffers", Task,
     callbacks=lambda: [WeightAveraging(use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.8))])  # fmt: skip
 add("swa", Task, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
-    says="resumes from its last epoch's end", max_epochs=4)  # fmt: skip
+    says="resumes from its last epoch's end", max_epochs=4,
+    # Its own state and schedule have no effect any more in the last epoch, for batch norms.
+    ignores=("schedule", "callbacks", "param_groups", "outline"))  # fmt: skip
 
 
 class Backboned(Task):
@@ -99,7 +101,7 @@ add("accumulation_by_epoch", Task, max_epochs=4,
     callbacks=lambda: [GradientAccumulationScheduler({1: 2, 2: 3})])  # fmt: skip
 add("learning_rate_monitor", Task, callbacks=lambda: [LearningRateMonitor("step", True, True)])
 add("learning_rate_monitor_of_epochs", Task, callbacks=lambda: [LearningRateMonitor("epoch")])
-add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")])
+add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")], ignores=("callbacks", "outline"))
 add("device_stats", Task, callbacks=lambda: [LambdaCallback()])
 add("model_checkpoint_beside", Task,
     callbacks=lambda: [ModelCheckpoint("theirs", monitor="val_loss", save_top_k=2,
