@@ -8,6 +8,7 @@ value)`` one below the other. A part of your own, for state that your code keeps
 """
 
 from project.engine.loading import ExactLoading
+from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import RandomGenerators
 from project.engine.parts.hyperparameters import StartingHyperparameters
 from project.engine.parts.loaders import LoaderPositions
@@ -34,6 +35,7 @@ def standard_parts(loading: ExactLoading) -> list[Part]:
         ValidatedBatches(),
         LoaderPositions(loading),
         PlainBuffers(),
+        PlainAttributes(),
         Gradients(),
         FrozenParameters(),
         EvalModes(),
