@@ -39,8 +39,9 @@ from project.engine.checkpoint_files import (
 from project.engine.files import write_atomically
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
-from project.engine.log_steps import is_optimizer_step
+from project.engine.log_steps import SHARDING, is_optimizer_step
 from project.engine.parts import standard_parts
+from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
@@ -51,7 +52,7 @@ from project.engine.resume import Resume, call_epoch_start_again, share_buffers,
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import BeforeHooks, BeforeValidation, Snapshot
+from project.engine.snapshot import BeforeHooks, Snapshot, TrainingState
 from project.engine.stop import SAVE_DUE, Agreement
 from project.errors import UserError
 
@@ -137,8 +138,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading = ExactLoading()
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
+        self._attributes = PlainAttributes()
         self._positions = LoaderPositions(self.loading)
-        own = {part.name: part for part in (self._hyperparameters, self._buffers, self._positions)}
+        with_beginnings: list[Part] = [self._hyperparameters, self._buffers, self._attributes]
+        own = {part.name: part for part in (*with_beginnings, self._positions)}
         standard = [own.get(part.name, part) for part in standard_parts(self.loading)]
         self.parts = [*standard, *self._further_parts]
         # Agreed upon by all ranks: the signal to stop by, or SAVE_DUE.
@@ -152,12 +155,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._before_validation: Snapshot | None = None
         # Where the run ends inside an epoch.
         self._inside_epoch: Snapshot | None = None
+        self._at_epochs_end: TrainingState | None = None
         # Whether a validation has followed the last batch, which ended a step.
         self._validated = False
         # Whether validations log the followed metric. None before the first validation.
         self._followed: bool | None = None
         # What the training had as a validation began.
-        self._trained: BeforeValidation | None = None
+        self._trained: TrainingState | None = None
         # Whether a validation has changed weights by other ways than the hooks of its start.
         self._validations_change_weights = False
         # What a resumed run still has to get back, and what it read in validations before.
@@ -351,6 +355,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         All hooks of the start are done: what they do must change nothing of it.
         """
         resume = self._resume
+        self._attributes.begin(trainer)
         if resume is not None and resume.place == "epoch":
             lightning_internals.end_restart(trainer)
         elif resume is not None:
@@ -465,6 +470,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return
         self._inside_epoch = self._take(trainer, "batch")
         self._inside_epoch.add_entries(trainer)
+        self._inside_epoch.add_saved(trainer)
+        is_sharded = isinstance(trainer.strategy, SHARDING)
+        self._at_epochs_end = TrainingState(trainer, copies_weights=not is_sharded)
         loops = trainer.fit_loop.state_dict()
         # Lightning has counted the epoch as processed by now.
         for counters in loops["epoch_progress"].values():
@@ -498,7 +506,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resume is not None:
             # Nothing was left to train. Only the test is repeated.
-            self._resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
+            left = [each for each in self.parts if each.is_a_file or each.is_left_at_the_end]
+            self._resume.give_back(trainer, left)
             # The run was resumed from best.ckpt after its end: replace the damaged last.ckpt, for
             # nothing else would.
             is_damaged = trainer.is_global_zero and damage(self.last_path) is not None
@@ -534,7 +543,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # Lightning may have begun to count anew.
         lightning_internals.validated_batches(trainer).update(self._validated_batches)
         copies_weights = not self._keeps_weights(trainer) and not trainer.sanity_checking
-        self._trained = BeforeValidation(trainer, copies_weights)
+        self._trained = TrainingState(trainer, copies_weights)
         if trainer.sanity_checking:
             return
         snapshot = Snapshot("validation")
@@ -719,6 +728,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "loops": inside.loops,
                 "entries": inside.entries,
                 "added": inside.added,
+                "training": self._at_epochs_end.as_data(trainer) if self._at_epochs_end else {},
             }
         record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state

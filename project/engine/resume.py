@@ -19,7 +19,7 @@ from project.engine.loading import ExactLoading, Start
 from project.engine.parts.loops import Place
 from project.engine.parts.module import give_plain_buffers
 from project.engine.parts.part import Part
-from project.engine.snapshot import EXTRA_STATE, users_callbacks
+from project.engine.snapshot import EXTRA_STATE, give_extra_states, users_callbacks
 
 # These are called again by a resumed run, though the run that was killed had called them.
 START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
@@ -119,9 +119,7 @@ class Resume:
         loading.notes.append(f"{change}: it goes on from the right sample, not exactly.")
 
 
-def put_back_inside(
-    trainer: Trainer, checkpoint: dict[str, Any], inside: dict[str, Any]
-) -> None:
+def put_back_inside(trainer: Trainer, checkpoint: dict[str, Any], inside: dict[str, Any]) -> None:
     """Let Lightning's own entries be those of inside the epoch, also where they are loaded already.
 
     Lightning loads callbacks last. The module and the data module have been loaded by now.
@@ -129,22 +127,39 @@ def put_back_inside(
     entries = inside["entries"]
     checkpoint["callbacks"].update(entries["callbacks"])
     module = trainer.lightning_module
-    buffers = {}
-    for name, value in entries["state_dict"].items():
-        if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
-            buffers[name] = value
-        else:
-            path = name.removesuffix(EXTRA_STATE).removesuffix(".")
-            module.get_submodule(path).set_extra_state(value)
+    buffers = dict(entries["state_dict"])
+    extra = {name: buffers.pop(name) for name in list(buffers) if name.endswith(EXTRA_STATE)}
     give_plain_buffers(module, buffers)
+    give_extra_states(module, extra)
     data = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and entries.get(type(data).__qualname__):
         data.load_state_dict(entries[type(data).__qualname__])
-    # Earlier code did not keep what the user's own on_save_checkpoint adds.
+    # Earlier code kept neither what hooks of the epoch's end change nor what the user's own
+    # on_save_checkpoint adds.
+    training = inside.get("training")
+    if training:
+        put_back_training(module, checkpoint, training)
     added = inside.get("added")
     if added:
         checkpoint.update(added)
         module.on_load_checkpoint(checkpoint)
+
+
+def put_back_training(
+    module: LightningModule, checkpoint: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """Let weights, rates and schedules be those before the hooks of the epoch's end.
+
+    Lightning loads optimizers and schedules later, from the checkpoint.
+    """
+    with torch.no_grad():
+        for name, value in training["weights"].items():
+            module.get_parameter(name).copy_(value)
+    states = checkpoint["optimizer_states"]
+    for state, groups in zip(states, training["groups"], strict=True):
+        for group, before in zip(state["param_groups"], groups, strict=False):
+            group.update(before)
+    checkpoint["lr_schedulers"] = training["schedules"]
 
 
 def as_written_now(saved: dict[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,8 @@ class Snapshot:
     def add_entries(self, trainer: Trainer) -> None:
         """Take what hooks may change before the save, of what Lightning saves itself.
 
-        Those are the states of callbacks and of the data module, the buffers and extra states of
-        the module, and what the user's own ``on_save_checkpoint`` adds.
+        Those are the states of callbacks and of the data module, and the buffers and extra states
+        of the module.
         """
         states = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -61,9 +61,11 @@ class Snapshot:
         if data is not None:
             entries[type(data).__qualname__] = data.state_dict()
         self.entries = copy.deepcopy(recursive_detach(entries))
-        self.added = {}
-        for part in (*users_callbacks(trainer), module):
-            self.added |= saved_by(trainer, part)
+
+    def add_saved(self, trainer: Trainer) -> None:
+        """Take what the user's own ``on_save_checkpoint`` adds."""
+        for _, saved in saved_by_users(trainer):
+            self.added |= saved
 
     def put_entries_into(self, checkpoint: dict[str, Any]) -> None:
         """Let Lightning's own entries in a checkpoint be those of this moment."""
@@ -92,6 +94,7 @@ class BeforeHooks:
         self.data: dict[str, Any] = {}
         # The module and callbacks, each with what its own on_save_checkpoint adds.
         self.own: list[tuple[Any, dict[str, Any]]] = []
+        self.extra: dict[str, Any] = {}
 
     def take_weights(self, trainer: Trainer) -> None:
         """Note weights and buffers, on the CPU."""
@@ -113,9 +116,8 @@ class BeforeHooks:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             self.data = copy.deepcopy(data.state_dict())
-        self.own = []
-        for part in (*users_callbacks(trainer), trainer.lightning_module):
-            self.own.append((part, saved_by(trainer, part)))
+        self.own = saved_by_users(trainer)
+        self.extra = copy.deepcopy(extra_states(trainer.lightning_module))
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the hooks have changed."""
@@ -132,17 +134,19 @@ class BeforeHooks:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if self.data:
             data.load_state_dict(self.data)
+        give_extra_states(trainer.lightning_module, self.extra)
         for part, saved in self.own:
             # The hooks may count something that a part saves and loads itself.
             if not same(saved_by(trainer, part), saved):
                 load_into(trainer, part, saved)
 
 
-class BeforeValidation:
-    """What a validation may change of the training, to be given back before a stop inside it saves.
+class TrainingState:
+    """What hooks of a validation or of an epoch's end may change of the training.
 
-    A resumed run begins the validation again, so that its hooks act a second time. Only references
-    are kept of an optimizer's state, for it may be as large as the weights.
+    Before a stop inside a validation saves, it is given back: a resumed run begins the validation
+    again, and its hooks act a second time. Where a run ends inside an epoch, a longer run gets it.
+    Only references are kept of an optimizer's state, for it may be as large as the weights.
     """
 
     def __init__(self, trainer: Trainer, copies_weights: bool) -> None:
@@ -161,9 +165,21 @@ class BeforeValidation:
             state = copy.deepcopy(config.scheduler.state_dict())
             self.schedules.append((config.scheduler, state))
         # The module and callbacks, each with what its own on_save_checkpoint adds.
-        self.own: list[tuple[Any, dict[str, Any]]] = []
-        for part in (*users_callbacks(trainer), trainer.lightning_module):
-            self.own.append((part, saved_by(trainer, part)))
+        self.own = saved_by_users(trainer)
+
+    def as_data(self, trainer: Trainer) -> dict[str, Any]:
+        """What has been changed since, as it was before: plain data for a checkpoint."""
+        copies = {id(tensor): value for tensor, value in self.weights}
+        weights: dict[str, torch.Tensor] = {}
+        for name, parameter in trainer.lightning_module.named_parameters():
+            before = copies.get(id(parameter))
+            if before is not None and not torch.equal(before, parameter.detach()):
+                weights[name] = before.cpu()
+        groups: list[list[dict[str, Any]]] = []
+        for _, before_groups, _ in self.optimizers:
+            groups.append([without_parameters(group) for group in before_groups])
+        schedules = [state for _, state in self.schedules]
+        return {"weights": weights, "groups": groups, "schedules": schedules}
 
     def has_changed_weights(self, trainer: Trainer) -> bool:
         """Whether the validation has changed weights that :meth:`give_back` cannot give back."""
@@ -185,6 +201,11 @@ class BeforeValidation:
         for part, saved in self.own:
             if not same(saved_by(trainer, part), saved):
                 load_into(trainer, part, saved)
+
+
+def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of one group of an optimizer."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -209,6 +230,19 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
             prefix = f"{name}." if name else ""
             states[f"{prefix}{EXTRA_STATE}"] = part.get_extra_state()
     return states
+
+
+def give_extra_states(module: nn.Module, states: dict[str, Any]) -> None:
+    """Put back what :func:`extra_states` has found."""
+    for name, value in states.items():
+        path = name.removesuffix(EXTRA_STATE).removesuffix(".")
+        module.get_submodule(path).set_extra_state(value)
+
+
+def saved_by_users(trainer: Trainer) -> list[tuple[Any, dict[str, Any]]]:
+    """The user's callbacks and the module, each with what its own ``on_save_checkpoint`` adds."""
+    parts = [*users_callbacks(trainer), trainer.lightning_module]
+    return [(part, saved_by(trainer, part)) for part in parts]
 
 
 def saved_by(trainer: Trainer, part: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Situation:
         monitor: The metric that best.ckpt follows.
         ranks: How many processes train together.
         ignores: What may differ, by parts of its name: measured times, states without effect.
+        shorter: What the Trainer is told at first, so that the run ends and goes on later.
         fits: How often one process calls ``fit``, each time with one more epoch.
     """
 
@@ -40,6 +41,7 @@ class Situation:
     monitor: str | None
     ranks: int
     ignores: tuple[str, ...]
+    shorter: Flags
     fits: int
 
 
@@ -57,13 +59,14 @@ def add(
     monitor: str | None = "val_loss",
     ranks: int = 1,
     ignores: tuple[str, ...] = (),
+    shorter: Flags | None = None,
     fits: int = 1,
     **flags: Any,
 ) -> None:
     """Put a situation on the list. See :class:`Situation`."""
     assert name not in SITUATIONS, name
     SITUATIONS[name] = Situation(
-        make, flags, callbacks, data, says, is_exact, monitor, ranks, ignores, fits
+        make, flags, callbacks, data, says, is_exact, monitor, ranks, ignores, shorter or {}, fits
     )
 
 

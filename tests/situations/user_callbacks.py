@@ -47,7 +47,7 @@ add("averages_with_buffers", Task,
 add("swa", Task, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
     says="resumes from its last epoch's end", max_epochs=4,
     # Its own state and schedule have no effect any more in the last epoch, for batch norms.
-    ignores=("schedule", "callbacks", "param_groups", "outline"))  # fmt: skip
+    ignores=("schedule", "callbacks", "param_groups"))  # fmt: skip
 
 
 class Backboned(Task):
@@ -101,12 +101,13 @@ add("accumulation_by_epoch", Task, max_epochs=4,
     callbacks=lambda: [GradientAccumulationScheduler({1: 2, 2: 3})])  # fmt: skip
 add("learning_rate_monitor", Task, callbacks=lambda: [LearningRateMonitor("step", True, True)])
 add("learning_rate_monitor_of_epochs", Task, callbacks=lambda: [LearningRateMonitor("epoch")])
-add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")], ignores=("callbacks", "outline"))
+add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")], ignores=("callbacks"))
 add("device_stats", Task, callbacks=lambda: [LambdaCallback()])
-add("model_checkpoint_beside", Task,
+theirs = ("_path", "dirpath", "best_k_models")
+add("model_checkpoint_beside", Task, ignores=theirs,
     callbacks=lambda: [ModelCheckpoint("theirs", monitor="val_loss", save_top_k=2,
                                        enable_version_counter=False)])  # fmt: skip
-add("model_checkpoint_every_2_steps", Task,
+add("model_checkpoint_every_2_steps", Task, ignores=theirs,
     callbacks=lambda: [ModelCheckpoint("theirs", every_n_train_steps=2, save_top_k=-1)])  # fmt: skip
 add("spike_detection", Task, says="not exact with SpikeDetection", is_exact=False,
     callbacks=lambda: [SpikeDetection(exclude_batches_path="spikes.json")])  # fmt: skip

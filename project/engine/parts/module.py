@@ -117,6 +117,7 @@ class PlainBuffers(Part):
     """
 
     name = "buffers"
+    is_left_at_the_end = True
 
     def __init__(self) -> None:
         self.fresh: dict[str, Tensor] = {}
