@@ -48,7 +48,13 @@ from project.engine.parts.loops import Place, clean_counters
 from project.engine.parts.module import PlainBuffers, give_plain_buffers
 from project.engine.parts.part import Part
 from project.engine.ranks import of_all_ranks, say
-from project.engine.resume import Resume, call_epoch_start_again, share_buffers, uses_hooks
+from project.engine.resume import (
+    Resume,
+    call_epoch_start_again,
+    share_buffers,
+    share_buffers_in_next_pass,
+    uses_hooks,
+)
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
@@ -629,6 +635,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._trained = None
         self._before_validation = None
         self._validated_batches = {}
+        share_buffers_in_next_pass(trainer)
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.situations.hooks import (
     ACTS,
-    Acted,
     ExtraState,
     ForwardMean,
     OwnState,
@@ -13,7 +12,7 @@ from tests.situations.hooks import (
 from tests.situations.logged import LogsEveryWay, Wrapped
 from tests.situations.loaders import StreamWithState, reads
 from tests.situations.optimizers import Accumulates
-from tests.situations.schedules import KnowsItsLength, follows
+from tests.situations.schedules import follows
 from tests.situations.situation import Manual, Task, add
 from tests.situations.user_callbacks import counts_at
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -41,7 +40,6 @@ add("longer_plateau", follows(lambda o: ReduceLROnPlateau(o, patience=0), monito
 for act in ACTS:
     module_kind, callback_kind = act_at("on_train_epoch_end", act)
     add(f"longer_module_{act.__name__}_at_epoch_end", module_kind, shorter=steps)
-for hook in ("on_train_epoch_end", "on_train_end", "on_train_epoch_start"):
+for hook in ("on_train_epoch_end", "on_train_epoch_start"):
     kind = counts_at(hook)
     add(f"longer_callback_counts_{hook}", Task, shorter=steps, callbacks=lambda k=kind: [k()])
-assert Acted and KnowsItsLength

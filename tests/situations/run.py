@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import tests.situations
 from project.engine import ExactCheckpoint
+from project.engine.parts.attributes import copied, plain_attributes
 from project.engine.parts.generators import random_state
 from project.engine.parts.rows import MetricRows
 from tests.situations.situation import SITUATIONS, Situation
@@ -163,7 +164,9 @@ def train(situation: Situation, folder: Path, every: str, event: str, number: in
         "callbacks": [callback.state_dict() for callback in callbacks],
         "modes": [name for name, part in module.named_modules() if part.training],
         "random": random_state(torch.device("cpu")),
-        "metrics": dict(trainer.callback_metrics),
+        "attributes": copied(dict(plain_attributes(trainer))),
+        # Of the latest values a checkpoint holds rank zero's.
+        "metrics": dict(trainer.callback_metrics) if rank == "0" else {},
     }
     torch.save(end, folder / f"end-{rank}.pt")
 

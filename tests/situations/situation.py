@@ -103,7 +103,7 @@ class Task(LightningModule):
         return torch.optim.AdamW(self.parameters(), 0.02)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(table(50), 8, shuffle=True)
+        return DataLoader(table(52), 8, shuffle=True)
 
     def val_dataloader(self) -> Any:
         return DataLoader(table(20, 1), 8)
