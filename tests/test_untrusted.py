@@ -20,15 +20,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from project.command_line.cli import configure
 from torch import nn
 
 from project import fit
 from project import test as test_command
+from project.command_line import start as entry
 from project.command_line import trust
+from project.command_line.cli import configure
 from project.command_line.read_checkpoint import load
 from project.command_line.trust import Guard, guarded, trusted_names
-from project.engine import command as entry
 from project.engine import own_runs
 from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
