@@ -147,6 +147,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._resume: Resume | None = None
         self._validated_batches: dict[int, int] = {}
         self._before_hooks: BeforeHooks | None = None
+        # The Trainer's own number, while it is 0 because the run is a resumed one.
+        self._sanity_steps: int | None = None
 
     # What others ask for, by the names of ModelCheckpoint
 
@@ -255,6 +257,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self.changed)
         self._resume = resume
+        # Lightning's sanity check calls the hooks of a validation. The run that was killed has had
+        # its check, and what those hooks did then is in the checkpoint.
+        self._sanity_steps = trainer.num_sanity_val_steps
+        trainer.num_sanity_val_steps = 0
         self.run_id = self.run_id or resume.run_id
         self.loading.start = resume.start
         # It had stopped early, and nothing was changed since.
@@ -698,6 +704,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._end_seams(trainer)
 
     def _end_seams(self, trainer: Trainer) -> None:
+        if self._sanity_steps is not None:
+            trainer.num_sanity_val_steps = self._sanity_steps
+            self._sanity_steps = None
         if self._seams is not None:
             self._seams.put_back()
             self._seams = None
