@@ -5,8 +5,9 @@ python -m project.fit --precision 16-mixed
 python -m project.fit --config configs/fast.yaml --data.root data
 python -m project.fit --run_name mine --ckpt_path auto
 torchrun --nproc_per_node 4 -m project.fit --strategy ddp
-torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss  # torchrun has a
---monitor-interval
+torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss
+
+The two dashes keep torchrun from taking --monitor for an option of its own.
 """
 
 import os
@@ -70,6 +71,8 @@ TAKES_FILES = (contract.PreparesFiles, contract.PreparesImages, contract.ShapesI
 
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
+    # From now on a signal ends the process also while it waits for other ranks inside a library.
+    signals.watch()
     config, run = read_configuration(argv, "project.fit")
     say(*run.notes)
     if run.changes:

@@ -38,6 +38,9 @@ class RunRecord(Callback):
         config: Every setting as a plain value.
     """
 
+    # No hook of this puts other weights in for a validation.
+    validates_trained_weights = True
+
     def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
         self.folder = folder
         self.config = config

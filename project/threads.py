@@ -13,7 +13,7 @@ Everything that makes a run fast on a CPU stands in these places:
 3. **Threads spin while they wait, and sleep while others need the cores** (waiting.py).
    Spinning is the fastest on an idle machine, and many times slower beside a busy process.
 4. **A batch is gathered in one call** (base.py in the data folder): there is no Python per sample
-   and no worker process. The loader that keeps the order of a run (``project/engine``) asks for whole
+   and no worker process. The loader that keeps a run's order (``project/engine``) asks for whole
    batches, too.
 5. **Images lie in memory channel by channel per pixel** where a network wants that
    (``memory_format`` in ``project/model``), and optimizers step in one fused operation.

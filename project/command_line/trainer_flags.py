@@ -5,7 +5,6 @@ cannot work.
 import math
 import os
 import re
-import signal
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy  # feature: fsdp
 
 from project import threads
@@ -81,19 +79,6 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
         # The call above does not set it for convolutions.
         torch.backends.cudnn.allow_tf32 = precision != "highest"
-
-
-def requeue_signal(config: Configuration) -> int | None:
-    """The signal at which SLURM wants the job to be saved and queued again; None outside SLURM, or
-    where refused.
-    """
-    if not SLURMEnvironment.detect():
-        return None
-    plugins = [*as_list(config.trainer["plugins"]), SLURMEnvironment()]
-    environment = next(plugin for plugin in plugins if isinstance(plugin, SLURMEnvironment))
-    if not environment.auto_requeue:
-        return None
-    return int(environment.requeue_signal or signal.SIGUSR1)
 
 
 def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:

@@ -40,7 +40,7 @@ from project.engine.files import write_atomically
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
 from project.engine.log_steps import is_optimizer_step
-from project.engine.parts import standard_parts
+from project.engine.parts import all_parts
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
@@ -48,6 +48,7 @@ from project.engine.parts.module import PlainBuffers, give_plain_buffers
 from project.engine.parts.part import Part
 from project.engine.ranks import of_all_ranks, say
 from project.engine.resume import Resume, call_epoch_start_again, share_buffers, uses_hooks
+from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
@@ -55,8 +56,7 @@ from project.engine.snapshot import BeforeHooks, Snapshot
 from project.engine.stop import SAVE_DUE, Agreement
 from project.errors import UserError
 
-# Hooks of these change no weights for a validation. The user's own may validate other weights than
-# are trained.
+# The modules whose validation hooks never put other weights in.
 KEEPS_WEIGHTS = ("lightning.", __name__.rpartition(".")[0])
 # Lightning's callbacks with which a resume is not exact, and why.
 NOT_EXACT: dict[type[Callback], str] = {
@@ -82,7 +82,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         mode: ``max`` or ``min``. None: the module's own ``mode``, else what the metric's name says.
         every: How often ``last.ckpt`` is saved: seconds (``60s``) or optimizer steps (``500``).
         parts: Further parts of a checkpoint, for state that your own code keeps.
-        run_id: Tells the checkpoints of this run from another's in the same folder.
+        run_id: Tells the checkpoints of this run from another's in the same folder. Whoever gives
+            it has made and locked the folder. None: this callback does both.
         changed: Whether the user has changed settings since the checkpoint. Then the
             hyperparameters of optimizers and schedules that are made now win over the checkpoint's.
         requeue_signal: SLURM's signal, at which the job is saved and queued again. See
@@ -107,6 +108,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.best = Best.of(None, monitor, mode)
         self.every_seconds, self.every_steps = parse_interval(every)
         self.run_id = run_id
+        self._id_was_given = run_id is not None
+        self._folder: RunFolder | None = None
         self.changed = changed
         self.requeue_signal = requeue_signal
         self.loading = ExactLoading()
@@ -114,7 +117,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._further_parts = list(parts)
         self._signals = signals.TakenOver()
         self._seams: Seams | None = None
-        self._alone = RankZeroAlone()
+        self._of_rank_zero_alone = RankZeroAlone()
         self._begin_training()
 
     def _begin_training(self) -> None:
@@ -123,9 +126,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
         self._positions = LoaderPositions(self.loading)
-        own = {part.name: part for part in (self._hyperparameters, self._buffers, self._positions)}
-        standard = [own.get(part.name, part) for part in standard_parts(self.loading)]
-        self.parts = [*standard, *self._further_parts]
+        self.parts = all_parts(
+            self._positions, self._buffers, self._hyperparameters, self._further_parts
+        )
         # Agreed upon by all ranks: the signal to stop by, or SAVE_DUE.
         self._request = 0
         self._best_due = False
@@ -133,7 +136,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._steps = 0
         # What is written now. None: another callback saves a checkpoint.
         self._saving: Snapshot | None = None
-        # For a stop inside the validation that runs.
+        # The state at the start of the validation that runs, for a stop inside it.
         self._before_validation: Snapshot | None = None
         # Where the run ends inside an epoch.
         self._inside_epoch: Snapshot | None = None
@@ -142,10 +145,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # Whether validations log the followed metric. None before the first validation.
         self._followed: bool | None = None
         # Weights and buffers as a validation began, where a hook may have changed them.
-        self._trained: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # What a resumed run still has to get back, and what it read in validations before.
+        self._weights_before_validation: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What a resumed run still has to get back. None after its first batch.
         self._resume: Resume | None = None
-        self._validated_batches: dict[int, int] = {}
+        self._batches_validated_before: dict[int, int] = {}
         self._before_hooks: BeforeHooks | None = None
         # The Trainer's own number, while it is 0 because the run is a resumed one.
         self._sanity_steps: float | None = None
@@ -210,13 +213,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "predict":
             return
+        # Of a stage before that ended without a teardown.
+        self._put_everything_back(trainer)
         if stage == "fit":
             self._begin_training()
             self.best.ask(pl_module)
+            self._own_folder(trainer)
         self._add_hooks(trainer)
         if self.agreement is None:
             self.agreement = Agreement(trainer.world_size)
-        self._end_seams(trainer)
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
         self.loading.install(self._seams, trainer)
@@ -227,6 +232,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
             pl_module.double()
         if self.requeue_signal is not None:
             signals.note_requeue(self.requeue_signal)
+
+    def _own_folder(self, trainer: Trainer) -> None:
+        """Make and lock the folder, unless whoever gave the run's id has done so."""
+        if self.saves and self._id_was_given is False and trainer.is_global_zero:
+            self._folder = RunFolder(self.folder)
+            self._folder.create()
+            self.run_id = self._folder.run_id
 
     def _add_hooks(self, trainer: Trainer) -> None:
         """Put the hooks before all other callbacks: what these do for a step comes after a save."""
@@ -243,7 +255,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Its state dict lacks buffers that are not persistent.
             give_plain_buffers(module, buffers_left_out(checkpoint, trainer.global_rank))
             return
-        self._correct_states_of_lightnings(trainer, checkpoint)
+        self._mend_states_of_lightnings_callbacks(trainer, checkpoint)
         if saved.get("state") is None:
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             self.loading.start = Start(checkpoint["epoch"], batches["current"]["ready"])
@@ -266,7 +278,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # It had stopped early, and nothing was changed since.
         trainer.should_stop = resume.should_stop
 
-    def _correct_states_of_lightnings(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    def _mend_states_of_lightnings_callbacks(
+        self, trainer: Trainer, checkpoint: dict[str, Any]
+    ) -> None:
         """Mend states of Lightning's own callbacks that it could not load, or that would hide what
         the user typed.
         """
@@ -289,7 +303,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._before_hooks = BeforeHooks()
                 self._before_hooks.take_weights(trainer)
         self._seams.after_train_start(lambda: self._restore(trainer))
-        self._seams.before_each_batch(lambda: self.between_steps(trainer))
+        self._seams.before_each_batch(lambda: self.before_batch(trainer))
 
     def training_starts(self, trainer: Trainer) -> None:
         """Let hyperparameters that the user has changed win. The user's hooks come after this."""
@@ -347,7 +361,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._before_hooks = None
             resume.settle_place(trainer, self.loading)
             resume.give_back(trainer, [part for part in self.parts if not part.is_a_file])
-            self._validated_batches = dict(lightning_internals.validated_batches(trainer))
+            self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
             # Files are changed last: what cannot be restored is refused before.
             self._set_aside_unusable_best(trainer)
             resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
@@ -379,7 +393,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # Steps
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def before_batch(self, trainer: Trainer) -> None:
         """Save and stop, if that is due. Nothing of the next step has been done."""
         if self._resume is not None and self._resume.steps_more:
             # The run went on only for a validation, and that is not wanted any more. This ends the
@@ -390,6 +404,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
         """Agree with the other ranks whether to save or stop before the next batch."""
+        # The first batch is done: nothing is left to give back.
         self._resume = None
         self._validated = False
         automatic = trainer.lightning_module.automatic_optimization
@@ -437,7 +452,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         lightning_internals.end_restart(trainer)
 
     def _note_if_cut(self, trainer: Trainer) -> None:
-        """Take the state where the run ends inside an epoch.
+        """Keep the state of this moment where the run ends inside an epoch.
 
         Where the run ends inside an epoch (``--max_steps``, ``--max_time``, an early stop), a later
         start with more to do goes on inside it. So the state is taken now.
@@ -511,7 +526,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         assert self.agreement is not None
         share_buffers(trainer, module, self.agreement.group)
         # Lightning may have begun to count anew.
-        lightning_internals.validated_batches(trainer).update(self._validated_batches)
+        lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
         if trainer.sanity_checking:
             return
         snapshot = Snapshot("validation")
@@ -522,14 +537,18 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._before_validation = snapshot
         if not self._keeps_weights(trainer):
             tensors = (*module.parameters(), *module.buffers())
-            self._trained = [(tensor, tensor.detach().clone()) for tensor in tensors]
+            self._weights_before_validation = [
+                (tensor, tensor.detach().clone()) for tensor in tensors
+            ]
 
     def _keeps_weights(self, trainer: Trainer) -> bool:
         """Whether no hook of the user's may validate other weights than are trained."""
         for part in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
             for name in ("on_validation_start", "on_validation_epoch_start"):
                 hook = getattr(part, name)
-                if not hook.__module__.startswith(KEEPS_WEIGHTS) and not says_so(part):
+                if not hook.__module__.startswith(KEEPS_WEIGHTS) and not keeps_trained_weights(
+                    part
+                ):
                     return False
         return True
 
@@ -539,7 +558,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if trainer.world_size > 1:
             loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
             # Only exact loaders are known to have equally many batches on all ranks.
-            ranks_agree = all(has_as_many(loader) for loader in loaders)
+            ranks_agree = all(has_equal_batches(loader) for loader in loaders)
             if ranks_agree and is_last and not trainer.sanity_checking:
                 # Lightning computes the values before the epoch's end.
                 share_sums(trainer)
@@ -559,22 +578,22 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(callback, callbacks.WeightAveraging):
                 # Put the trained weights back before they are saved.
                 callback.on_validation_epoch_end(trainer, module)
-        for tensor, value in self._trained:
+        for tensor, value in self._weights_before_validation:
             tensor.data = value
         snapshot.add(trainer, [part for part in self.parts if not part.changes_in_validation])
         self._save_and_stop(trainer, snapshot)
 
     def evaluation_ends(self, trainer: Trainer) -> None:
         """Compare the followed metric with the best so far."""
-        self._alone.tell(trainer)
+        self._of_rank_zero_alone.tell(trainer)
         if trainer.state.fn != "fit":
             return
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
             self._resume.steps_more = 0
-        self._trained = []
+        self._weights_before_validation = []
         self._before_validation = None
-        self._validated_batches = {}
+        self._batches_validated_before = {}
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
@@ -633,11 +652,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
             trainer.save_checkpoint(path, weights_only=False)
             is_saved = True
             if self._best_due and trainer.is_global_zero and can_go_on:
-                # The best comes first: a run that is killed in between repeats the steps to the
-                # best. last.ckpt is a copy, for damage to one file must not damage the other.
+                # A new best is written once and copied to last.ckpt, for damage to one file must
+                # not damage the other. The best comes first: a run that is killed in between
+                # repeats the steps to the best.
                 write_atomically(self.best_path.read_bytes(), self.last_path)
         except (UserError, TypeError) as error:
-            # On rank zero alone. The others wait in save_checkpoint.
+            # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
+            # write failed, rank zero must still meet them at that barrier.
             failure = str(error)
             if not is_saved:
                 trainer.strategy.barrier()
@@ -660,7 +681,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, self._validated)
         for part in self.parts:
             part.flush()
-        # Hooks of the validation have changed them since.
+        # Hooks of the validation have changed callbacks' states and buffers since the snapshot.
         snapshot.put_entries_into(checkpoint)
         state = self._state_of(snapshot)
         inside = self._inside_epoch
@@ -695,15 +716,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
     # The end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end_seams(trainer)
+        self._put_everything_back(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         # Lightning calls no teardown then.
-        self._end_seams(trainer)
+        self._put_everything_back(trainer)
 
-    def _end_seams(self, trainer: Trainer) -> None:
+    def _put_everything_back(self, trainer: Trainer) -> None:
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
             self._sanity_steps = None
@@ -711,6 +732,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._seams.put_back()
             self._seams = None
             lightning_internals.let_lightning_share(trainer, self.loading.shares)
+        if self._folder is not None:
+            self._folder.release()
+            self._folder = None
         self._signals.end()
 
 
@@ -772,7 +796,7 @@ class Hooks(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # A training_step that reads its batches itself (dataloader_iter) passes no seam.
-        self.checkpoint.between_steps(trainer)
+        self.checkpoint.before_batch(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -811,12 +835,12 @@ def run_id_in(path: Path) -> str | None:
     return record.get("run_id") if isinstance(record, dict) else None
 
 
-def has_as_many(loader: Any) -> bool:
+def has_equal_batches(loader: Any) -> bool:
     """Whether a loader has as many batches on every rank."""
     return isinstance(loader, ExactLoader) and loader.ranks_agree
 
 
-def says_so(part: Any) -> bool:
+def keeps_trained_weights(part: Any) -> bool:
     """Whether a module or callback says that it validates the weights that are trained."""
     return isinstance(part, contract.ValidatesTrainedWeights) and part.validates_trained_weights
 
