@@ -166,7 +166,6 @@ def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
     """
     timer = the(RunTimer, trainer)
     checkpoint = the(ExactCheckpoint, trainer)
-    exit_code = 1
     is_done = False
     try:
         with refusals_as_errors(run.checkpoint, lambda: timer.begun):
@@ -187,10 +186,8 @@ def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
         if trainer.is_global_zero:
             # Last: a run with a summary is complete.
             write_rows(run.folder / "summary.json", result.summary.to_plain())
-        exit_code = 0
         return result
     except signals.Stopped as stop:
-        exit_code = stop.exit_code
         release_child_processes()  # the other ranks end now
         if not is_done and timer.begun and trainer.is_global_zero:
             # torchrun signals the remaining ranks as soon as one has ended: they must not end then.

@@ -1,7 +1,8 @@
 """``fit`` with FSDP on the CPU, for tests: run_ranks("tests.sharded", ARGUMENT...).
 
-PyTorch's FSDP asks for an accelerator, but does the same with gloo on the CPU if it is told that this is the device.
-Lightning's mixed precision for it is autocast on CUDA, whatever the device is; here it is the CPU's.
+PyTorch's FSDP asks for an accelerator, but does the same with gloo on the CPU if it is told that
+this is the device. Lightning's mixed precision for it is autocast on CUDA, whatever the device is;
+here it is the CPU's.
 """
 
 from __future__ import annotations

@@ -15,15 +15,15 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from project.engine.following import Best
 
 from project import fit
 from project import test as test_command
+from project.command_line import start as entry
 from project.command_line.cli import configure
 from project.command_line.typed import CommandLine
 from project.data import MNISTDataModule  # feature: mnist
-from project.command_line import start as entry
 from project.engine import signals
+from project.engine.following import Best
 from project.engine.restore import Run, load, refuse_foreign_classes, refuse_writing_elsewhere
 from project.errors import UserError
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary

@@ -27,7 +27,7 @@ from project.data import (
 from project.data.augmentation import random_deformation
 from project.data.idx_files import read_idx  # feature: mnist
 from project.data.mnist import DIGITS  # feature: mnist
-from project.engine.exact_loading import ExactLoader
+from project.engine.loading import ExactLoader
 from project.errors import UserError
 from tests.made_data import make_idx_files  # feature: mnist
 from tests.make_digits import stratified, write_idx  # feature: mnist

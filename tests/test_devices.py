@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from project import devices, hardware
+from project.command_line import start as entry
 from project.data import MNISTDataModule
 from project.devices import recommend
-from project.command_line import start as entry
 from tests.commands import complete, run
 
 CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}

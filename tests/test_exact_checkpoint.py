@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project.engine import ExactCheckpoint, Part, Stopped
-from tests.commands import checkpoint, differences, family, kill_group, start, wait_for
+from tests.commands import checkpoint, differences, kill_group, start
 from tests.plain_module import Regression
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]

@@ -1,4 +1,4 @@
-"""The engine's loaders: order by (seed, epoch), a start anywhere, exact shards, transforms that repeat."""
+"""The engine's loaders: order by (seed, epoch), a start anywhere, exact shares, seeded draws."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +27,18 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
     get_worker_info,
 )
 
-from project.engine.exact_loading import ExactBatches, ExactLoader, ExactLoading, Start
+from project.engine.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
+from project.engine.loading.proof import fault_of_state, is_same
+from project.engine.ranks import of_all_ranks
+from project.engine.seams import Seams
 from project.errors import UserError
-from tests.commands import complete
-from tests.other_tasks import ByEpoch, Line, table
+from tests.commands import complete, rows, run_ranks
+from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
 
 
 class Numbers(Dataset[Tensor]):
@@ -223,15 +228,79 @@ def test_random_transforms_of_an_evaluation_do_not_depend_on_how_the_set_is_cut(
     assert torch.equal(one, both[both[:, 0].argsort()])
 
 
+class Several(Numbers):
+    """Gives several samples in one call, as database readers do."""
+
+    calls = 0
+
+    def __getitems__(self, keys: list[int]) -> list[Tensor]:
+        self.calls += 1
+        return [self[key] for key in keys]
+
+
+class Quiet(Several):
+    """The same without random numbers."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+
+@pytest.mark.parametrize("kind", ["subset", "several", "subset of several", "one by one", "ready"])
+def test_random_transforms_of_any_dataset_do_not_depend_on_how_the_set_is_cut(kind: str) -> None:
+    def samples(batch_size: int, rank: int = 0, world_size: int = 1) -> dict[int, list[float]]:
+        rows: Any = {
+            "subset": Subset(Numbers(40), range(5, 35)),
+            "several": Several(30),
+            "subset of several": Subset(Several(40), range(5, 35)),
+            "one by one": Numbers(30),
+            "ready": Numbers(30),
+        }[kind]
+        if kind == "ready":
+            loader: DataLoader[Any] = DataLoader(rows, batch_size=None)
+            found = list(exact(loader, False, rank=rank, world_size=world_size))
+        else:
+            loader = DataLoader(rows, batch_size)
+            found = flat(exact(loader, False, rank=rank, world_size=world_size))
+        return {int(row[0]): row.tolist() for row in found}
+
+    one = samples(7)
+    assert len({row[1] for row in one.values()}) == 30, "every sample has numbers of its own"
+    assert samples(4, 0, 2) | samples(4, 1, 2) == one
+
+
+def test_several_samples_are_asked_for_in_one_call_where_nothing_is_drawn() -> None:
+    rows = Quiet(30)
+    assert len(list(exact(DataLoader(rows, 10), False))) == 3
+    assert rows.calls == 3
+
+
+class DrawsInGather(Gathered):
+    """Augments whole batches."""
+
+    def gather(self, indices: Tensor) -> Tensor:
+        return torch.stack([indices.float(), torch.rand(len(indices))], 1)
+
+
+def test_a_gather_that_draws_random_numbers_is_seeded_for_each_batch() -> None:
+    whole = list(exact(DataLoader(DrawsInGather(40), 8, shuffle=True)))
+    rest = exact(DataLoader(DrawsInGather(40), 8, shuffle=True))
+    rest.sampler.start_at(Start(batches=2, samples_per_batch=8))
+    torch.rand(5)
+    expected = torch.get_rng_state()
+    assert all(map(torch.equal, list(rest), whole[2:]))
+    assert torch.equal(torch.get_rng_state(), expected), "the training's generator is left alone"
+
+
 NAMED_KEYS = """
 import random
-from project.engine.exact_loading import Fetch
+from project.engine.loading import Fetch
 
 class Drawn:
     def __getitem__(self, key):
         return random.random()
 
-print(hash("left"), *Fetch(Drawn(), list, seed=1, rank=None, batched=True)[0, 0, ["left", ("right", 2)]])
+fetch = Fetch(Drawn(), list, seed=1, rank=None, batched=True)
+print(hash("left"), *fetch[0, 0, ["left", ("right", 2)]])
 """
 
 
@@ -324,7 +393,7 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, callbacks=[Counts()], default_root_dir=tmp_path, **quiet
     )
-    ExactLoading().install(trainer)
+    ExactLoading().install(Seams(trainer), trainer)
     samples = table(16)
     trainer.fit(Line(), DataLoader(samples, batch_size=4, num_workers=2, persistent_workers=True))
     assert alive == [before + 2, before]
@@ -332,8 +401,10 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
 
 def test_python_ends_although_workers_are_left() -> None:
     code = (
-        "from torch.utils.data import DataLoader; from project.engine.exact_loading import ExactLoader; import sys\n"
-        "sys.batches = iter(ExactLoader(DataLoader(range(8), 2, num_workers=1), True, 0)); next(sys.batches)"
+        "import sys; from torch.utils.data import DataLoader\n"
+        "from project.engine.loading import ExactLoader\n"
+        "loader = DataLoader(range(8), 2, num_workers=1)\n"
+        "sys.batches = iter(ExactLoader(loader, True, 0)); next(sys.batches)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
@@ -383,7 +454,7 @@ class OwnState(Sampler[int]):
         (
             DataLoader(ResumableStream(), batch_size=2, num_workers=1),
             False,
-            "ResumableStream, which has no state_dict",
+            "ResumableStream, whose state is in its worker processes",
         ),
         (
             DataLoader(Numbers(4), batch_size=2, sampler=OwnState()),
@@ -408,23 +479,227 @@ def test_what_cannot_be_made_exact_is_said_in_one_line(
     assert said is None or said in loading.notes[0]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_what_a_distributed_sampler_has_shared_is_not_shared_again(wrapped: bool) -> None:
+def rank_of(rank: int, world_size: int, training: bool = True, **more: Any) -> Any:
+    """What a loading asks of the trainer of one of several ranks."""
+    return SimpleNamespace(
+        training=training,
+        current_epoch=more.get("epoch", 0),
+        reload_dataloaders_every_n_epochs=more.get("reload", 0),
+        limit_train_batches=1.0,
+        global_rank=rank,
+        world_size=world_size,
+    )
+
+
+# Shares of the data that the user has cut himself
+
+
+class OwnGroups:
+    """Batches of this rank's part, as a batch sampler of one's own makes them."""
+
+    def __init__(self, sampler: Any, size: int = 2) -> None:
+        self.parts = [sampler]
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.parts[0]) // self.size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = list(self.parts[0])
+        for begin in range(0, len(rows), self.size):
+            yield rows[begin : begin + self.size]
+
+
+class OwnBatchSampler(BatchSampler):
+    """The same as a subclass of torch's."""
+
+
+class OwnDistributedSampler(DistributedSampler[Any]):
+    """A subclass, as people write it; it repeats a sample where ranks would have unequal parts."""
+
+
+class Reversed(OwnDistributedSampler):
+    """A share in an order of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(list(super().__iter__()))  # type: ignore[return-value]
+
+
+class OwnNames(Sampler[int]):
+    """A share that is not called by torch's names, as in detection libraries."""
+
+    def __init__(self, count: int, rank: int, world_size: int) -> None:
+        self.count = count
+        self._rank = rank
+        self._world_size = world_size
+
+    def __len__(self) -> int:
+        return self.count // self._world_size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._rank, self.count, self._world_size))
+
+
+def shared_by_the_user(kind: str, rank: int, count: int = 8) -> DataLoader[Any]:
+    rows = Numbers(count)
+    sampler = DistributedSampler(rows, num_replicas=2, rank=rank)
+    if kind == "sampler":
+        return DataLoader(rows, 2, sampler=sampler)
+    if kind == "subclass":
+        return DataLoader(rows, 2, sampler=OwnDistributedSampler(rows, 2, rank))
+    if kind == "own names":
+        return DataLoader(rows, 2, sampler=OwnNames(count, rank, 2))
+    batches: Any = {
+        "torch's batch sampler": BatchSampler(sampler, 2, False),
+        "subclass of the batch sampler": OwnBatchSampler(sampler, 2, False),
+        "own batch sampler": OwnGroups(sampler),
+        "at any depth": OwnGroups(OwnGroups(sampler), 1),
+    }[kind]
+    return DataLoader(rows, batch_sampler=batches)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "sampler",
+        "subclass",
+        "own names",
+        "torch's batch sampler",
+        "subclass of the batch sampler",
+        "own batch sampler",
+    ],
+)
+def test_what_the_user_has_shared_himself_is_not_shared_again(kind: str) -> None:
     seen = []
     for rank in range(2):
-        sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=rank)
-        options: Any = (
-            {"batch_sampler": BatchSampler(sampler, 2, False)} if wrapped else {"sampler": sampler}
+        loading = ExactLoading(seed=0)
+        found = loading.exact(shared_by_the_user(kind, rank), rank_of(rank, 2))
+        seen += flat(indices(found))
+        assert "shares the training data among the ranks itself" in loading.notes[-1]
+    assert sorted(seen) == list(range(8))
+
+
+def test_a_share_is_recognised_at_any_depth() -> None:
+    loading = ExactLoading(seed=0)
+    loading.exact(shared_by_the_user("at any depth", 0), rank_of(0, 2))
+    assert loading.training[0].own_share  # type: ignore[attr-defined]
+
+
+def test_a_subset_per_rank_is_left_alone_where_the_user_shares() -> None:
+    seen = []
+    for rank in range(2):
+        for training in (True, False):
+            loading = ExactLoading(seed=0)
+            loading.shares = False
+            mine = Subset(Numbers(8), range(rank, 8, 2))
+            found = loading.exact(DataLoader(mine, 2, shuffle=True), rank_of(rank, 2, training))
+            seen += flat(indices(found))
+            assert [note for note in loading.notes if "use_distributed_sampler" in note]
+    assert sorted(seen) == sorted([*range(8), *range(8)]), "once in training, once in evaluation"
+
+
+def test_a_resumed_share_goes_on_behind_its_own_batches() -> None:
+    whole = shared_by_the_user("sampler", 1, 24)
+    order = flat(indices(ExactLoading(seed=0).exact(whole, rank_of(1, 2))))
+    loading = ExactLoading(seed=0)
+    found = loading.exact(shared_by_the_user("sampler", 1, 24), rank_of(1, 2))
+    loading.start = Start(batches=4, samples_per_batch=loading.samples_per_batch)
+    loading.begin()
+    assert flat(indices(found)) == order[8:]
+
+
+@pytest.mark.parametrize("sampler", [DistributedSampler, OwnDistributedSampler])
+@pytest.mark.parametrize("count", [8, 13])
+def test_an_evaluation_with_a_distributed_sampler_sees_every_sample_once(
+    sampler: type[DistributedSampler[Any]], count: int
+) -> None:
+    seen = []
+    for rank in range(2):
+        rows = Numbers(count)
+        loader = DataLoader(rows, 2, sampler=sampler(rows, 2, rank, shuffle=False))
+        loading = ExactLoading(seed=0)
+        seen += flat(indices(loading.exact(loader, rank_of(rank, 2, training=False))))
+        assert not loading.notes
+    assert sorted(seen) == list(range(count))
+
+
+def test_an_evaluation_in_an_own_order_is_left_alone_and_said() -> None:
+    rows = Numbers(13)
+    loader = DataLoader(rows, 2, sampler=Reversed(rows, 2, 1, shuffle=False))
+    loading = ExactLoading(seed=0)
+    found = loading.exact(loader, rank_of(1, 2, training=False))
+    assert flat(indices(found)) == [0, 11, 9, 7, 5, 3, 1], "with the sample that it repeats"
+    assert "Reversed shares the evaluation's data among the ranks itself" in loading.notes[0]
+
+
+def test_shares_of_unequal_length_are_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exact_loading, "of_all_ranks", lambda mine: [mine, mine + 1])
+    loading = ExactLoading(seed=0)
+    loading.shares = False
+    with pytest.raises(UserError, match="have 4, 5 batches, and must have equally many"):
+        loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2))
+    limited = rank_of(0, 2)
+    limited.limit_train_batches = 4
+    assert loading.exact(DataLoader(Numbers(8), 2), limited).ranks_agree
+    found = loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2, training=False))
+    assert not found.ranks_agree
+    assert "the ranks' own shares of an evaluation have 4, 5 batches" in loading.notes[-1]
+
+
+class CountsSamples(Line):
+    """Its batch sampler shares the data; it logs how many different samples all ranks see."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows: Any = table(96)
+        sampler: Any = DistributedSampler(rows, self.trainer.world_size, self.global_rank, seed=1)
+        return DataLoader(rows, batch_sampler=OwnBatchSampler(sampler, 8, False))
+
+    def on_train_epoch_start(self) -> None:
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen += batch[1].tolist()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        samples = flat(of_all_ranks(self.seen))
+        self.log("train_seen", float(len(samples)))
+        self.log("train_different", float(len(set(samples))))
+
+
+def test_two_ranks_train_on_every_sample_of_their_own_shares(workplace: Path) -> None:
+    words = ["--model", "tests.test_exact_loading.CountsSamples", "--data", "null"]
+    words += ["--accelerator", "cpu", "--max_epochs", "1", "--report", "false", "--run_name", "r"]
+    ended = run_ranks("fit", *words)
+    assert ended.returncode == 0, ended.stderr
+    assert "OwnBatchSampler shares the training data among the ranks itself" in ended.stdout
+    (counts,) = [row for row in rows(Path("checkpoints/r")) if row.get("train_seen")]
+    assert float(counts["train_seen"]) == float(counts["train_different"]) == 96
+
+
+# Loaders that are made anew
+
+
+def test_loaders_that_a_schedule_asks_for_leave_the_start_alone() -> None:
+    """``estimated_stepping_batches`` loads before the checkpoint's counters are restored."""
+    whole = exact(DataLoader(Numbers(40), 4, shuffle=True))
+    whole.sampler.set_epoch(1)
+    order = indices(whole)
+    loading = ExactLoading(seed=0)
+    loading.start = Start(epoch=1, batches=6, samples_per_batch=4, loaders=[(0, None)])
+    for epoch in (0, 1):
+        found = loading.exact(
+            DataLoader(Numbers(40), 4, shuffle=True), rank_of(0, 1, epoch=epoch, reload=1)
         )
-        trainer: Any = SimpleNamespace(
-            training=True,
-            current_epoch=0,
-            reload_dataloaders_every_n_epochs=0,
-            global_rank=rank,
-            world_size=2,
-        )
-        seen += indices(ExactLoading(seed=0).exact(DataLoader(Numbers(8), **options), trainer))
-    assert sorted(flat(seen)) == list(range(8))
+    loading.begin()
+    assert indices(found) == order[6:]
+    later = loading.exact(
+        DataLoader(Numbers(40), 4, shuffle=True), rank_of(0, 1, epoch=2, reload=1)
+    )
+    later.sampler.set_epoch(2)
+    assert len(indices(later)) == 10, "a later epoch is a whole one"
 
 
 @pytest.mark.filterwarnings("ignore:.*returned .None")
@@ -451,7 +726,7 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
         max_epochs=1,
         enable_model_summary=False,
     )
-    loading.install(trainer)
+    loading.install(Seams(trainer), trainer)
     trainer.fit(Looks(), DataLoader(ResumableStream(), batch_size=2))
     assert states == [(5, {"next": 10})]  # Lightning itself had fetched one batch more
     trainer.training = True
@@ -464,3 +739,190 @@ def test_plain_samplers_are_told_from_own_ones() -> None:
     for sampler in (SequentialSampler(range(3)), RandomSampler(range(3))):
         batches = ExactBatches(sampler, 2)
         assert sorted(int(i) for _, _, part in batches for i in part) == [0, 1, 2]
+
+
+# Streams and loaders with a state
+
+
+class NoisyStream(IterableDataset[Tensor]):
+    """Samples for each worker, with random numbers."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info: Any = get_worker_info()
+        assert isinstance(info.dataset, NoisyStream), "the user's own"
+        for number in range(info.id, 24, info.num_workers):
+            yield torch.tensor([number, random.random(), np.random.rand(), float(torch.rand(()))])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_workers_of_a_stream_that_outlive_an_epoch_are_seeded_for_each(training: bool) -> None:
+    def epochs(*numbers: int) -> list[list[Tensor]]:
+        stream = DataLoader(NoisyStream(), 4, num_workers=2, persistent_workers=True)
+        found = ExactLoading(seed=0).exact(stream, rank_of(0, 1, training))
+        batches = []
+        for number in numbers:
+            found.sampler.set_epoch(number)
+            batches.append(list(found))
+        return batches
+
+    first, second = epochs(0, 1)
+    (resumed,) = epochs(1)
+    assert all(map(torch.equal, resumed, second))
+    assert not torch.equal(first[0], second[0])
+
+
+class OwnIteration(DataLoader[Any]):
+    """Not PyTorch's own: its workers cannot be seeded anew."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_workers_that_outlive_an_epoch_and_cannot_be_seeded_are_said() -> None:
+    loading = ExactLoading(seed=0)
+    loader = OwnIteration(Numbers(8), 2, num_workers=1, persistent_workers=True)
+    loading.exact(loader, rank_of(0, 1, training=False))
+    assert loading.notes == [
+        "the workers of OwnIteration outlive an epoch: if they draw random numbers, a resumed run "
+        "sees others."
+    ]
+
+
+class Buffered(ResumableStream):
+    """Shuffles in a buffer that its state does not hold."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        draw = random.Random(0)
+        buffer: list[Tensor] = []
+        for row in super().__iter__():
+            buffer.append(row)
+            if len(buffer) == 8:
+                yield buffer.pop(draw.randrange(8))
+        yield from buffer
+
+
+class FirstEpochAgain(LoaderWithState):
+    """Its state lacks the epoch."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict({**state, "epochs": 0})
+
+
+class WithArguments(ResumableStream):
+    """Its state_dict has arguments of its own."""
+
+    def state_dict(self, samples: int) -> dict[str, int]:  # type: ignore[override]
+        return {"next": samples}
+
+
+class WithLock(ResumableStream):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class ChangesWhatItReturned(ResumableStream):
+    """Returns its own state, and goes on changing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = {"next": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        self.own["next"] = self.next
+        return self.own
+
+
+class ForgetsWhenAsked(LoaderWithState):
+    """Forgets what was loaded when it is asked for its state before it is read, as litdata's."""
+
+    def state_dict(self) -> dict[str, int]:
+        self.loaded = False
+        return super().state_dict()
+
+
+class DrawsWhenAsked(LoaderWithState):
+    """Draws a number as it is asked for its state, as torchdata's loader does."""
+
+    def state_dict(self) -> dict[str, int]:
+        torch.rand(())
+        return super().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (DataLoader(Buffered(), 2), "Buffered, which gives other samples when it goes on from its"),
+        (FirstEpochAgain(), "FirstEpochAgain, which gives other samples when it goes on from its"),
+        (DataLoader(WithArguments(), 2), "WithArguments, which has a state_dict that cannot be"),
+        (DataLoader(WithLock(), 2), "WithLock, which cannot be copied, so its state_dict cannot"),
+    ],
+)
+def test_a_state_that_cannot_be_gone_on_from_is_not_believed(loader: Any, said: str) -> None:
+    loading = ExactLoading(seed=0)
+    found = loading.exact(loader, rank_of(0, 1))
+    assert not loading.anywhere
+    assert said in loading.notes[0]
+    assert loading.notes[0].endswith(": a resumed run goes on from the last epoch's end.")
+    assert found.owner is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        LoaderWithState,
+        ForgetsWhenAsked,
+        DrawsWhenAsked,
+        lambda: DataLoader(ResumableStream(), 2),
+        lambda: DataLoader(ChangesWhatItReturned(), 2),
+    ],
+)
+def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
+    def started(place: Start | None = None) -> tuple[ExactLoading, Any]:
+        loading = ExactLoading(seed=0)
+        if place is not None:
+            loading.start = place
+        found = loading.exact(make(), rank_of(0, 1, epoch=place.epoch if place else 0))
+        assert loading.anywhere
+        loading.begin()
+        return loading, found
+
+    loading, whole = started()
+    generators = torch.get_rng_state()
+    list(whole)
+    whole.sampler.set_epoch(1)
+    batches = []
+    for batch in whole:
+        batches.append(batch)
+        if len(batches) == 3:
+            state = loading.training[0].state_after(3, epoch_ends=False)
+    assert torch.equal(torch.get_rng_state(), generators)
+    _, rest = started(Start(epoch=1, batches=3, loaders=[state]))
+    rest.sampler.set_epoch(1)
+    found = list(rest)
+    assert is_same(found, batches[3:])
+    assert len(found) == len(batches) - 3 > 0
+
+
+def test_trying_a_state_leaves_the_loader_and_the_generators_alone() -> None:
+    loader = LoaderWithState()
+    before = vars(loader).copy()
+    generators = torch.get_rng_state()
+    assert fault_of_state(loader, loader, seed=0) is None
+    assert vars(loader) == before
+    assert torch.equal(torch.get_rng_state(), generators)
+
+
+def test_batches_are_compared_by_value() -> None:
+    class Plain:
+        def __init__(self, x: float) -> None:
+            self.x = torch.tensor([x, float("nan")])
+
+    values: list[Any] = [1, "a", None, np.array([1.0, np.nan]), torch.eye(2).to_sparse()]
+    assert is_same({"a": [*values, Plain(1)]}, {"a": [*values, Plain(1)]})
+    for other in ([2], ["b"], [np.array([1.0, 2.0])], [torch.eye(3)], [Plain(2)]):
+        assert not is_same([*values, Plain(1)], other)
+    assert not is_same(Plain(1), Plain(2))
+    assert not is_same(torch.tensor([1]), torch.tensor([1.0]))

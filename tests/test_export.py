@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.data import MNISTDataModule
 from project.command_line import start as entry
+from project.data import MNISTDataModule
 from project.engine.restore import Loaded, load
 from project.errors import UserError
 from project.export import __main__ as export

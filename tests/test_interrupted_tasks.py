@@ -12,7 +12,6 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from project.engine.following import Best
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -26,7 +25,8 @@ from torch.utils.data import (
 from project import fit
 from project.command_line import start as entry
 from project.engine import restore, signals
-from project.engine.exact_loading import ExactLoading
+from project.engine.following import Best
+from project.engine.loading import ExactLoading
 from project.engine.restore import Run
 from project.test import main
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image, ImageDraw, ImageFont
 
+from project.command_line import start as entry
 from project.data.digits import find_digit, is_unclear
 from project.data.images import fit_image
-from project.command_line import start as entry
 from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
 from project.model import MNISTClassifier

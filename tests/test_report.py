@@ -19,11 +19,10 @@ import torch
 from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 
-from project import fit
+from project import facts, fit, run_record
 from project.callbacks import test_predictions  # feature: test_predictions
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.data import MNISTDataModule
-from project import facts, run_record
 from project.engine.restore import load
 from project.facts import Summary
 from project.report import Report, page

@@ -1,4 +1,4 @@
-"""FSDP: two processes on the CPU train, save, go on and test as DDP does; no GPU is needed for any of it."""
+"""FSDP: two processes on the CPU train, save, go on and test as DDP does, without a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def unlike(a: Any, b: Any, where: str) -> list[str]:
 
 
 def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> None:
-    """Two processes, each with half of every batch, against one; not with Adam, whose steps magnify rounding errors."""
+    """Two processes, each with half of every batch, against one; not with Adam, whose steps magnify
+    rounding errors.
+    """
     steady = ["--model.schedule", "constant", "--model.warmup_fraction", "0", "--model.lr", "0.05"]
     steady += [
         "--data.shift_pixels",

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from project.command_line.cli import Configuration, configure
 from project.command_line import start as entry
+from project.command_line.cli import Configuration, configure
 from project.errors import UserError, is_out_of_memory
 from project.hardware import GIB
 from project.tune import __main__ as tune

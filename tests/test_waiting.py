@@ -17,8 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import threads
 from project import waiting as module
-from project.command_line.trainer_flags import build_trainer
 from project.command_line import trainer_flags as engine_trainer
+from project.command_line.trainer_flags import build_trainer
 from project.facts import Summary
 from project.progress import closing_lines
 from project.waiting import Shares, Waiting, waiting

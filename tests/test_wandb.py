@@ -22,11 +22,11 @@ import torch
 import wandb
 import yaml
 from lightning.pytorch import LightningModule, Trainer
-from project.engine.following import Best
 from torch.utils.data import DataLoader
 
 from project import fit
 from project.engine import signals
+from project.engine.following import Best
 from project.engine.restore import Run
 from project.errors import UserError
 from project.facts import Summary

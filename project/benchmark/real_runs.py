@@ -172,6 +172,5 @@ def bare_trainer(config: Configuration, root: str, clock: RunClock) -> Trainer:
         "callbacks": [*flags["callbacks"], clock],
     }
     trainer = build_trainer(flags)
-    loading = ExactLoading()
-    Seams(trainer).process_loaders(lambda loader: loading.exact(loader, trainer))
+    ExactLoading().install(Seams(trainer), trainer)
     return trainer

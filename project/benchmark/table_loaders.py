@@ -16,7 +16,7 @@ from project.benchmark import timing
 from project.benchmark.loops_by_hand import PerSampleImages, in_memory, normalizer
 from project.benchmark.real_runs import wanted_devices
 from project.command_line.cli import Configuration
-from project.engine.exact_loading import ExactLoader
+from project.engine.loading import ExactLoader
 from project.engine.log_steps import synchronize
 from project.errors import require
 from project.tables import Row

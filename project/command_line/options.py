@@ -11,8 +11,6 @@ from lightning.pytorch import Trainer
 FLAT = frozenset(inspect.signature(Trainer).parameters)
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 4,
-    # Our loaders shard, shuffle and resume. Lightning's sampler pads evaluation sets.
-    "use_distributed_sampler": False,  # goes with the merge
     "num_sanity_val_steps": 0,  # it would cost two batches at every start
 }
 # feature: mnist

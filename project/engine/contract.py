@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -164,7 +165,7 @@ class PreparesImages(Protocol):
     ``predict``.
     """
 
-    def prepare_image(self, pixels: Tensor) -> Tensor:
+    def prepare_image(self, pixels: np.ndarray) -> Tensor:
         """``pixels``: float32 (height, width, 3) in 0-1.
 
         Returns the input, without a batch dimension.
@@ -281,3 +282,22 @@ class CountsWholeModule(Protocol):
     """A strategy that cuts the module into shards, and has counted its parameters before."""
 
     whole_parameters: int  # 0 before the module was cut
+
+
+# What a sampler or a loader may have, besides the above
+
+
+@runtime_checkable
+class BindsGenerator(Protocol):
+    """A sampler with a generator of its own. If it is torch's, the engine seeds it for each epoch."""
+
+    generator: Any
+
+
+@runtime_checkable
+class FetchesSeveral(Protocol):
+    """A dataset that gives several samples in one call: PyTorch's DataLoader prefers that."""
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        """One sample for each key, in order."""
+        ...

@@ -226,7 +226,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._end_seams(trainer)
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
-        self._seams.process_loaders(lambda loader: self.loading.exact(loader, trainer))
+        self.loading.install(self._seams, trainer)
         lightning_internals.leave_signals_alone(trainer)
         self._signals.begin()
         if isinstance(trainer.precision_plugin, DoublePrecision):
@@ -550,8 +550,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         ranks_agree = True
         if trainer.world_size > 1:
             loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
-            # Only exact loaders have equally many batches on all ranks.
-            ranks_agree = all(isinstance(loader, ExactLoader) for loader in loaders)
+            # Only exact loaders are known to have equally many batches on all ranks.
+            ranks_agree = all(has_as_many(loader) for loader in loaders)
             if ranks_agree and is_last and not trainer.sanity_checking:
                 # Lightning computes the values before the epoch's end.
                 share_sums(trainer)
@@ -740,6 +740,11 @@ class EpochEnds(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.epoch_ends(trainer)
+
+
+def has_as_many(loader: Any) -> bool:
+    """Whether a loader has as many batches on every rank."""
+    return isinstance(loader, ExactLoader) and loader.ranks_agree
 
 
 def says_so(part: Any) -> bool:

@@ -64,7 +64,7 @@ def file_preparation(data: contract.PreparesFiles) -> Callable[[Path], tuple[Any
 
 def image_preparation(data: contract.PreparesImages) -> Callable[[Path], tuple[Any, str]]:
     """The data module gets the pixels of the picture: float32 (height, width, 3) in 0-1."""
-    return lambda path: (data.prepare_image(read_image(path)), "")  # type: ignore[arg-type]
+    return lambda path: (data.prepare_image(read_image(path)), "")
 
 
 # feature: images

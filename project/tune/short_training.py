@@ -12,9 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.command_line.cli import Configuration
 from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine import signals
-from project.engine.exact_loading import ExactLoading
 from project.engine.lightning_internals import leave_signals_alone
+from project.engine.loading import ExactLoading
 from project.engine.ranks import launched_world
+from project.engine.seams import Seams
 from project.errors import UserError
 
 # Values of --devices that mean one device. "2," and "[2]" name a device by its index.
@@ -84,7 +85,7 @@ class ShortTraining(Callback):
         # fitted.
         leave_signals_alone(trainer)
         # The loaders with which fit trains.
-        ExactLoading().install(trainer)
+        ExactLoading().install(Seams(trainer), trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Some schedules wait for a validation, and some end too early.

@@ -1,0 +1,293 @@
+"""Chooses the form in which a run's loaders are read, and puts them where training starts."""
+
+import os
+from enum import Enum, auto
+from itertools import chain, repeat
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from project.engine import contract
+from project.engine.loading.batches import ExactBatches
+from project.engine.loading.exact_loader import ExactLoader
+from project.engine.loading.passes import Passes, Start
+from project.engine.loading.proof import fault_of_state
+from project.engine.loading.samplers import (
+    SEEDABLE,
+    deals_in_order,
+    gives_a_share,
+    has_state,
+    is_plain,
+    is_stream,
+    samplers_within,
+    source_of,
+)
+from project.engine.loading.watched_loader import WatchedLoader
+from project.engine.ranks import of_all_ranks
+from project.engine.seams import Seams
+from project.errors import UserError
+
+
+class Form(Enum):
+    """In which form a loader is read."""
+
+    # Its order is cut anew: an ExactLoader.
+    EXACT = auto()
+    # An ExactLoader, too, but the user has shared the data among the ranks himself.
+    OWN_SHARE = auto()
+    # Its order is its own: a WatchedLoader.
+    WATCHED = auto()
+
+
+class ExactLoading:
+    """Puts exact loaders in the place of a run's own, where Lightning lets the strategy process
+    them.
+
+    Args:
+        seed: For order and random numbers of the data. Default: the one that ``seed_everything``
+            recorded, else 0.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        self.start = Start()
+        # Whether the data are shared among the ranks here. False: the user has done so
+        # (use_distributed_sampler=False).
+        self.shares = True
+        # Whether training can start inside an epoch.
+        self.anywhere = True
+        # What could not be made exact; several loaders may say the same.
+        self.notes: list[str] = []
+        self.training: list[Passes] = []
+        # Whether Lightning reads before the module's hooks: it does so where a loader has no
+        # length.
+        self.read_early = False
+        # The epoch for which ``training`` was made.
+        self._loaded_at: int | None = None
+
+    def install(self, seams: Seams, trainer: Trainer) -> None:
+        """From now on the trainer's loaders pass through here."""
+        seams.process_loaders(lambda loader: self.exact(loader, trainer))
+
+    def exact(self, loader: Any, trainer: Trainer) -> Any:
+        """A loader in its exact form, or as it is where there is none."""
+        training = trainer.training
+        if training:
+            self._expect_loaders_of(trainer.current_epoch, trainer)
+        seed = self._seed_of_next(training)
+        form = self._form_of(loader, training, trainer.world_size)
+        found: Any
+        if form is Form.WATCHED:
+            found = self._watched(loader, seed, trainer)
+        else:
+            found = ExactLoader(
+                loader,
+                training,
+                seed,
+                trainer.global_rank,
+                trainer.world_size,
+                own_share=form is Form.OWN_SHARE,
+            )
+            self._note_what_is_not_exact(source_of(loader), form, trainer)
+            if form is Form.OWN_SHARE and trainer.world_size > 1:
+                self._compare_shares(found, trainer)
+        if training:
+            self._add(found)
+        return found
+
+    def begin(self) -> None:
+        """Put the loaders where training starts."""
+        places = chain(self.start.loaders, repeat((0, None)))
+        for loader, (first, state) in zip(self.training, places, strict=False):
+            loader.start_at(self.start, first, state)
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples per batch of all ranks together, 0 where it is not known."""
+        if len(self.training) != 1 or not isinstance(self.training[0], ExactBatches):
+            return 0
+        return self.training[0].global_batch_size
+
+    def _expect_loaders_of(self, epoch: int, trainer: Trainer) -> None:
+        """Forget the training loaders of an earlier epoch
+        (``--reload_dataloaders_every_n_epochs``).
+        """
+        if self._loaded_at == epoch:
+            return
+        self._loaded_at = epoch
+        self.training = []
+        reloads = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
+        starts_with_epoch = not self.start.batches and not self.start.over
+        # New loaders get no state of the ones before. Loaders of an earlier epoch than the one in
+        # which training starts leave its place alone: a schedule that asks how many steps there are
+        # loads before the counters of a checkpoint are restored.
+        if epoch > self.start.epoch or (reloads and starts_with_epoch):
+            self.start = Start(max(epoch, self.start.epoch))
+
+    def _seed_of_next(self, training: bool) -> int:
+        """Training loaders side by side differ in order and draws."""
+        if training and self.training:
+            return hash((self.seed, len(self.training))) % 2**32
+        return self.seed
+
+    def _form_of(self, loader: Any, training: bool, world_size: int) -> Form:
+        if not is_plain(loader) or is_stream(loader.dataset):
+            return Form.WATCHED
+        source = source_of(loader)
+        own_share = self._is_own_share(source, training)
+        if sized_len(source) is not None:
+            return Form.OWN_SHARE if own_share else Form.EXACT
+        if world_size > 1 and not own_share:
+            name = type(source).__name__
+            raise UserError(
+                f"--devices {world_size}: {name} has no length, so it cannot be shared by the "
+                "ranks. Give it __len__, or use one device."
+            )
+        return Form.WATCHED
+
+    def _is_own_share(self, source: Any, training: bool) -> bool:
+        """Whether the loader gives this rank's share already."""
+        if not self.shares:
+            return True
+        if not any(gives_a_share(sampler) for sampler in samplers_within(source)):
+            return False
+        # An evaluation is shared anew where that only mends what the sampler repeats or drops.
+        return training or not deals_in_order(source)
+
+    def _note_what_is_not_exact(self, source: Any, form: Form, trainer: Trainer) -> None:
+        name = type(source).__name__
+        if trainer.training and not _has_known_order(source):
+            self.notes.append(
+                f"{name} has neither set_epoch nor state_dict: if it keeps its own random state, "
+                "a resumed run sees another order."
+            )
+        if trainer.world_size == 1 or form is not Form.OWN_SHARE:
+            return
+        if not self.shares:
+            self._note_that_nothing_is_shared()
+        elif trainer.training:
+            self.notes.append(
+                f"{name} shares the training data among the ranks itself: its shares stay as they "
+                "are."
+            )
+        else:
+            self.notes.append(
+                f"{name} shares the evaluation's data among the ranks itself: its shares stay as "
+                "they are, with what it repeats or leaves out."
+            )
+
+    def _note_that_nothing_is_shared(self) -> None:
+        self.notes.append(
+            "--use_distributed_sampler false: every rank reads its loaders as they are; no data "
+            "are shared here."
+        )
+
+    def _compare_shares(self, loader: ExactLoader, trainer: Trainer) -> None:
+        """A rank with more batches than another one would wait for it, without a word."""
+        batches = of_all_ranks(len(loader))
+        limit: Any = trainer.limit_train_batches
+        if trainer.training and isinstance(limit, int):
+            batches = [min(each, limit) for each in batches]
+        loader.ranks_agree = len(set(batches)) == 1
+        if loader.ranks_agree:
+            return
+        counts = ", ".join(map(str, batches))
+        if trainer.training:
+            raise UserError(
+                f"--devices {trainer.world_size}: the ranks' own shares of the training data have "
+                f"{counts} batches, and must have equally many. Share the data equally, or limit "
+                f"the epoch with --limit_train_batches {min(batches)}."
+            )
+        self.notes.append(
+            f"the ranks' own shares of an evaluation have {counts} batches: log with "
+            "sync_dist=True, else its values are those of rank 0."
+        )
+
+    def _watched(self, loader: Any, seed: int, trainer: Trainer) -> WatchedLoader:
+        owner = None
+        if trainer.training:
+            owner, fault = self._owner_of_state(loader, seed, trainer.world_size)
+            if fault is not None:
+                self.anywhere = False
+                self.notes.append(
+                    f"the training data come from {fault}: a resumed run goes on from the last "
+                    "epoch's end."
+                )
+        is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
+        if is_own_loader and loader.persistent_workers:
+            self.notes.append(
+                f"the workers of {_name_of(loader)} outlive an epoch: if they draw random numbers, "
+                "a resumed run sees others."
+            )
+        if trainer.world_size > 1:
+            self._note_shares_of_watched(loader, owner, trainer.training)
+        return WatchedLoader(loader, owner, seed)
+
+    def _owner_of_state(self, loader: Any, seed: int, world_size: int) -> tuple[Any, str | None]:
+        """What has a state that was proved, or None and why nothing has: the end of "the training
+        data come from".
+        """
+        owner, fault = _claimed_owner(loader)
+        if owner is not None:
+            fault = fault_of_state(loader, owner, seed)
+            if fault is not None:
+                # What it keeps to itself from epoch to epoch is lost, too.
+                fault = f"{type(owner).__name__}, which {fault} (its next epoch may differ, too)"
+        if world_size > 1:
+            # Ranks save together: one that cannot start inside an epoch decides for all.
+            faults = [each for each in of_all_ranks(fault) if each is not None]
+            fault = faults[0] if faults else None
+        return (owner if fault is None else None), fault
+
+    def _note_shares_of_watched(self, loader: Any, owner: Any, training: bool) -> None:
+        if not self.shares:
+            self._note_that_nothing_is_shared()
+        elif not training:
+            self.notes.append(
+                f"every rank reads {_name_of(loader)} as it is: let it yield each rank its own "
+                "part, and log with sync_dist=True."
+            )
+        elif owner is None:
+            self.notes.append(
+                f"every rank reads {_name_of(loader)} as it is: let it yield each rank its own "
+                "part."
+            )
+
+    def _add(self, loader: Any) -> None:
+        """Take up a loader of this epoch's training."""
+        self.training.append(loader.sampler)
+        self.read_early = self.read_early or sized_len(loader) is None
+        if self.read_early:
+            self.begin()
+        for passes in self.training:
+            passes.cycles = len(self.training) > 1
+
+
+def _has_known_order(source: Any) -> bool:
+    """Whether the order of a sampler is a function of seed and epoch, or its state is kept."""
+    is_by_epoch = isinstance(source, contract.OrdersByEpoch)
+    return isinstance(source, SEEDABLE) or is_by_epoch or has_state(source)
+
+
+def _name_of(loader: Any) -> str:
+    """The name of the class that decides what is read: an own loader's, else the dataset's."""
+    is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
+    if is_own_loader or not hasattr(loader, "dataset"):
+        return type(loader).__name__
+    return type(loader.dataset).__name__
+
+
+def _claimed_owner(loader: Any) -> tuple[Any, str | None]:
+    """What says that it has a state, or None and why nothing does."""
+    if has_state(loader):
+        return loader, None
+    dataset = getattr(loader, "dataset", None)
+    name = _name_of(loader)
+    if not has_state(dataset):
+        return None, f"{name}, which has no state_dict"
+    if getattr(loader, "num_workers", 0):
+        # With workers the datasets that count are theirs.
+        return None, f"{name}, whose state is in its worker processes and cannot be had"
+    return dataset, None

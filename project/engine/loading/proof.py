@@ -1,0 +1,168 @@
+"""Whether the state of a loader or stream is worth keeping: proved with copies before training, not
+believed.
+"""
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from project.engine.loading.passes import Start
+from project.engine.loading.samplers import has_state, is_stream
+from project.engine.loading.watched_loader import WatchedLoader
+from project.engine.loading.workers import workers_end_with_block
+
+# The states after so many batches of an epoch are tried. Some loaders are right at first, and wrong
+# when a buffer of theirs has been filled anew.
+TRIED = (1, 4, 16, 64)
+# Batches that are compared behind each of them.
+COMPARED = 3
+# A loader that is right in its first epoch may give the first epoch's order again in the second.
+EPOCHS = 2
+# A slow stream is not tried further after so many seconds.
+PATIENCE_SECONDS = 10.0
+
+
+class Trial(NamedTuple):
+    """A place in an epoch, and what comes next there."""
+
+    start: Start
+    batches: list[Any]
+
+
+def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
+    """Why a resumed run could not go on from the owner's state; None where it can.
+
+    One copy of the loader is read. Other copies start from the states that it had in between. They
+    must give the same next batches. The loader itself is not touched. Nor are the generators.
+
+    Args:
+        loader: As the user gave it.
+        owner: The loader itself or its dataset, which has ``state_dict`` and ``load_state_dict``.
+        seed: As training uses it.
+
+    Returns:
+        The end of a sentence whose subject is the owner, such as "cannot be copied (...)".
+    """
+    end = time.monotonic() + PATIENCE_SECONDS
+    with isolate_rng(include_cuda=False):
+        try:
+            copied(loader, owner)
+        except Exception as error:
+            reason = _in_one_line(error)
+            return f"cannot be copied, so its state_dict cannot be tried ({reason})"
+        try:
+            is_exact = _is_exact(loader, owner, seed, end)
+        except Exception as error:
+            return f"has a state_dict that cannot be used ({_in_one_line(error)})"
+    return None if is_exact else "gives other samples when it goes on from its state_dict"
+
+
+def _is_exact(loader: Any, owner: Any, seed: int, end: float) -> bool:
+    """Whether fresh copies go on as a copy that was read did."""
+    with workers_end_with_block():
+        trials = _trials(WatchedLoader(*copied(loader, owner), seed), end)
+    for trial in trials:
+        with workers_end_with_block():
+            goes_on = _goes_on_as(WatchedLoader(*copied(loader, owner), seed), trial)
+        if not goes_on:
+            return False
+        if time.monotonic() > end:
+            break
+    return True
+
+
+def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
+    """Read a loader; returns places in it, from the first to the last, with the batches that come
+    next.
+    """
+    trials: list[Trial] = []
+    done = 0
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        if epoch:
+            start = Start(epoch, loaders=[loader.state_after(done, epoch_ends=True)])
+            trials.append(Trial(start, []))
+        for done, batch in enumerate(loader, start=1):
+            # Some loaders fill the same tensor again.
+            kept = copy.deepcopy(batch)
+            for trial in trials:
+                is_behind = trial.start.epoch == epoch and trial.start.batches < done
+                if is_behind and len(trial.batches) < COMPARED:
+                    trial.batches.append(kept)
+            if done in TRIED:
+                place = loader.state_after(done, epoch_ends=False)
+                trials.append(Trial(Start(epoch, done, loaders=[place]), []))
+            if done == max(TRIED) + COMPARED or time.monotonic() > end:
+                return trials
+    return trials
+
+
+def _goes_on_as(loader: WatchedLoader, trial: Trial) -> bool:
+    """Whether a fresh loader that starts at a place gives the batches that come there."""
+    loader.start_at(trial.start, *trial.start.loaders[0])
+    # As Lightning does once more.
+    loader.set_epoch(trial.start.epoch)
+    found = list(islice(loader, len(trial.batches)))
+    return is_same(found, trial.batches)
+
+
+def copied(loader: Any, owner: Any) -> tuple[Any, Any]:
+    """A copy of a loader and its owner, which may be a part of it. Data that are read by a key are
+    not copied.
+    """
+    shared: dict[int, Any] = {}
+    dataset = getattr(loader, "dataset", None)
+    if dataset is not None and not is_stream(dataset) and not has_state(dataset):
+        shared[id(dataset)] = dataset
+    return copy.deepcopy((loader, owner), shared)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two batches hold the same values; a value that is not a number equals another one."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return _is_same_tensor(a, b)
+    if isinstance(a, np.ndarray):
+        return _is_same_array(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, (str, bytes)):
+        return bool(a == b)
+    if isinstance(a, Sequence):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if "__eq__" not in _names_of_classes(a) and hasattr(a, "__dict__"):
+        # An object of the user's own without a comparison.
+        return is_same(vars(a), vars(b))
+    return bool(a == b) or (a != a and b != b)
+
+
+def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    if a.layout != torch.strided:
+        return _is_same_tensor(a.to_dense(), b.to_dense())
+    return bool(torch.equal(a, b)) or bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+def _is_same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    if a.dtype.kind in "fc":
+        return np.array_equal(a, b, equal_nan=True)
+    return np.array_equal(a, b)
+
+
+def _names_of_classes(value: Any) -> set[str]:
+    """What a value's classes define, other than what every object has."""
+    return {name for each in type(value).__mro__[:-1] for name in vars(each)}
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,33 @@
+"""Seeds for everything that draws random numbers while data are loaded."""
+
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generators. The GPU's is left alone: only the training
+    uses it.
+    """
+    torch.default_generator.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """The states of the generators that :func:`seed_generators` seeds, to be compared with
+    ``==``.
+    """
+    numpy_state: Any = np.random.get_state()
+    name, keys, *rest = numpy_state
+    return torch.get_rng_state().tolist(), random.getstate(), name, keys.tobytes(), rest
+
+
+def number_of(key: Any) -> int:
+    """A number for a sample's key that is the same in every process. ``hash()`` of a text is
+    not.
+    """
+    return key if isinstance(key, int) else zlib.crc32(repr(key).encode())

@@ -1,0 +1,84 @@
+"""Loaders' worker processes: how they start, and how they end with Python."""
+
+import atexit
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils import data
+
+
+def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
+    """Let a loader's worker ignore stop signals, which the trainer handles, and use one core.
+
+    Args:
+        worker: Its number.
+        further: The user's own ``worker_init_fn``.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # For other libraries. Torch sees to itself.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    info: Any = data.get_worker_info()
+    if info is not None:
+        # The user's code expects its own dataset there, not the one that we have put around it.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+    if further is not None:
+        further(worker)
+
+
+@functools.cache
+def end_workers_at_exit() -> None:
+    """From now on :func:`end_workers` is called as Python ends."""
+    atexit.register(end_workers)
+
+
+def end_workers() -> None:
+    """Kill the workers that are left. Python would wait for them, since they ignore the signal that
+    it sends.
+    """
+    _ignore_ended_children()
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
+
+
+@contextmanager
+def workers_end_with_block() -> Iterator[None]:
+    """Kill the workers that are started inside, and let go of their loaders, which would wait for
+    them for seconds. Workers that start later would inherit these loaders.
+    """
+    before = multiprocessing.active_children()
+    try:
+        yield
+    finally:
+        _kill([each for each in multiprocessing.active_children() if each not in before])
+
+
+def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
+    # Signal handlers belong to the main thread. Elsewhere loaders wait for their workers.
+    can_kill = bool(workers) and threading.current_thread() is threading.main_thread()
+    handler = _ignore_ended_children() if can_kill else None
+    if can_kill:
+        for worker in workers:
+            worker.kill()
+    # A loader takes its workers off torch's list as it goes.
+    gc.collect()
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _ignore_ended_children() -> Any:
+    """Torch's handler would raise an error because a worker is killed. Returns the handler.
+
+    Windows has no such signal.
+    """
+    if not hasattr(signal, "SIGCHLD"):
+        return None
+    return signal.signal(signal.SIGCHLD, signal.SIG_DFL)
