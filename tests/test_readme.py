@@ -283,9 +283,9 @@ def test_a_function_may_stand_in_the_place_of_a_class(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = "from lightning.pytorch import LightningModule\nfrom task import Line\n\n\n"
-    made += "def line(lr: float = 0.1) -> LightningModule:\n    return Line(lr)\n"
+    made += "def line(rate: float) -> LightningModule:\n    return Line(rate)\n"
     (folder / "made.py").write_text(made)
-    words = ["--model", "made.line", "--data", "null", "--model.lr", "0.25"]
+    words = ["--model", "made.line", "--data", "null", "--model.rate", "0.25"]
     config = configure(words, f"{PACKAGE}.fit")
     monkeypatch.delitem(sys.modules, "made")
     assert type(config.module).__name__ == "Line"
