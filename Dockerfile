@@ -4,23 +4,26 @@
 #   -v "$PWD/checkpoints:/app/checkpoints" -v "$PWD/data:/app/data" project --devices 2
 # docker run --entrypoint python project -m project.devices  # feature: devices
 #
-# Any Debian with Python 3.10-3.13, its venv module and its headers. PyTorch's wheels bring their own CUDA libraries.
+# The base may be any Debian with Python 3.11 to 3.14, its venv module and its headers. PyTorch's
+# wheels bring their own CUDA libraries.
 ARG BASE=python:3.11-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE}
 
-# torch.compile builds its kernels with a C++ compiler. Pinned to the base's release, not to one of its packages.
+# torch.compile builds its kernels with a C++ compiler. The base's release decides the version.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
-# Before the code, so that an edit of the code rebuilds only the last small layers.
+# Packages are installed before the code is copied, so that an edit of the code rebuilds only the
+# last small layers.
 COPY requirements.lock /tmp/requirements.lock
 RUN python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r /tmp/requirements.lock
 
-# With any `docker run --user ID`, the user has a name and a folder for caches, and can write the two folders below.
+# With any `docker run --user ID`, the user has a name, a folder for caches, and may write into the
+# two folders below.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HOME=/tmp \

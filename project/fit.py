@@ -33,6 +33,7 @@ from project.callbacks.throughput import ThroughputMonitor  # feature: throughpu
 from project.callbacks.yours import always_on
 from project.command_line.cli import Configuration
 from project.command_line.plain_values import dump_yaml
+from project.command_line.read_checkpoint import read_configuration, start_from
 from project.command_line.refusals import refusals_as_errors
 from project.command_line.trainer_flags import as_list, build_trainer, trainer_flags
 from project.engine import ExactCheckpoint, contract, signals
@@ -40,7 +41,7 @@ from project.engine.following import Best
 from project.engine.lightning_internals import release_child_processes
 from project.engine.parts.rows import MetricRows
 from project.engine.ranks import is_rank_zero, say
-from project.engine.restore import Run, read_configuration, start_from
+from project.engine.run_folder import RunFolder as Run
 from project.engine.slurm import requeue_signal
 from project.errors import UserError
 from project.facts import summarize

@@ -10,11 +10,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.command_line.plain_values import dump_yaml
 from project.engine import contract
 from project.engine.checkpoint_files import RUN_KEY
+from project.engine.files import write_atomically
 from project.engine.ranks import say
-from project.engine.restore import RUN_ID, point_latest_at
+from project.engine.run_folder import RUN_ID, point_latest_at
 from project.facts import command_line, git, versions
 from project.run_result import RunResult
-from project.tables import flat, write_atomically
+from project.tables import flat
 
 # What an earlier run of this name may have left that saved nothing
 OF_AN_END = ("summary.json", "report.html")
@@ -110,7 +111,7 @@ class RunRecord(Callback):
         self.deleted_in = trainer.current_epoch
         say(_deleted(self.deleted_in))
         self.folder.mkdir(parents=True)
-        (self.folder / RUN_ID).write_text(f"{self.facts['run_id']}\n")
+        write_atomically(f"{self.facts['run_id']}\n", self.folder / RUN_ID)
         write_config(self.folder, self.config)
         point_latest_at(self.folder)
 

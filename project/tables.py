@@ -4,9 +4,7 @@ A row is a dictionary. A key that a row lacks was not measured: it is a dash in 
 cell in CSV, and absent in JSON.
 """
 
-import contextlib
 import csv
-import errno
 import io
 import json
 import math
@@ -18,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from project.engine.files import write_atomically
 from project.errors import UserError, require
 
 Row = Mapping[str, Any]
@@ -126,47 +125,6 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     except FileNotFoundError:
         return []
     return [{name: float(text) for name, text in row.items() if text} for row in rows]
-
-
-def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
-    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError
-    where that fails.
-    """
-    if isinstance(data, str):
-        data = data.encode(errors="backslashreplace")  # a file's name need not be Unicode
-    # The process's number is in the name, because two commands may write the same file.
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        flush_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        fix = "What was there before is whole. Free space, or make the folder writable."
-        raise UserError(f"{path} could not be saved: {error.strerror or error}. {fix}") from error
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush a folder's list of names to disk, so that a new name survives a power cut.
-
-    Windows cannot open a folder, and some file systems cannot flush one. There it is up to the file
-    system itself.
-    """
-    try:
-        opened = os.open(folder, os.O_RDONLY)
-    except PermissionError:
-        return
-    try:
-        os.fsync(opened)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(opened)
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -16,12 +16,13 @@ from lightning.pytorch import Trainer
 
 from project import tables
 from project.command_line.cli import configure
+from project.command_line.read_checkpoint import Loaded, load
 from project.command_line.refusals import refusals_as_errors
 from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.command_line.typed import CommandLine
 from project.engine import ExactCheckpoint, contract
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
-from project.engine.restore import ROOT, Loaded, find_checkpoint, load
+from project.engine.run_folder import ROOT, find_checkpoint
 from project.errors import UserError
 from project.facts import device_name, samples_of
 from project.final_test import float32_products, lacks_for_test

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 from filelock import FileLock
 from torch.distributed import TCPStore
@@ -27,31 +28,24 @@ from tests.fork_server import Forked, can_fork
 Process = subprocess.Popen[bytes] | Forked
 
 # feature: mnist
-# A run of about 100 steps that is over in a second or two
+# This run has about 100 steps and is over in a second or two.
 SMALL = [
-    *("--data.source", "sample", "--data.train_samples", "3200", "--data.val_samples", "200"),
-    *(
-        "--data.test_samples",
-        "200",
-        "--data.batch_size",
-        "64",
-        "--max_epochs",
-        "3",
-        "--log_every_n_steps",
-        "5",
-    ),
+    *("--data.source", "sample"),
+    *("--data.train_samples", "3200", "--data.val_samples", "200", "--data.test_samples", "200"),
+    *("--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
     *("--model.network", "MLP"),
-    # the report is half of such a run's time
+    # The report is half of such a run's time.
     *("--report", "false"),  # feature: report
 ]
 REPORTED = [*SMALL]
 REPORTED += ["--report", "true"]  # feature: report
 # end feature: mnist
-# With batch normalisation, whose running statistics every rank gathers from its own batches
+# This network has batch normalisation. Every rank gathers its statistics from its own batches.
 CONVNET = ["--model.network", "ConvNet", "--model.network.widths", "[4, 8, 8]"]  # feature: images
 CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-TIMED = ("throughput/", "memory/")  # columns that measure this machine, not the training
+# Columns that begin with these words measure this machine, not the training.
+TIMED = ("throughput/", "memory/")
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -62,9 +56,7 @@ def command(module: str, *arguments: str) -> list[str]:
 def run(
     module: str, *arguments: str, timeout: float = 180, fresh: bool = False, **where: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in the current directory; stdout and stderr are captured. See
-    :func:`complete`.
-    """
+    """Run a command of the project to its end. See :func:`complete` for the arguments."""
     return complete(command(module, *arguments), timeout, fresh, **where)
 
 
@@ -75,7 +67,18 @@ def complete(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run words to their end; stdout and stderr are captured. ``fresh`` as for :func:`popen`."""
+    """Run words to their end, and capture stdout and stderr.
+
+    Args:
+        words: The command.
+        timeout: Seconds after which it is killed.
+        fresh: As for :func:`popen`.
+        cwd: Its working folder; this process' own when None.
+        env: Its environment; this process' own when None.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time.
+    """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = popen(words, out.fileno(), err.fileno(), fresh, cwd, env)
         try:
@@ -94,32 +97,38 @@ def run_ranks(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module on two ranks to their end: see :func:`start_ranks`, and there for the arguments.
+    """Run a module on two ranks to their end. See :func:`start_ranks` for the arguments.
 
-    The exit code is that of a rank that failed; as under torchrun it ends the other one. Output is
-    that of both ranks.
+    The exit code is that of a rank that failed; as under torchrun it ends the other one. The output
+    is that of both ranks.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         ranks, store = start_ranks(module, *arguments, files=(out, err), cwd=cwd, env=env)
         try:
-            end = time.monotonic() + timeout
-            while not (failed := any(rank.poll() for rank in ranks)) and None in [
-                rank.returncode for rank in ranks
-            ]:
-                assert time.monotonic() < end, (
-                    f"{module} did not end on two ranks within {timeout} s"
-                )
-                time.sleep(0.01)
-            for rank in ranks:
-                if failed:
-                    rank.terminate()
-                rank.wait(30)
+            wait_for_ranks(ranks, module, timeout)
         finally:
             for rank in ranks:
                 kill_group(rank)
+            # The ranks meet there, so it must live as long as they do.
             del store
         code = next((rank.returncode for rank in ranks if rank.returncode), 0)
         return subprocess.CompletedProcess([module, *arguments], code, read(out), read(err))
+
+
+def wait_for_ranks(ranks: list[Process], module: str, timeout: float) -> None:
+    """Wait until every rank has ended. The first that fails ends the others."""
+    end = time.monotonic() + timeout
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes):
+            for rank in ranks:
+                rank.terminate()
+        if any(codes) or None not in codes:
+            break
+        assert time.monotonic() < end, f"{module} did not end on two ranks within {timeout} s"
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.wait(30)
 
 
 def start_ranks(
@@ -129,62 +138,46 @@ def start_ranks(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> tuple[list[Process], TCPStore]:
-    """Start two ranks as torchrun starts its workers, but as forks; and where they meet, as
-    torchrun's do in torchrun.
+    """Start two ranks as torchrun starts its workers, but as forks.
+
+    Returns the ranks, and the store in which they meet. Under torchrun the agent holds it.
 
     Args:
-        module: Such as ``fit``, of the package unless dotted; it is told ``--devices 2`` and
-            ``--accelerator cpu``.
-        arguments: What it is told besides.
-        files: For the output of both, and their errors.
+        module: Such as ``fit``. Without a dot it is one of the package. It also gets the flags
+            ``--devices 2 --accelerator cpu --strategy ddp``.
+        arguments: Its other arguments.
+        files: For the output of both ranks, and for their errors.
         cwd: Their working folder; this process' own when None.
         env: Their environment; this process' own when None.
     """
-    words = [
-        sys.executable,
-        "-m",
-        module if "." in module else f"project.{module}",
-        *arguments,
-        *CPU2,
-    ]
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # no free port has to be guessed
+    dotted = module if "." in module else f"project.{module}"
+    words = [sys.executable, "-m", dotted, *arguments, *CPU2]
+    # The store chooses a free port itself, so that none has to be guessed.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = without_decisions(os.environ if env is None else env)
     common |= {
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    common |= {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
     }
     out, err = files
-    ranks = [
-        popen(
-            words,
-            out.fileno(),
-            err.fileno(),
-            cwd=cwd,
-            env={**common, "RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]
+    ranks = []
+    for rank in ("0", "1"):
+        environment = {**common, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(popen(words, out.fileno(), err.fileno(), cwd=cwd, env=environment))
     return ranks, store
 
 
 def without_decisions(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what a run in this process has left for the ranks that it might have
-    started.
-    """
-    return {
-        k: v
-        for k, v in environment.items()
-        if k not in ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")
-    }
+    """An environment without what a run in this process has left there for ranks of its own."""
+    kept = dict(environment)
+    for name in ("PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED"):
+        kept.pop(name, None)
+    return kept
 
 
 def read(file: IO[bytes]) -> str:
@@ -200,9 +193,7 @@ def start(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> Process:
-    """Start a process in a session of its own, with its output in ``log``. ``fresh`` as for
-    :func:`popen`.
-    """
+    """Start a process that writes into the file ``log``. Other arguments as for :func:`popen`."""
     with open(log, "ab") as file:
         return popen(words, file.fileno(), file.fileno(), fresh, cwd, env)
 
@@ -215,8 +206,9 @@ def popen(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> Process:
-    """A process in a session of its own: a fork that has imported torch already where that is the
-    same.
+    """Start a process in a session of its own.
+
+    Where it does the same, the process is a fork of one that has imported torch already.
 
     Args:
         words: The command.
@@ -243,25 +235,28 @@ def popen(
 def made_once(
     name: str, *arguments: str, wandb: str = "disabled", launcher: tuple[str, ...] = ()
 ) -> Path:
-    """The folder of a finished run, trained once for all tests of all pytest processes. Read only.
+    """The folder of a finished run. It is trained once for all tests of all pytest processes.
 
-    What it printed is in ``output.txt``, two folders above. ``launcher`` is what Python runs the
-    command with.
+    Tests only read it. What the run printed is in ``output.txt``, two folders above.
+
+    Args:
+        name: The run's name.
+        arguments: Arguments of ``fit``.
+        wandb: The mode of W&B.
+        launcher: What Python runs the command with, such as torchrun.
     """
-    root = (
-        Path(os.environ["TESTS_SHARED_FOLDER"]) / f"{name}-{zlib.crc32(repr(arguments).encode())}"
-    )
+    shared = Path(os.environ["TESTS_SHARED_FOLDER"])
+    root = shared / f"{name}-{zlib.crc32(repr(arguments).encode())}"
     environment = {**without_decisions(os.environ), "WANDB_MODE": wandb}
     with FileLock(f"{root}.lock"):
-        folder = root / "checkpoints" / name
         if not (root / "output.txt").exists():
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir()
             words = [sys.executable, *launcher, *command("fit", *arguments, "--run_name", name)[1:]]
             done = complete(words, cwd=root, env=environment)
             assert done.returncode == 0, done.stderr
-            (root / "output.txt").write_text(done.stdout + done.stderr)
-    return folder
+            (root / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    return root / "checkpoints" / name
 
 
 # feature: mnist
@@ -271,18 +266,14 @@ def finished_run() -> Path:
 
 
 def two_rank_run() -> Path:
-    """A small run of torchrun on two processes, with a report and W&B offline; each takes half of a
-    batch of 64.
+    """A small run of torchrun on two processes, with a report and W&B offline.
+
+    Each process takes half of a batch of 64.
     """
-    flags = [
-        "--data.batch_size",
-        "32",
-        "--data.test_samples",
-        "199",
-        "--model.schedule",
-        "constant",
-    ]
-    flags += ["--data.shift_pixels", "0"]  # every rank draws its own
+    flags = ["--data.batch_size", "32", "--data.test_samples", "199"]
+    flags += ["--model.schedule", "constant"]
+    # Every rank would draw its own shifts.
+    flags += ["--data.shift_pixels", "0"]
     return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline", launcher=TORCHRUN)
 
 
@@ -290,53 +281,69 @@ def two_rank_run() -> Path:
 
 
 def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: float = 120) -> bool:
-    """Wait until ``text`` stands in ``log`` after byte ``since``; False where the process ended
-    without it.
+    """Wait until a text stands in a log. Returns False where the process ended without it.
+
+    Args:
+        text: What is waited for.
+        log: The process' output.
+        process: Who writes it.
+        since: The byte of the log after which the text counts.
+        timeout: Seconds.
+
+    Raises:
+        TimeoutError: The process goes on without having written it.
     """
     end = time.monotonic() + timeout
     while time.monotonic() < end:
+        # This is asked first, so that what a process writes as it ends is read.
+        has_ended = process.poll() is not None
         if text in log.read_bytes()[since:].decode(errors="replace"):
             return True
-        if process.poll() is not None:
-            return text in log.read_bytes()[since:].decode(errors="replace")
+        if has_ended:
+            return False
         time.sleep(0.01)
     raise TimeoutError(f"{text!r} did not appear in {log}: {log.read_text()[-2000:]}")
 
 
 def family(pid: int) -> list[int]:
-    """Process ids of a process's descendants that train (its ranks), not of loaders or wandb."""
+    """Process ids of a process' children that train: its ranks, and not loaders or W&B."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if parent == pid and b"project.fit" in words:
-                found.append(int(entry.name))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "project.fit" in child.cmdline():
+                    found.append(child.pid)
     return found
 
 
 def kill_group(process: Process) -> None:
-    """SIGKILL to everything a process started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill a process and everything that it started."""
+    if sys.platform == "win32":
+        # Windows has no groups of processes, so the children are looked up.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
-    """metrics.csv without the columns that measure the machine."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return [
-            {k: v for k, v in row.items() if v and not k.startswith(TIMED)}
-            for row in csv.DictReader(file)
-        ]
+    """metrics.csv without empty cells and without the columns that measure the machine."""
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+        return [without_measurements(row) for row in csv.DictReader(file)]
+
+
+def without_measurements(row: dict[str, str]) -> dict[str, str]:
+    """The filled cells of a row that do not depend on the machine's speed."""
+    return {name: cell for name, cell in row.items() if cell and not name.startswith(TIMED)}
 
 
 def summary(folder: Path) -> dict[str, Any]:
     """summary.json."""
-    return dict(json.loads((folder / "summary.json").read_text()))
+    return dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
@@ -344,28 +351,24 @@ def checkpoint(path: Path) -> dict[str, Any]:
     return dict(torch.load(path, weights_only=True))
 
 
+# What of a checkpoint must be equal in two runs that are the same.
+SAME = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch")
+
+
 def assert_same_run(one: Path, other: Path) -> None:
-    """Two runs' folders hold bit-identical weights, optimizer states and generators, and identical
-    metric rows.
-    """
+    """Two runs' folders hold bit-identical checkpoints and identical rows of metrics."""
     for name in ("last.ckpt", "best.ckpt"):
-        a, b = checkpoint(one / name), checkpoint(other / name)
-        for key in (
-            "state_dict",
-            "optimizer_states",
-            "lr_schedulers",
-            "loops",
-            "global_step",
-            "epoch",
-        ):
-            assert differences(a[key], b[key], f"{name}:{key}") == []
-        states = [without_measured(each["run"]["state"]) for each in (a, b)]
+        ours = checkpoint(one / name)
+        theirs = checkpoint(other / name)
+        for key in SAME:
+            assert differences(ours[key], theirs[key], f"{name}:{key}") == []
+        states = [without_measured(each["run"]["state"]) for each in (ours, theirs)]
         assert differences(*states, f"{name}:state") == []
     assert rows(one) == rows(other)
 
 
 def without_measured(state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's state without what no two runs have alike: the time and memory that monitors measured."""
+    """A checkpoint's state without the time and memory that monitors measured in its run."""
     logged = state["callback_metrics"]
     kept = {
         name: x for name, x in logged.items() if not name.startswith(("throughput/", "memory/"))
@@ -380,19 +383,20 @@ def without_measured(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any, where: str) -> list[str]:
-    """Where two nested values differ; tensors must be equal bit for bit."""
+    """Where two nested values differ. Tensors must be equal bit for bit."""
+    found = []
     if isinstance(a, dict) and isinstance(b, dict):
-        found = [f"{where}: keys {a.keys() ^ b.keys()}"] if a.keys() != b.keys() else []
-        return found + [
-            line
-            for key in a.keys() & b.keys()
-            for line in differences(a[key], b[key], f"{where}.{key}")
-        ]
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        found = [f"{where}: lengths"] if len(a) != len(b) else []
-        pairs = enumerate(zip(a, b, strict=False))
-        return found + [line for i, (x, y) in pairs for line in differences(x, y, f"{where}[{i}]")]
-    same = (
-        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
-    )
-    return [] if same else [where]
+        if a.keys() != b.keys():
+            found.append(f"{where}: keys {a.keys() ^ b.keys()}")
+        for key in a.keys() & b.keys():
+            found += differences(a[key], b[key], f"{where}.{key}")
+        return found
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if len(a) != len(b):
+            found.append(f"{where}: lengths")
+        for index, (x, y) in enumerate(zip(a, b, strict=False)):
+            found += differences(x, y, f"{where}[{index}]")
+        return found
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if torch.equal(a, b) else [where]
+    return [] if a == b else [where]

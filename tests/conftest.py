@@ -1,29 +1,31 @@
-"""Fixtures of all tests: a folder of their own, no W&B account, no surprise from the caller's environment."""
+"""Fixtures of all tests: a folder of their own, no W&B account, no variables of the caller."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # before torch is imported; the runs that tests start inherit it
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # of two cores, one for each of the two tests at a time
+# Two tests run at a time, each on one of two cores. torch reads the variable as it is imported, and
+# the runs that tests start inherit it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-for module in ("commands", "promises"):  # their assertions show values, too
+# The assertions of these files show values, as those of tests do.
+for module in ("commands", "promises"):
     pytest.register_assert_rewrite(f"tests.{module}")
 
 REPOSITORY = Path(__file__).parent.parent
+# Variables that tell a process its place among others. A test must not inherit them.
 FOREIGN = (
     "RANK",
     "LOCAL_RANK",
@@ -33,80 +35,95 @@ FOREIGN = (
     "PL_GLOBAL_SEED",
     "PROJECT_RANK_ZERO_DECISION",
 )
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """Two tests at a time: most of a test's time is one thread that imports torch. More would be memory's matter."""
-    return min(2, os.cpu_count() or 1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """A folder that the processes of this test session share; they inherit the variable that names it."""
-    # and the signals of a terminal: under nohup, or in the background of a script, some of them are ignored
-    for number, handler in {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGHUP: signal.SIG_DFL,
-    }.items():
-        signal.signal(number, handler)
-    if not hasattr(config, "workerinput"):
-        shared = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
-        os.environ["TESTS_SHARED_FOLDER"] = shared.name
-        config.add_cleanup(shared.cleanup)
-
-
-@pytest.hookimpl(
-    wrapper=True, tryfirst=True
-)  # outside pytest-timeout, which should not count the waiting
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """A test marked ``alone``, because it measures time or a GPU's memory, waits for the others, and they for it."""
-    alone = item.get_closest_marker("alone") or item.get_closest_marker("gpu")
-    shared = Path(os.environ["TESTS_SHARED_FOLDER"])
-    with open(shared / "turn", "w") as turn, open(shared / "machine", "w") as machine:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits for the machine is the next to have it
-        fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(turn, fcntl.LOCK_UN)
-        try:
-            return (yield)
-        finally:
-            fcntl.flock(
-                machine, fcntl.LOCK_UN
-            )  # not left to close(): a forked child may hold the file open
-
-
-# Begun first, so that at the end neither of two processes waits long for the other
+# Long files are begun first, so that at the end no process waits long for another.
 LONG = {
     f"test_{name}.py" for name in ("fit", "export", "rename", "wandb", "examples", "resume", "ddp")
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Nightly tests run when asked for: ``-m nightly``, ``NIGHTLY=1``, or by name. Tests marked ``gpu`` need one.
+def pytest_xdist_auto_num_workers() -> int:
+    """At most two tests at a time, because each of them may need more than a gigabyte of memory."""
+    return min(2, os.cpu_count() or 1)
 
-    ``NIGHTLY_PART=2/3`` leaves every third of the nightly ones, beginning with the second.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make what the processes of this test session share, and give them a terminal's signals."""
+    # Under nohup, or in the background of a script, a process ignores some of the signals.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform != "win32":
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
+        shared = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+        # The other processes inherit the variable.
+        os.environ["TESTS_SHARED_FOLDER"] = shared.name
+        config.add_cleanup(shared.cleanup)
+
+
+def machine_locks(alone: bool) -> list[FileLock]:
+    """The locks that a test holds while it runs: that of its own process, or those of all."""
+    shared = Path(os.environ["TESTS_SHARED_FOLDER"])
+    own = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    names = [own]
+    if alone:
+        count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        names = [f"gw{number}" for number in range(count)]
+    return [FileLock(shared / f"{name}.lock") for name in names]
+
+
+# This hook stands outside pytest-timeout, which should not count the waiting.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that is marked ``alone`` or ``gpu`` waits for the others, and they wait for it.
+
+    It measures time, or a GPU's memory, which another test beside it would change.
     """
-    import torch
+    marks = {mark.name for mark in item.iter_markers()}
+    alone = bool(marks & {"alone", "gpu"})
+    turn = FileLock(Path(os.environ["TESTS_SHARED_FOLDER"]) / "turn.lock")
+    with contextlib.ExitStack() as held:
+        # Who waits for the machine holds the turn, so that no later test gets in between.
+        with turn:
+            for lock in machine_locks(alone):
+                held.enter_context(lock)
+        return (yield)
 
+
+# This hook runs before the option -m chooses.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out nightly tests that were not asked for, and skip tests of a GPU where there is none.
+
+    Nightly tests are asked for by ``-m nightly``, ``NIGHTLY=1``, or by name. ``NIGHTLY_PART=2/3``
+    keeps every third of them, beginning with the second.
+    """
     items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
-        if "mnist_root" in getattr(item, "fixturenames", ()):
+        if isinstance(item, pytest.Function) and "mnist_root" in item.fixturenames:
             item.add_marker(pytest.mark.nightly)
-    asked_for = (
-        "nightly" in config.option.markexpr
-        or "NIGHTLY" in os.environ
-        or any("::" in a for a in config.args)
-    )
-    nightly = [item for item in items if item.get_closest_marker("nightly")]
-    if asked_for:
-        part, count = map(int, os.environ.get("NIGHTLY_PART", "1/1").split("/"))
-        nightly = [item for number, item in enumerate(nightly) if number % count != part - 1]
-    if nightly:
-        items[:] = [item for item in items if item not in nightly]
-        config.hook.pytest_deselected(items=nightly)
+
+    left_out = [item for item in items if item.get_closest_marker("nightly")]
+    if is_nightly(config):
+        part, count = os.environ.get("NIGHTLY_PART", "1/1").split("/")
+        del left_out[int(part) - 1 :: int(count)]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+    # torch is imported here, and not above, because it takes seconds.
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def is_nightly(config: pytest.Config) -> bool:
+    """Whether the nightly tests were asked for."""
+    if "nightly" in config.option.markexpr or "NIGHTLY" in os.environ:
+        return True
+    return any("::" in argument for argument in config.args)
 
 
 @pytest.fixture(autouse=True)
@@ -114,25 +131,22 @@ def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    for logger in (
-        logging.root.manager.loggerDict.values()
-    ):  # a library's own configuration switches others' off
+    # A library that configures its own logging switches that of the others off.
+    for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.disabled = False
-    for (
-        number,
-        handler,
-    ) in handlers.items():  # processes that later tests start would inherit SIG_IGN
+    # Processes that later tests start would inherit an ignored signal.
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 def no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that the caller's variables, and what an earlier test set, do not change."""
+    """Give a test an environment that neither the caller nor an earlier test has changed."""
     for name in FOREIGN:
-        # set first, so that monkeypatch also removes what the test itself leaves behind
+        # It is set first, so that monkeypatch also removes what the test itself leaves behind.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    # W&B's import is most of a short run's time; test_wandb.py has it offline
+    # To import W&B is most of a short run's time. test_wandb.py has it offline.
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -147,7 +161,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def mnist_root() -> Path:
-    """The full MNIST set, where the environment variable MNIST_ROOT names it; otherwise the test is skipped."""
+    """The folder of the full MNIST set, which MNIST_ROOT names. Without it the test is skipped."""
     root = os.environ.get("MNIST_ROOT", "")
     if not root or not Path(root).is_dir():
         pytest.skip("MNIST_ROOT is not set: this test needs the full MNIST set")

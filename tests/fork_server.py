@@ -1,11 +1,13 @@
-"""Commands as real processes without their start: a process that has imported torch forks one child per command.
+"""Commands as real processes without their start: a server that has imported torch forks them.
 
-A fresh ``python -m project.fit`` imports for four to six seconds; a fork begins at once. It is a process like any
-other: with its own pid, session, folder, environment and output, killed by any signal, with a real exit code.
-:func:`tests.commands.popen` chooses. Where starting is what is tested, it starts a fresh interpreter.
+A fresh ``python -m project.fit`` imports for four to six seconds. A fork begins at once. It is a
+process like any other: it has its own pid, session, folder, environment, output and exit code, and
+any signal kills it. :func:`tests.commands.popen` chooses. Where the start is what is tested, and on
+systems that cannot fork, it starts a fresh interpreter.
 
-The server is started by the first test that needs it, one for each pytest process. It has no threads: a forked child
-would have none of them, and torch's would hang. It ends, and its children with it, when its end of a socket closes.
+The first test that needs the server starts it, one for each pytest process. The server has no
+threads: a forked child would lack them, and torch would wait for them. It ends, and its children
+with it, when its end of a socket closes.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import project
 
 ROOT = Path(__file__).parents[1]
-PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
-# What Python and the libraries read as they start. A command that needs another value needs a fresh interpreter.
+# An option of prctl(2): a process gets a signal when its parent ends.
+PR_SET_PDEATHSIG = 1
+# Variables that Python and the libraries read as they start begin with these words. A command that
+# needs another value of them needs a fresh interpreter.
 READ_AT_START = (
     "PYTHON",
     "GOMP_",
@@ -44,7 +48,7 @@ READ_AT_START = (
 )
 
 
-# On the tests' side
+# This part runs in the process of pytest.
 
 
 class Forked:
@@ -122,7 +126,7 @@ def _server() -> tuple[socket.socket, dict[str, str], Any]:
     """The server's socket, the environment that it was started with, and its process."""
     ours, theirs = socket.socketpair()
     started_with = dict(os.environ)
-    # numpy's threads would start as it is imported
+    # With more than one thread, numpy would start them as it is imported.
     environment = {**started_with, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
     with theirs:
@@ -139,63 +143,98 @@ def _server() -> tuple[socket.socket, dict[str, str], Any]:
 
 
 def can_fork(words: list[str], env: dict[str, str] | None = None) -> bool:
-    """Whether a fork of the server is what a fresh interpreter would be: ``-m`` one of our modules, or ``-c CODE``."""
-    if not hasattr(os, "pidfd_open"):  # Linux only
+    """Whether a fork of the server does the same as a fresh interpreter with these words.
+
+    It does for ``-m`` with one of our modules, and for ``-c`` with any code.
+    """
+    # The server needs what only Linux has.
+    if sys.platform != "linux":
         return False
-    ours = words[1] == "-c" or (
-        words[1] == "-m" and words[2].partition(".")[0] in (project.__name__, "tests")
-    )
-    if words[0] != sys.executable or not ours:
+    if words[0] != sys.executable or not _runs_our_code(words):
         return False
     return env is None or _read_at_start(env) == _read_at_start(_server()[1])
 
 
+def _runs_our_code(words: list[str]) -> bool:
+    option, code = words[1:3]
+    if option == "-m":
+        return code.partition(".")[0] in (project.__name__, "tests")
+    return option == "-c"
+
+
 def _read_at_start(env: dict[str, str]) -> dict[str, str]:
-    # the search path is set in the child; pytest changes its own variable with every test
-    return {k: v for k, v in env.items() if k.startswith(READ_AT_START) and k != "PYTHONPATH"}
+    found = {name: value for name, value in env.items() if name.startswith(READ_AT_START)}
+    # The child sets its search path itself. Every test has another value of this variable.
+    found.pop("PYTHONPATH", None)
+    return found
 
 
-# On the server's side
+# This part runs in the server and its children.
+
+
+class Child(NamedTuple):
+    """A child of the server."""
+
+    pid: int
+    # The socket on which pytest learns of its end.
+    reports: socket.socket
 
 
 def serve(control: socket.socket) -> dict[str, Any]:
-    """Fork a child for each request; returns in the child, with what it should run."""
-    server, libc = os.getpid(), ctypes.CDLL(None)
-    alive: dict[
-        int, tuple[int, socket.socket]
-    ] = {}  # a child's pidfd → its pid, and where its end is told
+    """Fork a child for each request. Returns in the child, with what the child should run."""
+    # A pidfd becomes readable when its process ends.
+    alive: dict[int, Child] = {}
     while True:
-        for ready in select.select([control.fileno(), *alive], [], [])[0]:
+        readable, _, _ = select.select([control.fileno(), *alive], [], [])
+        for ready in readable:
             if ready != control.fileno():
-                reap(ready, *alive.pop(ready))
+                reap(ready, alive.pop(ready))
                 continue
             message, descriptors, _, _ = socket.recv_fds(control, 1, 3)
-            if not message:  # pytest has ended
-                for pid, _ in alive.values():
-                    kill_session(pid)
+            pytest_has_ended = not message
+            if pytest_has_ended:
+                for child in alive.values():
+                    kill_session(child.pid)
                 os._exit(0)
-            reports = socket.socket(fileno=descriptors[0])
-            with reports.makefile("rb") as lines:
-                request: dict[str, Any] = json.loads(lines.readline())
-            pid = os.fork()
-            if not pid:
-                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != server:
-                    os._exit(1)
-                leave(
-                    [control, reports, *(theirs for _, theirs in alive.values())],
-                    list(alive),
-                    *descriptors[1:],
-                )
+            request = fork_child(control, descriptors, alive)
+            if request is not None:
                 return request
-            for descriptor in descriptors[1:]:
-                os.close(descriptor)
-            reports.sendall(f"{pid}\n".encode())
-            alive[os.pidfd_open(pid)] = pid, reports
+
+
+def fork_child(
+    control: socket.socket, descriptors: list[int], alive: dict[int, Child]
+) -> dict[str, Any] | None:
+    """Fork one child. Returns its request in the child, and None in the server.
+
+    Args:
+        control: The socket on which requests come.
+        descriptors: What came with the request: the socket for reports, stdout, stderr.
+        alive: The children by their pidfd. The server adds the new one.
+    """
+    server = os.getpid()
+    # It is loaded before the fork, so that the child has nothing to load.
+    libc = ctypes.CDLL(None)
+    reports = socket.socket(fileno=descriptors[0])
+    with reports.makefile("rb") as lines:
+        request: dict[str, Any] = json.loads(lines.readline())
+    pid = os.fork()
+    if pid == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        server_has_ended = os.getppid() != server
+        if server_has_ended:
+            os._exit(1)
+        sockets = [control, reports, *(child.reports for child in alive.values())]
+        leave(sockets, list(alive), *descriptors[1:])
+        return request
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
+    reports.sendall(f"{pid}\n".encode())
+    alive[os.pidfd_open(pid)] = Child(pid, reports)
+    return None
 
 
 def leave(sockets: list[socket.socket], pidfds: list[int], stdout: int, stderr: int) -> None:
-    """In a child: close the server's files, take over its own output, in a session of its own."""
+    """In a child: begin a session, close the server's files, take over the child's own output."""
     os.setsid()
     for theirs in sockets:
         theirs.close()
@@ -205,12 +244,14 @@ def leave(sockets: list[socket.socket], pidfds: list[int], stdout: int, stderr: 
         os.close(number)
 
 
-def reap(pidfd: int, pid: int, reports: socket.socket) -> None:
-    """Tell how a child has ended."""
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def reap(pidfd: int, child: Child) -> None:
+    """Report to pytest how a child has ended."""
+    _, status = os.waitpid(child.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
     os.close(pidfd)
-    with reports, contextlib.suppress(BrokenPipeError):  # the test does not wait for it
-        reports.sendall(f"{code}\n".encode())
+    # The pipe is broken where the test does not wait for the child.
+    with child.reports, contextlib.suppress(BrokenPipeError):
+        child.reports.sendall(f"{code}\n".encode())
 
 
 def kill_session(pid: int) -> None:
@@ -220,35 +261,49 @@ def kill_session(pid: int) -> None:
 
 
 def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
-    """Go on as ``python -m module argument ...``, or ``-c code argument ...``, in a folder, with an environment."""
+    """Go on as ``python -m module argument ...``, or as ``python -c code argument ...``.
+
+    Args:
+        words: The command.
+        cwd: Its working folder.
+        env: Its environment.
+    """
     import torch
 
     from project import threads
 
     option, module = words[1:3]
-    ours = [str(ROOT), *sys.path[1:]]
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     searched = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [cwd, *searched, *(path for path in dict.fromkeys(ours) if path != str(ROOT))]
+    # The server's own entries are the clone, which the command may not have, and what every Python
+    # on this machine searches.
+    of_every_python = [path for path in sys.path[1:] if path != str(ROOT)]
+    sys.path[:] = [cwd, *searched, *of_every_python]
     importlib.invalidate_caches()
-    sys.argv, sys.orig_argv = [option, *words[3:]], words
-    torch.set_num_threads(threads.configure())  # torch has read OMP_NUM_THREADS already
+    sys.argv = [option, *words[3:]]
+    sys.orig_argv = words
+    # torch has read OMP_NUM_THREADS already.
+    torch.set_num_threads(threads.configure())
     if option == "-c":
         exec(module, {"__name__": "__main__"})
     else:
-        sys.modules.pop(module, None)  # it runs as __main__
+        # The module runs as __main__, and may have been imported by its own name before.
+        sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
-    """Import, then serve; in a child, run its command."""
+    """Import, then serve. In a child, run its command."""
     from project import threads
 
-    threads.configure()  # before torch is imported
+    # It sets variables that torch reads as it is imported.
+    threads.configure()
+    # The garbage collector would visit the many objects that an import makes again and again.
     gc.disable()
-    import project.fit  # noqa: F401 - and with it torch and Lightning
+    # With fit come torch, Lightning and most of the project.
+    import project.fit  # noqa: F401
 
     gc.freeze()
     gc.enable()
@@ -257,7 +312,8 @@ def main() -> None:
         f"imports have started {len(running) - 1} threads, which a fork would lack"
     )
     request = serve(socket.socket(fileno=int(sys.argv[1])))
-    become(**request)  # ends as the interpreter does: exit handlers, traceback, exit code
+    # The child ends as an interpreter does: with exit handlers, traceback and exit code.
+    become(**request)
 
 
 if __name__ == "__main__":

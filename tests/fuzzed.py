@@ -37,14 +37,14 @@ MEMORY = 16 * 2**30  # address space; torch's libraries alone take several GiB o
 MODULES = {
     "fit": "project.fit",
     "test": "project.test",
-    "predict": "project.predict",  # feature: predict
-    "export": "project.export",  # feature: export
+    "predict": "project.predict.__main__",  # feature: predict
+    "export": "project.export.__main__",  # feature: export
     "tune": "project.tune.__main__",  # feature: tune
     "benchmark": "project.benchmark.__main__",  # feature: benchmark
     "devices": "project.devices",  # feature: devices
     "dashboard": "project.dashboard",  # feature: dashboard
-    "sweep": "project.sweep",  # feature: sweep
-    "runs": "project.runs",  # feature: runs
+    "sweep": "project.sweep.__main__",  # feature: sweep
+    "runs": "project.runs.__main__",  # feature: runs
 }
 
 

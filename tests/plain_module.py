@@ -1,4 +1,6 @@
-"""A LightningModule as anybody has one: it inherits nothing of ours and knows nothing of a checkpoint."""
+"""A LightningModule as anybody has one: it inherits nothing of ours and knows nothing of a
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A plain Trainer script, with ExactCheckpoint as its only addition: plain_script.py FOLDER WORKERS DEVICES."""
+"""A plain Trainer script, with ExactCheckpoint as its only addition: plain_script.py FOLDER WORKERS
+DEVICES.
+"""
 
 import sys
 

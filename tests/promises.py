@@ -1,4 +1,4 @@
-"""The promises that hold for any task, as tests to inherit: see test_examples.py and test_mnist_promises.py."""
+"""The promises that hold for any task, as tests to inherit, such as test_examples.py does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw
 
 from project import fit
 from project import test as test_command
+from project.command_line.read_checkpoint import load
 from project.engine.checkpoint_files import read
-from project.engine.restore import load
 from project.errors import UserError
 from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 
@@ -24,21 +24,21 @@ EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
 
 
 class TaskSuite:
-    """A task trains, reports, keeps its best epoch and can be tested. A subclass says how it is started."""
+    """A task trains, reports, keeps its best epoch and can be tested.
 
-    monitor: str | None = (
-        "val/accuracy"  # what best.ckpt must follow; None: nothing can be followed, the last is best
-    )
+    A subclass says how it is started.
+    """
+
+    # What best.ckpt must follow. None: nothing can be followed, and the last epoch is the best.
+    monitor: str | None = "val/accuracy"
     mode = "max"
     logged = {"train/loss", "train/accuracy", "val/loss", "val/accuracy"}
-    reached: tuple[str, float] | None = (
-        "test/accuracy",
-        0.5,
-    )  # after these few steps; None: there is no test set
+    # What the few steps reach on the test set. None: there is no test set.
+    reached: tuple[str, float] | None = ("test/accuracy", 0.5)
 
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
-        """Make data in ``folder``; return the arguments of ``fit`` that train on them for two short epochs."""
+        """Make data in a folder. Returns arguments of ``fit`` for two short epochs on them."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
@@ -46,14 +46,14 @@ class TaskSuite:
     def flags(cls, tmp_path_factory: pytest.TempPathFactory) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WANDB_MODE", "disabled")
-            patch.syspath_prepend(
-                str(ROOT)
-            )  # the examples are imported as a user's file in the clone is
+            # The examples are imported as a user's file in the clone is.
+            patch.syspath_prepend(str(ROOT))
             patch.chdir(ROOT)
             folder = tmp_path_factory.mktemp(cls.__name__)
             common = ["--accelerator", "cpu", "--log_every_n_steps", "3"]
             arguments = cls.arguments(folder / "data")
-            common += [] if "--max_epochs" in arguments else ["--max_epochs", "2"]
+            if "--max_epochs" not in arguments:
+                common += ["--max_epochs", "2"]
             yield [*arguments, *common, "--default_root_dir", str(folder / "runs")]
 
     @pytest.fixture(scope="class")
@@ -64,7 +64,8 @@ class TaskSuite:
         return Path(flags[-1]) / "undisturbed"
 
     def test_trains_and_reports(self, undisturbed: Path) -> None:
-        facts, logged = summary(undisturbed), {name for row in rows(undisturbed) for name in row}
+        facts = summary(undisturbed)
+        logged = {name for row in rows(undisturbed) for name in row}
         assert facts["throughput/samples_per_sec"] > 0  # feature: throughput
         assert facts["memory/peak_rss_gib"] > 0  # feature: memory
         assert "optimizer/lr" in logged  # feature: optimizer
@@ -73,17 +74,19 @@ class TaskSuite:
             assert (undisturbed / name).is_file()
         if self.reached is None:
             assert not [name for name in facts if name.startswith("test")]
+            return
+        name, bound = self.reached
+        if self.mode == "min":
+            assert facts[name] <= bound, facts
         else:
-            name, bound = self.reached
-            assert facts[name] <= bound if self.mode == "min" else facts[name] >= bound, facts
+            assert facts[name] >= bound, facts
 
     def test_the_best_checkpoint_is_of_the_best_epoch_by_the_followed_metric(
         self, undisturbed: Path
     ) -> None:
-        facts, best, last = (
-            summary(undisturbed),
-            *(read(undisturbed / f"{name}.ckpt") for name in ("best", "last")),
-        )
+        facts = summary(undisturbed)
+        best = read(undisturbed / "best.ckpt")
+        last = read(undisturbed / "last.ckpt")
         if self.monitor is None:
             assert "monitor" not in facts
             assert best["global_step"] == last["global_step"] == facts["steps"]
@@ -91,10 +94,9 @@ class TaskSuite:
         assert (facts["monitor"], facts["mode"]) == (self.monitor, self.mode)
         of_epochs = [row for row in rows(undisturbed) if self.monitor in row]
         values = [float(row[self.monitor]) for row in of_epochs]
-        wanted = (max if self.mode == "max" else min)(values)
-        epoch = max(
-            index for index, value in enumerate(values) if value == wanted
-        )  # of equal ones the latest
+        wanted = max(values) if self.mode == "max" else min(values)
+        # Of equally good epochs the latest is the best.
+        epoch = max(index for index, value in enumerate(values) if value == wanted)
         assert facts["best_epoch"] == epoch
         assert facts[self.monitor] == pytest.approx(wanted)
         assert best["run"]["metrics"][self.monitor] == pytest.approx(wanted)
@@ -119,7 +121,7 @@ class PictureSuite(TaskSuite):  # feature: images
     def test_predicts_pictures_from_the_checkpoint_alone(
         self, undisturbed: Path, tmp_path: Path
     ) -> None:
-        from project import predict
+        from project.predict import __main__ as predict
 
         data: Any = load(undisturbed / "best.ckpt").datamodule
         picture = Image.new("RGB", (90, 120), "white")
@@ -134,25 +136,27 @@ class PictureSuite(TaskSuite):  # feature: images
     # end feature: predict
 
     # feature: export
-    @pytest.mark.nightly  # test_export.py has the same of the digits, and of any module
+    # Every day, test_export.py tries the same with the digits, and with any module.
+    @pytest.mark.nightly
     def test_exports_a_model_that_answers_like_the_checkpoint(self, undisturbed: Path) -> None:
         pytest.importorskip("onnxruntime")
-        from project import export
+        from project.export import __main__ as export
 
-        assert export.main(["--ckpt_path", str(undisturbed / "best.ckpt")]) in (
-            0,
-            None,
-        )  # compares the answers
+        # It compares the answers itself.
+        code = export.main(["--ckpt_path", str(undisturbed / "best.ckpt")])
+        assert code in (0, None)
         assert list(undisturbed.rglob("*.onnx"))
 
     # end feature: export
 
 
 class PromiseSuite(TaskSuite):
-    """Besides: a run that is killed or stopped loses nothing, and two processes measure what one does."""
+    """Besides: a killed or stopped run loses nothing, and two processes measure what one does."""
 
-    interrupt_at = 12  # step, in the middle of an epoch
-    optimizers = 1  # of which each counts its steps
+    # A step in the middle of an epoch.
+    interrupt_at = 12
+    # Each optimizer counts its steps.
+    optimizers = 1
     signal = "SIGTERM"
 
     def test_a_run_that_was_stopped_and_resumed_is_bit_identical(
@@ -165,30 +169,27 @@ class PromiseSuite(TaskSuite):
         folder = undisturbed.with_name("stopped")
         before = read(folder / "last.ckpt")
         reached = before["global_step"] // self.optimizers
-        if self.signal != "SIGKILL":  # asked to stop within a step, a run ends after it
+        if self.signal != "SIGKILL":
+            # A run that is asked to stop within a step ends after it.
             assert reached in (self.interrupt_at, self.interrupt_at + 1)
-        assert (
-            0 < before["global_step"] < read(undisturbed / "last.ckpt")["global_step"]
-        )  # something is left to repeat
+        # Something is left to repeat.
+        assert 0 < before["global_step"] < read(undisturbed / "last.ckpt")["global_step"]
         assert before["run"]["state"]["place"] == "batch"
         assert not (folder / "summary.json").exists()
 
         assert fit.main([*named, "--ckpt_path", "auto"]) == 0
         assert_same_run(undisturbed, folder)
-        ours, theirs = summary(folder), summary(undisturbed)
-        assert [ours.get(name) for name in theirs if "test" in name] == [
-            v for k, v in theirs.items() if "test" in k
-        ]
+        ours = summary(folder)
+        theirs = summary(undisturbed)
+        for name in theirs:
+            if "test" in name:
+                assert ours[name] == theirs[name], name
 
     def test_two_processes_measure_what_one_does(self, undisturbed: Path, tmp_path: Path) -> None:
         if self.reached is None:
             pytest.skip("this task has no test set")
-        words = [
-            "--ckpt_path",
-            str(undisturbed / "best.ckpt"),
-            "--output",
-            str(tmp_path / "metrics.json"),
-        ]
+        words = ["--ckpt_path", str(undisturbed / "best.ckpt")]
+        words += ["--output", str(tmp_path / "metrics.json")]
         ended = run_ranks("test", *words, cwd=ROOT, env=environment())
         assert ended.returncode == 0, ended.stderr
         assert json.loads((tmp_path / "metrics.json").read_text())["world_size"] == 2
@@ -196,19 +197,27 @@ class PromiseSuite(TaskSuite):
 
 
 def assert_same_metrics(folder: Path, output: Path) -> None:
-    """What ``project.test`` wrote are the test metrics of the run: accuracies exactly, the rest but for rounding."""
-    found, facts = json.loads(output.read_text()), summary(folder)
+    """What ``project.test`` wrote are the run's test metrics.
+
+    Accuracies are equal exactly, the rest but for rounding.
+    """
+    found = json.loads(output.read_text())
+    facts = summary(folder)
     names = [name for name in facts if name.startswith(("test/", "test_"))]
     assert names
     for name in names:
-        exactly = "accuracy" in name
-        assert found[name] == (facts[name] if exactly else pytest.approx(facts[name], rel=1e-6)), (
-            name
-        )
+        if "accuracy" in name:
+            assert found[name] == facts[name], name
+        else:
+            assert found[name] == pytest.approx(facts[name], rel=1e-6), name
 
 
 def environment() -> dict[str, str]:
-    """Of a command with as many threads as this process has: sums are then of the same order."""
-    left_out = ("LOCAL_RANK", "PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED")
-    kept = {key: value for key, value in os.environ.items() if key not in left_out}
+    """The environment of a command that adds sums in the same order as this process.
+
+    It has as many threads.
+    """
+    kept = dict(os.environ)
+    for name in ("LOCAL_RANK", "PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED"):
+        kept.pop(name, None)
     return kept | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "WANDB_MODE": "disabled"}

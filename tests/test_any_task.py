@@ -1,10 +1,10 @@
-"""Any LightningModule, any loader, any metric: what is exact, and what is said in one line where it is not."""
+"""Any LightningModule, any loader, any metric: what is exact, and what is said in one line where it
+is not.
+"""
 
 from __future__ import annotations
 
 import signal
-import sys
-import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,10 @@ from project import fit
 from project import test as test_command
 from project.command_line import start as entry
 from project.command_line.cli import configure
-from project.command_line.typed import CommandLine
-from project.data import MNISTDataModule  # feature: mnist
+from project.command_line.read_checkpoint import load
 from project.engine import signals
 from project.engine.following import Best
-from project.engine.restore import Run, load, refuse_foreign_classes, refuse_writing_elsewhere
-from project.errors import UserError
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
-from tests.made_data import make_idx_files  # feature: mnist
 from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
 from tests.stopped_runs import RUNS, SHORT, error_of, resume, train, train_until
 
@@ -49,7 +45,8 @@ def _no_wandb(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
 # Loaders
 
 
-# Inside an epoch, in the validation at its end, inside another; and killed there with the epoch's end saved
+# Inside an epoch, in the validation at its end, inside another; and killed there with the epoch's
+# end saved
 STOPS = [(6, False, "batch"), (13, False, "validation"), (20, False, "batch"), (20, True, "epoch")]
 
 
@@ -165,7 +162,8 @@ def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
 ) -> None:
     flags = [*LINE, *SHORT, "--data.kind", "stream"]
     reference = train("reference", *flags)
-    said = "the training data come from Stream, which has no state_dict: a resumed run goes on from the last epoch's end"
+    lacks = "the training data come from Stream, which has no state_dict"
+    said = f"{lacks}: a resumed run goes on from the last epoch's end"
     assert capsys.readouterr().out.count(said) == 1
     train_until(20, "stopped", *flags)
     assert checkpoint(RUNS / "stopped/last.ckpt")["global_step"] == 13
@@ -173,7 +171,10 @@ def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
 
 
 def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_does() -> None:
-    """Killed and resumed, too. Every figure of the validation is weighted by samples: 53 on 2 ranks."""
+    """Killed and resumed, too.
+
+    Every figure of the validation is weighted by samples: 53 on 2 ranks.
+    """
     flags = ["--model", "tests.other_tasks.LineWithLoaders", "--accelerator", "cpu", *SHORT]
     one = train("one", *flags)
     two = run_ranks("fit", *flags, "--run_name", "two")
@@ -608,392 +609,3 @@ def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(
         capsys, *flags, "--run_name", "all", "--ckpt_path", "last", "--init_weights", best
     )
     assert "--init_weights starts a new run" in both
-
-
-# Checkpoints of strangers
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "disabled")
-        patch.chdir(tmp_path_factory.mktemp("trained"))
-        few = ["--data.source", "sample", "--data.train_samples", "200", "--data.val_samples", "50"]
-        return (
-            train("r", *few, "--data.test_samples", "50", *SHORT, "--max_epochs", "1").absolute()
-            / "best.ckpt"
-        )
-
-
-PLACES = {
-    "a module": ("model.class_path", "{}.Model"),
-    "an optimizer": ("model.init_args.optimizer", "{}.Optimizer"),
-    "a loss": ("model.init_args.loss", "{}.Loss"),
-    "a schedule": ("model.init_args.schedule", "{}.Schedule"),
-    "a network": ("model.init_args.network.class_path", "{}.Network"),
-    "a network as text": ("model.init_args.network", "{}.Network"),
-    "a network as YAML": ("model.init_args.network", "{{class_path: {}.Network}}"),
-    "a metric": ("model.init_args.metrics", {"x": {"class_path": "{}.Metric"}}),
-    "a metric as text": ("model.init_args.metrics", {"x": "{}.Metric"}),
-    "a data module": ("data.class_path", "{}.Data"),
-    "a transform as text": ("data.init_args.transforms", ["{}.Transform"]),
-    "transforms as YAML": ("data.init_args.transforms", "[{}.Transform]"),
-    "transforms as a set": ("data.init_args.transforms", {"{}.Transform"}),
-    "a callback": ("trainer.callbacks", ["{}.Callback"]),
-    "a strategy as text": ("trainer.strategy", "{}.Strategy"),
-    "a profiler as text": ("trainer.profiler", "{}.Profiler"),
-}
-
-
-def filled(value: Any, name: str) -> Any:
-    if isinstance(value, dict):
-        return {key: filled(item, name) for key, item in value.items()}
-    return (
-        type(value)(filled(item, name) for item in value)
-        if isinstance(value, (list, set))
-        else value.format(name)
-    )
-
-
-def forge(trained: Path, keys: str, value: Any) -> str:
-    """A copy of a checkpoint with another entry in its configuration."""
-    contents = checkpoint(trained)
-    *path, last = keys.split(".")
-    section = contents["run"]["config"]
-    for key in path:
-        section = section[key]
-    section[last] = value
-    torch.save(contents, "strange.ckpt")
-    return "strange.ckpt"
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_strangers_class_in_a_checkpoint_is_refused_before_it_is_imported(
-    place: str,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    name = f"stranger_{list(PLACES).index(place)}"
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / f"{name}.py").write_text(
-        f"open({str(tmp_path / 'imported')!r}, 'w')\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
-    keys, value = PLACES[place]
-    forge(trained, keys, filled(value, name))
-    mains = [fit.main] if keys.startswith("trainer") else [fit.main, test_command.main]
-    for main in mains:
-        line = error_of(capsys, "--ckpt_path", "strange.ckpt", main=main)
-        assert name in line
-        assert f"--allow_imports {name}" in line
-        assert name not in sys.modules
-        assert not (tmp_path / "imported").exists()
-    assert "names the class" not in error_of(
-        capsys, "--ckpt_path", "strange.ckpt", "--allow_imports", name
-    )
-    assert (
-        (tmp_path / "imported").exists()
-        or "Strategy" in place
-        or keys.endswith(("loss", "strategy", "profiler"))
-    )
-
-
-POPEN = {"args": "touch ran", "shell": True}
-COMMANDS: dict[str, dict[str, Any]] = {
-    "torch.utils.collect_env.subprocess.Popen": POPEN,
-    "project.facts.subprocess.Popen": POPEN,
-    "lightning.fabric.strategies.launchers.subprocess_script.subprocess.Popen": POPEN,
-    "torch.utils.collect_env.run": {"command": "touch ran"},
-    "torch.from_file": {"filename": "ran", "shared": True, "size": 1},
-    "lightning.pytorch.cli.LightningCLI": {"args": ["--model=antigravity.Model"]},
-    "project.command_line.typed.CommandLine": {"argv": ["--config=file.yaml"]},
-    "project.tables.write_rows": {"path": "ran", "rows": {}},
-    "torchvision.datasets.MNIST": {"root": "ran", "download": True},
-    "lightning.pytorch.demos.mnist_datamodule.MNISTDataModule": {"data_dir": "ran"},
-    "lightning.pytorch.demos.transformer.WikiText2": {"data_dir": "ran"},
-    "lightning.pytorch.loggers.csv_logs.ExperimentWriter": {"log_dir": "ran"},
-    "lightning.fabric.loggers.csv_logs._ExperimentWriter": {"log_dir": "ran"},
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": {
-        "entrypoint": "/usr/bin/touch",
-        "args": ["ran"],
-        "env": {},
-        "local_rank_id": 0,
-        **dict.fromkeys(("stdout", "stderr", "numa_options")),
-    },
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_name_of_a_trusted_package_that_leads_to_a_command_or_a_file_is_refused(
-    name: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
-    spec = {"class_path": name, "init_args": COMMANDS[name]}
-    path = forge(trained, "model.init_args.optimizer_args", {"x": spec})  # whose type is Any
-    for main in (fit.main, test_command.main):
-        line = error_of(capsys, "--ckpt_path", path, main=main)
-        assert f"names {name}, which " in line
-        assert "--allow_imports" in line
-    time.sleep(0.2)  # longer than a command takes
-    assert not Path("ran").exists()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"network": '{class_path: "\\x73ubprocess.Popen", init_args: {when: 2001-99-99}}'},
-        {"network": r'!!set {"\x73ubprocess.Popen"}'},
-        {"loader": "unittest.__main__.json"},
-        {"loader": "tests.commands.os.remove"},
-        {"loader": "torch.nn.Module.forward.__globals__.pop"},
-        {"optimizer": "is-installed.Optimizer"},
-        {"class_path": "numpy.memmap"},
-    ],
-    ids=str,
-)
-def test_a_name_in_disguise_is_refused(
-    config: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "numpy").mkdir()  # an installed package comes first
-    with pytest.raises(UserError, match="--allow_imports"):
-        refuse_foreign_classes({"model": {"init_args": config}}, None, Path("x.ckpt"))
-    assert "unittest.__main__" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["[" * 100_000, "[" * 2000 + "]" * 2000, "- " * 100_000, "&a [*a]", "&a {x: *a}"],
-    ids=len,
-)
-def test_a_text_that_is_nested_too_deeply_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="is nested too deeply"):
-        refuse_foreign_classes({"model": {"init_args": {"network": text}}}, None, Path("x.ckpt"))
-
-
-def test_a_checkpoint_that_is_nested_too_deeply_is_refused(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nested: list[Any] = []
-    for _ in range(3000):
-        nested = [nested]
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(10 * limit)  # for torch.save; a stranger's pickle needs none
-    path = forge(trained, "data", {"x": nested})
-    sys.setrecursionlimit(limit)
-    assert "is damaged or no checkpoint" in error_of(capsys, "--ckpt_path", path)
-
-
-def test_a_section_in_disguise_is_refused(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    contents = checkpoint(trained)
-    logger = {
-        "class_path": "lightning.pytorch.loggers.CSVLogger",
-        "init_args": {"save_dir": "../elsewhere"},
-    }
-    contents["run"]["config"]["trainer.logger"] = logger
-    torch.save(contents, "strange.ckpt")
-    for main in (fit.main, test_command.main):
-        line = error_of(capsys, "--ckpt_path", "strange.ckpt", main=main)
-        assert "its entry run.config.trainer.logger is not what this project writes" in line
-    assert not list(Path.cwd().parent.glob("elsewhere"))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "torch.nn.functional.gelu",
-            "torch.optim.lr_scheduler.StepLR",
-            "torch.utils.data.default_collate",
-        ),
-        *(
-            "torchvision.models.resnet18",
-            "torchmetrics.R2Score",
-            "lightning.pytorch.callbacks.EarlyStopping",
-        ),
-        *(
-            "lightning.pytorch.cli.ReduceLROnPlateau",
-            "torch.distributed.fsdp.MixedPrecision",
-            "tests.other_tasks.Line",
-            "project.model.ConvNet",
-        ),
-        *(
-            "lightning.pytorch.callbacks.finetuning.multiplicative",
-            "torchvision.datasets.folder.default_loader",
-        ),
-        *("torchvision.datasets.ImageFolder", "torchvision.datasets.FakeData"),
-        *(
-            "lightning.pytorch.demos.boring_classes.BoringModel",
-            "lightning.pytorch.loggers.CSVLogger",
-        ),
-        *(
-            "torch.tanh",
-            "torch.relu",
-            "torch.optim.swa_utils.get_ema_avg_fn",
-            "torch.profiler.schedule",
-        ),
-    ],
-)
-def test_what_training_is_made_of_may_be_named(name: str) -> None:
-    refuse_foreign_classes({"model": {"class_path": name}}, None, Path("x.ckpt"))
-
-
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        ("model.init_args.network", "file.yaml"),
-        ("model.init_args.network", "~/file.yaml"),
-        ("model.init_args.metrics", {"x": "file.yaml"}),
-        ("model.init_args", "file.yaml"),
-        ("data.init_args.transforms", ["file.yaml"]),
-        ("data.init_args.transforms", "lines.txt"),
-        ("trainer.callbacks", ["file.yaml"]),
-        ("trainer.callbacks", "lines.txt"),
-        ("trainer.logger", "file.yaml"),
-        ("config", "all.yaml"),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_brings_in_no_file_that_names_a_strangers_class(
-    keys: str, value: Any, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(Path.cwd()))
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "of_a_file.py").write_text(
-        "import torch\n\n\nclass Thing(torch.nn.Identity): ...\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
-    Path("file.yaml").write_text("class_path: of_a_file.Thing\n")
-    Path("lines.txt").write_text("of_a_file.Thing\n")
-    Path("all.yaml").write_text("data: {init_args: {transforms: [of_a_file.Thing]}}\n")
-    path = forge(trained, keys, value)
-    mains = [fit.main] if keys.startswith("trainer") else [fit.main, test_command.main]
-    ends = {entry.exit_code(main, ["--ckpt_path", path, "--max_epochs", "2"]) for main in mains}
-    assert ends == {0 if keys == "config" else 2}  # that one is no setting of a run
-    assert "of_a_file" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        (
-            "logger",
-            {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "OUT"}},
-        ),
-        ("logger", [{"class_path": "CSVLogger", "init_args": {"save_dir": "../elsewhere"}}]),
-        ("logger", "{class_path: CSVLogger, init_args: {save_dir: OUT}}"),
-        (
-            "logger",
-            {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "../elsewhere"}},
-        ),
-        (
-            "profiler",
-            {
-                "class_path": "SimpleProfiler",
-                "init_args": {"dirpath": "elsewhere", "filename": "f"},
-            },
-        ),
-        ("callbacks", [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "OUT"}}]),
-        (
-            "callbacks",
-            [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "~nobody/elsewhere\0"}}],
-        ),
-    ],
-    ids=["absolute", "above", "YAML", "a name", "profiler", "callback", "no path"],
-)
-def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
-    keys: str, value: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "elsewhere")
-    path = forge(
-        trained, f"trainer.{keys}", yaml.safe_load(yaml.safe_dump(value).replace("OUT", out))
-    )
-    line = error_of(capsys, "--ckpt_path", path, "--max_epochs", "2")
-    assert "in its configuration is outside the run's folder" in line
-    assert not list(tmp_path.rglob("elsewhere"))
-
-
-# feature: mnist
-@pytest.mark.parametrize("source", ["auto", "mnist"])
-def test_nothing_is_downloaded_into_a_folder_that_a_checkpoint_alone_names(
-    source: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def download(self: MNISTDataModule) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(MNISTDataModule, "_download", download)
-    forge(trained, "data.init_args.source", source)
-    path = ["--ckpt_path", forge(Path("strange.ckpt"), "data.init_args.root", "elsewhere")]
-    mains = (
-        [test_command.main, fit.main] if source == "mnist" else [test_command.main]
-    )  # auto: as in training, sample
-    for main in mains:
-        line = error_of(capsys, *path, main=main)
-        assert line.startswith(
-            "error: --data.root elsewhere: elsewhere/MNIST/raw lacks train-images-idx3-ubyte, "
-        )
-        assert (
-            "and a checkpoint alone names it: type --data.root elsewhere to download there." in line
-        )
-        assert "the download failed (no network)" in error_of(
-            capsys, *path, "--data.root", "elsewhere", main=main
-        )
-    assert not Path("elsewhere").exists()
-    monkeypatch.setattr(MNISTDataModule, "files", dict.fromkeys(MNISTDataModule.files))
-    make_idx_files(Path("elsewhere/MNIST/raw"), train=24, test=10)
-    assert test_command.main(path) == 0, "it is read as ever"
-    path = [
-        "--ckpt_path",
-        forge(Path("strange.ckpt"), "data.init_args.root", "data"),
-        "--data.source",
-        "mnist",
-    ]
-    assert "the download failed (no network)" in error_of(capsys, *path, main=test_command.main), (
-        "the default"
-    )
-
-
-# end feature: mnist
-
-
-def test_a_files_name_is_no_class() -> None:
-    for name in ("test.csv", "code.txt", "a/b.csv"):
-        refuse_foreign_classes({"data": {"init_args": {"file": name}}}, None, Path("x.ckpt"))
-    for config in (
-        {"class_path": "test.csv"},
-        {"file": "subprocess.Popen"},
-        {"file": "pytest.csv"},
-        {"file": "antigravity.csv"},
-    ):
-        with pytest.raises(UserError, match="names the class"):
-            refuse_foreign_classes({"data": config}, None, Path("x.ckpt"))
-
-
-def test_what_is_typed_again_and_what_a_class_does_by_itself_goes_on(
-    trained: Path, tmp_path: Path
-) -> None:
-    own = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "mine")]
-    few = ["--ckpt_path", str(trained), "--max_epochs", "2", "--limit_test_batches", "0"]
-    train("typed", *few, *own)
-    train("typed", "--ckpt_path", "last", "--max_epochs", "3", *own)
-    assert list((tmp_path / "mine").rglob("metrics.csv"))
-    wandb = {
-        "class_path": "lightning.pytorch.loggers.WandbLogger",
-        "init_args": {"save_dir": ".", "offline": True},
-    }
-    throughput = {
-        "class_path": "lightning.pytorch.callbacks.ThroughputMonitor",
-        "init_args": {"separator": "/"},
-    }
-    base = {
-        "trainer": {
-            "logger": wandb,
-            "callbacks": [throughput],
-            "default_root_dir": str(tmp_path / "runs"),
-        }
-    }
-    refuse_writing_elsewhere(base, CommandLine([]), Run(tmp_path / "runs" / "r"))

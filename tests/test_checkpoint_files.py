@@ -1,24 +1,31 @@
-"""Promise 3: a checkpoint is whole or absent, a failed save is an error, and nothing that was good is lost."""
+"""Promise 3: a checkpoint is whole or absent, a failed save is an error, and nothing that was good
+is lost.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from project import fit
 from project.command_line import start as entry
-from project.engine.checkpoint_files import AtomicCheckpointIO, damage
-from project.engine.restore import choose, find_checkpoint
+from project.engine import run_folder
+from project.engine.checkpoint_files import AtomicCheckpointIO, damage, load_weights
+from project.engine.files import write_atomically
+from project.engine.run_folder import RunFolder, choose, find_checkpoint, newest_run
 from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
-from project.tables import write_atomically
 from tests.commands import (
     SMALL,
     assert_same_run,
@@ -204,8 +211,7 @@ UNFIT = [
     slice(1),
     range(3),
     max,
-    np.float64(1),
-    np.str_("x"),
+    np.arange(3),
     defaultdict(int),
 ]
 
@@ -240,6 +246,122 @@ def test_what_is_saved_loads_again(tmp_path: Path) -> None:
     assert AtomicCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"] == plain
 
 
+def saved_and_read(contents: dict[str, Any], path: Path) -> dict[str, Any]:
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "loops": {}, **contents}, path)
+    return AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_numbers_of_numpy_become_pythons_and_the_runs_own_stay(tmp_path: Path) -> None:
+    group = {"lr": np.float64(0.1), "betas": (np.float32(0.5), 1)}
+    contents = {
+        "optimizer_states": [{"param_groups": [group]}],
+        "lr_schedulers": [{"last_lr": [np.float64(0.1)], np.int64(3): np.bool_(True)}],
+        "callbacks": {"Mine": {"best": np.float32(1.5), "name": np.str_("x")}},
+        "mine": np.int64(7),
+    }
+    found = saved_and_read(contents, tmp_path / "x.ckpt")
+    assert found["optimizer_states"] == [{"param_groups": [{"lr": 0.1, "betas": (0.5, 1)}]}]
+    assert found["lr_schedulers"] == [{"last_lr": [0.1], 3: True}]
+    assert found["callbacks"] == {"Mine": {"best": 1.5, "name": "x"}}
+    assert found["mine"] == 7
+    assert type(found["mine"]) is int
+    assert type(group["lr"]) is np.float64
+
+
+@pytest.mark.parametrize("layout", ["coo", "not coalesced", "csr", "csc", "bsr", "expanded"])
+def test_a_tensor_that_is_not_dense_loads_again_with_its_meaning(
+    layout: str, tmp_path: Path
+) -> None:
+    dense = torch.eye(3000)
+    make = {
+        "coo": dense.to_sparse,
+        "not coalesced": lambda: torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (9, 9)),
+        "csr": dense.to_sparse_csr,
+        "csc": dense.to_sparse_csc,
+        "bsr": lambda: dense.to_sparse_bsr((2, 2)),
+        "expanded": lambda: torch.ones(1, 3).expand(500, 3),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor = make[layout]()
+        path = tmp_path / "x.ckpt"
+        found = saved_and_read({"state_dict": {"x": tensor}}, path)["state_dict"]["x"]
+        assert found.layout == tensor.layout
+        assert torch.equal(found.to_dense(), tensor.to_dense())
+        assert damage(path) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, device="meta"),
+        torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
+    ],
+    ids=["meta", "nested"],
+)
+def test_a_tensor_that_would_not_load_is_named_at_the_first_save(
+    value: torch.Tensor, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=r"state_dict\['odd'\] is a "):
+        saved_and_read({"state_dict": {"odd": value}}, tmp_path / "x.ckpt")
+    assert not (tmp_path / "x.ckpt").exists()
+
+
+def test_a_file_that_could_not_be_read_again_is_refused_at_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(UserError, match="was not saved, for it could not be read again: TooMuch"):
+        saved_and_read({"mine": deep}, tmp_path / "x.ckpt")
+    assert not (tmp_path / "x.ckpt").exists()
+
+
+class Graph(LightningModule):
+    """A sparse and an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+        self.register_buffer("wide", torch.ones(1).expand(7))
+
+
+def test_expanded_and_sparse_buffers_are_loaded_into_a_module(tmp_path: Path) -> None:
+    first, second = Graph(), Graph()
+    weights = first.state_dict()
+    contents = {"state_dict": weights, "loops": {}}
+    AtomicCheckpointIO().save_checkpoint(contents, tmp_path / "x.ckpt")
+    assert load_weights(second, tmp_path / "x.ckpt")
+    assert torch.equal(second.layer.weight, first.layer.weight)
+    assert torch.equal(second.adjacency.to_dense(), torch.eye(3))
+
+
+def test_a_second_run_in_one_process_takes_its_own_folder_again(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "r")
+    first.create()
+    (first.folder / "last.ckpt").touch()
+    second = RunFolder(tmp_path / "r")
+    second.create()
+    assert second.run_id == first.run_id
+    second.release()
+
+
+def test_a_file_system_without_locks_is_said_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.FileLock, "acquire", refuse)
+    run = RunFolder(tmp_path / "r")
+    run.create()
+    assert "cannot be locked: do not start a second process of run r" in capsys.readouterr().out
+    assert (tmp_path / "r" / "run-id.txt").read_text().strip() == run.run_id
+    run.release()
+
+
 def test_a_checkpoint_elsewhere_starts_a_new_run(copied: Path) -> None:
     shutil.copy(copied / "best.ckpt", "elsewhere.ckpt")
     assert (
@@ -271,11 +393,18 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_damaged(
 
 
 def test_last_and_best_mean_the_newest_run(copied: Path) -> None:
+    """It is found by its files: no link is needed, and a copy of the link as a folder misleads
+    nobody.
+    """
     with pytest.raises(UserError, match="no run"):
-        find_checkpoint("last")
-    os.symlink("r", "checkpoints/latest")
+        find_checkpoint("last", root=Path("nowhere"))
     assert find_checkpoint("last") == Path("checkpoints/r/last.ckpt")
     assert find_checkpoint() == Path("checkpoints/r/best.ckpt")
     assert choose(Path("checkpoints"), None, "last").folder.name == "r"
+    shutil.copytree(copied, "checkpoints/latest")
+    assert newest_run(Path("checkpoints")) == Path("checkpoints/r")
+    shutil.copytree(copied, "checkpoints/earlier")
+    os.utime("checkpoints/earlier/config.yaml", (0, 0))
+    assert newest_run(Path("checkpoints")) == Path("checkpoints/r")
     with pytest.raises(UserError, match="Did you mean"):
         find_checkpoint("best", run_name="rr")

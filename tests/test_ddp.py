@@ -1,4 +1,6 @@
-"""Promises 2, 4 and 8 on several processes: one folder, one curve, exact evaluation, a job that restarts by itself."""
+"""Promises 2, 4 and 8 on several processes: one folder, one curve, exact evaluation, a job that
+restarts by itself.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ class WriteBuffers(Callback):
 
 
 def test_two_ranks_validate_with_the_same_running_statistics(workplace: Path) -> None:
-    # once in the middle of an accumulated step, where DDP itself does not share them, and once at the epoch's end
+    # once in the middle of an accumulated step, where DDP itself does not share them, and once at
+    # the epoch's end
     options = ["--max_epochs", "1", "--data.batch_size", "32", "--accumulate_grad_batches", "2"]
     options += ["--val_check_interval", "25"]
     ema = "{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.9}}"

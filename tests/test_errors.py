@@ -18,8 +18,8 @@ from project import test as test_command
 from project.command_line import start as entry
 from project.command_line.cli import configure
 from project.command_line.explain import explain
+from project.command_line.read_checkpoint import load
 from project.command_line.refusals import refusals_as_errors
-from project.engine.restore import load
 from tests.commands import SMALL, checkpoint, finished_run, summary
 
 

@@ -1,4 +1,6 @@
-"""The engine outside of our command line: a plain Trainer script with one callback more keeps the promises."""
+"""The engine outside of our command line: a plain Trainer script with one callback more keeps the
+promises.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    """Two folders hold the same weights, optimizers, counters, generators and logged sums, bit for bit."""
+    """Two folders hold the same weights, optimizers, counters, generators and logged sums, bit for
+    bit.
+    """
     for name in ("last.ckpt", "best.ckpt"):
         a = checkpoint(one / name)
         b = checkpoint(other / name)

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from project.command_line import start as entry
+from project.command_line.read_checkpoint import Loaded, load
 from project.data import MNISTDataModule
-from project.engine.restore import Loaded, load
 from project.errors import UserError
 from project.export import __main__ as export
 from project.export.compare import compare
@@ -560,7 +560,7 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
         seen.append(find_samples(loaded).source)
         raise UserError("enough")
 
-    monkeypatch.setattr("project.engine.restore.load", lambda *_: loaded)
+    monkeypatch.setattr("project.command_line.read_checkpoint.load", lambda *_: loaded)
     monkeypatch.setattr("project.export.samples.find_samples", noted)
     words = [word for name in typed for word in (name, str(mnist_root))]
     assert (
@@ -621,7 +621,7 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
     def noted(path: Path, words: list[str]) -> Any:
         raise UserError(" ".join(words))
 
-    monkeypatch.setattr("project.engine.restore.load", noted)
+    monkeypatch.setattr("project.command_line.read_checkpoint.load", noted)
     flags = [
         "--ckpt_path",
         str(trained_checkpoint()),

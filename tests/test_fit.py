@@ -30,8 +30,9 @@ from project import test as test_command
 from project.callbacks import yours
 from project.command_line import start as entry
 from project.command_line.cli import configure, differences
+from project.command_line.read_checkpoint import load
 from project.data import MNISTDataModule
-from project.engine.restore import choose, load
+from project.engine.run_folder import choose
 from project.facts import Summary
 from project.fit import next_commands
 from project.model import MLP, MNISTClassifier
@@ -259,7 +260,7 @@ def test_a_checkpoint_that_is_only_used_compiles_and_downloads_nothing(
     network = {"class_path": "tests.other_tasks.Pretrained", "init_args": {"weights": "DEFAULT"}}
     contents["run"]["config"]["model"]["init_args"] |= {"compile": True, "network": network}
     torch.save(contents, tmp_path / "best.ckpt")
-    loaded = load(tmp_path / "best.ckpt")
+    loaded = load(tmp_path / "best.ckpt", ["--allow_imports", "tests"])
     assert type(loaded.module.network).__name__ == "Pretrained"
     assert loaded.config.resolved["model"]["init_args"]["compile"] is False
 

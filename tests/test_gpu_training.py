@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from project import fit
 from project import test as test_command
 from project.benchmark.__main__ import main as benchmark
-from project.engine.restore import load
+from project.command_line.read_checkpoint import load
 from project.final_test import float32_products
 from tests.commands import CONVNET, SMALL, assert_same_run, summary
 from tests.monitored import Linear, Points, make_trainer
@@ -66,7 +66,9 @@ def test_a_stopped_run_goes_on_to_bit_identical_weights(
     ("before", "after"), [("16-mixed", "bf16-mixed"), ("bf16-mixed", "16-mixed")]
 )
 def test_a_run_goes_on_in_another_precision(workplace: Path, before: str, after: str) -> None:
-    """A fused optimizer keeps its step counts on the device, the one under a gradient scaler on the host."""
+    """A fused optimizer keeps its step counts on the device, the one under a gradient scaler on the
+    host.
+    """
     start_and_stop(60, *ON_GPU, "--precision", before, "--run_name", "r")
     assert fit.main(["--run_name", "r", "--ckpt_path", "last", "--precision", after]) == 0
     assert summary(Path("checkpoints/r"))["precision"] == after
@@ -183,7 +185,8 @@ def test_batches_are_copied_from_pinned_memory(workplace: Path) -> None:
         assert fit.main([*words, "--run_name", "r"]) == 0
     copies = [event.name for event in profiler.events() if "Memcpy HtoD" in event.name]
     steps = 3200 // 64
-    # images and labels of every step; pageable are a few small ones before the first step and in the test
+    # images and labels of every step; pageable are a few small ones before the first step and in
+    # the test
     assert sum("Pinned" in name for name in copies) >= 2 * steps
     assert sum("Pageable" in name for name in copies) < steps, copies
 
@@ -191,7 +194,10 @@ def test_batches_are_copied_from_pinned_memory(workplace: Path) -> None:
 def test_fsdp_on_one_gpu_trains_resumes_and_tests_on_a_cpu(
     workplace: Path,
 ) -> None:  # feature: fsdp
-    """On one GPU and in mixed precision; the rest is tested on the CPU. Each run has a process of its own."""
+    """On one GPU and in mixed precision; the rest is tested on the CPU.
+
+    Each run has a process of its own.
+    """
     arguments = [*ON_GPU, "--strategy", "fsdp", "--precision", "bf16-mixed"]
     start_and_stop(60, *arguments, "--run_name", "r")
     words = [sys.executable, "-m", "project.fit", "--run_name", "r", "--ckpt_path", "last"]

@@ -1,4 +1,6 @@
-"""Modules, callbacks and flags of all kinds, interrupted in validation, in the test and between two epochs."""
+"""Modules, callbacks and flags of all kinds, interrupted in validation, in the test and between two
+epochs.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ from torch.utils.data import (
 
 from project import fit
 from project.command_line import start as entry
-from project.engine import restore, signals
+from project.engine import run_folder, signals
 from project.engine.following import Best
 from project.engine.loading import ExactLoading
-from project.engine.restore import Run
+from project.engine.run_folder import RunFolder as Run
 from project.test import main
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import Noisy, table
@@ -42,7 +44,9 @@ def _no_wandb(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
 
 
 class Task(LightningModule):
-    """A small regression with all its loaders, 13 batches an epoch; ``gamma`` of its schedule may be typed."""
+    """A small regression with all its loaders, 13 batches an epoch; ``gamma`` of its schedule may
+    be typed.
+    """
 
     monitor, mode = "val_loss", "min"
 
@@ -672,7 +676,7 @@ def test_a_further_rank_goes_on_with_the_samplers_state_too() -> None:
 def test_only_rank_zero_discards_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "r")
     run.create()
-    monkeypatch.setattr(restore, "is_rank_zero", lambda: False)
+    monkeypatch.setattr(run_folder, "is_rank_zero", lambda: False)
     run.discard()
     assert run.folder.exists(), "it is rank 0's"
     monkeypatch.undo()

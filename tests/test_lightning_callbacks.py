@@ -1,4 +1,5 @@
-"""Promise 2 with every callback that Lightning ships: a run that was killed and resumed is bit-identical.
+"""Promise 2 with every callback that Lightning ships: a run that was killed and resumed is
+bit-identical.
 
 ``python -m pytest -m nightly tests/test_lightning_callbacks.py`` kills a hundred times.
 """

@@ -16,13 +16,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image, ImageDraw, ImageFont
 
 from project.command_line import start as entry
-from project.data.digits import find_digit, is_unclear
+from project.command_line.read_checkpoint import Loaded, load
 from project.data.images import fit_image
-from project.engine.restore import Loaded, load
 from project.errors import BadImage, UserError
 from project.model import MNISTClassifier
 from project.predict import __main__ as predict
 from project.predict.answers import predict_batch
+from project.predict.digits import find_digit, is_unclear
 from project.predict.files import find_files
 from project.predict.images import read_image
 from project.predict.labelling import predict_files

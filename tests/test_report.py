@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from project import facts, fit, run_record
 from project.callbacks import test_predictions  # feature: test_predictions
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
+from project.command_line.read_checkpoint import load
 from project.data import MNISTDataModule
-from project.engine.restore import load
 from project.facts import Summary
 from project.report import Report, page
 from project.report.charts import MOST_POINTS, curves

@@ -1,4 +1,5 @@
-"""Promise 2: a run that was killed at any moment, with any signal, and resumed is bit-identical to one that was not.
+"""Promise 2: a run that was killed at any moment, with any signal, and resumed is bit-identical to
+one that was not.
 
 The whole matrix, with more than 30 kills, is ``python -m pytest -m nightly tests/test_resume.py``.
 """
@@ -78,7 +79,8 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     chance = random.Random(f"{devices}{workers}{accumulate}")
     log = workplace / "log.txt"
     for number in range(kills):
-        # twice in a row without a step between them is part of it: the second kill may come before the first step
+        # twice in a row without a step between them is part of it: the second kill may come before
+        # the first step
         words, store = ["fit", "--run_name", "killed", "--ckpt_path", "auto", *arguments], None
         if devices == 2:
             with open(log, "ab") as file:

@@ -1,4 +1,4 @@
-"""Several processes and machines on the engines people have: torchrun on one node and two, SLURM with its variables."""
+"""Several processes and machines: torchrun on one node and on two, and SLURM with its variables."""
 
 from __future__ import annotations
 
@@ -36,37 +36,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(place: Path, name: str) -> list[str]:
-    size = ["--limit_train_batches", "18", "--max_epochs", "2"]
-    where = [
-        "--accelerator",
-        "cpu",
-        "--checkpoint_every",
-        "5",
-        "--default_root_dir",
-        str(place / name),
-    ]
+    size = ["--limit_train_batches", "18", "--max_epochs", "2", "--checkpoint_every", "5"]
+    where = ["--accelerator", "cpu", "--default_root_dir", str(place / name)]
     return [*EXAMPLE, *size, *where]
 
 
+# Variables that tell a process its place among others begin with these words.
+FOREIGN = (
+    "SLURM",
+    "TORCHELASTIC",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_",
+    "PROJECT_",
+    "PL_",
+)
+
+
 def environment(**more: str) -> dict[str, str]:
-    foreign = (
-        "SLURM",
-        "TORCHELASTIC",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_",
-        "PROJECT_",
-        "PL_",
-    )
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
-    # a restarted worker group must not meet the old group's store; the same threads everywhere sum in the same order
-    fixed = {
-        "WANDB_MODE": "disabled",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": "2",
-    }
-    return {**kept, **fixed, "PYTHONPATH": str(ROOT), **more}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
+    kept["WANDB_MODE"] = "disabled"
+    # A worker group that is started again must not meet the old group's store.
+    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # With the same number of threads everywhere, sums are added in the same order.
+    kept["OMP_NUM_THREADS"] = "2"
+    kept["PYTHONPATH"] = str(ROOT)
+    return {**kept, **more}
 
 
 def run(command: list[str], **more: str) -> subprocess.Popen[str]:
@@ -88,15 +84,15 @@ def free_port() -> int:
 
 def only_run(place: Path, name: str) -> Path:
     """The one run that a job left, however many processes it had."""
-    (folder,) = [
-        path for path in (place / name).iterdir() if path.is_dir() and not path.is_symlink()
-    ]
+    paths = (place / name).iterdir()
+    (folder,) = [path for path in paths if path.is_dir() and not path.is_symlink()]
     assert (folder / "summary.json").exists()
     return folder
 
 
 def assert_same(one: Path, other: Path) -> None:
-    ours, theirs = (read(folder / "last.ckpt")["state_dict"] for folder in (one, other))
+    ours = read(one / "last.ckpt")["state_dict"]
+    theirs = read(other / "last.ckpt")["state_dict"]
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert rows(one) == rows(other)
 
@@ -115,31 +111,13 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(
     place: Path, undisturbed: Path
 ) -> None:
     job_id = str(10_000 + free_port())
-    meeting = [
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "1",
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(free_port()),
-    ]
-    nodes = [
-        run(
-            [
-                *ANY_TORCHRUN,
-                *meeting,
-                "--node_rank",
-                str(rank),
-                "-m",
-                "project.fit",
-                *flags(place, "nodes"),
-            ],
-            **slurm_variables(job_id, rank, nodes=2),
-        )
-        for rank in range(2)
-    ]
+    meeting = ["--nnodes", "2", "--nproc_per_node", "1"]
+    meeting += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    fit = ["-m", "project.fit", *flags(place, "nodes")]
+    nodes = []
+    for rank in range(2):
+        command = [*ANY_TORCHRUN, *meeting, "--node_rank", str(rank), *fit]
+        nodes.append(run(command, **slurm_variables(job_id, rank, nodes=2)))
     for node in nodes:
         told, _ = node.communicate(timeout=TIMEOUT)
         assert node.returncode == 0, told
@@ -151,7 +129,7 @@ def test_torchrun_restarts_a_killed_worker_and_ends_with_the_same_weights(
     place: Path, undisturbed: Path
 ) -> None:
     elastic = [*TORCHRUN, "--max_restarts", "1", "--monitor_interval", "0.2"]
-    # on the device: where the data live changes nothing (the undisturbed run has them on the host)
+    # The undisturbed run has the data on the host. Where they are changes nothing.
     killed = ["-m", "tests.interrupted", "23", "SIGKILL", *flags(place, "killed"), *ON_DEVICE]
     job = run([sys.executable, *elastic, *killed, "--run_name", "killed", "--ckpt_path", "auto"])
     told, _ = job.communicate(timeout=TIMEOUT)
@@ -179,19 +157,35 @@ def slurm_variables(job_id: str, rank: int, nodes: int = 1) -> dict[str, str]:
     }
 
 
+# srun starts two tasks, writes down their process ids, and fails where one of them does.
+SRUN = """#!/bin/bash
+shift
+env {first} "$@" & p0=$!
+env {second} "$@" & p1=$!
+echo $p0 $p1 > {folder}/tasks
+wait $p0; a=$?
+wait $p1
+exit $((a|$?))
+"""
+# scontrol writes down what it is asked.
+SCONTROL = """#!/bin/bash
+echo "$@" >> {folder}/asked
+"""
+
+
+def assignments(rank: int) -> str:
+    """The variables of a task as words for env; the shell fills in the job's id."""
+    variables = slurm_variables("$SLURM_JOB_ID", rank)
+    return " ".join(f"{name}={value}" for name, value in variables.items())
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> Path:
-    """A folder with stand-ins for SLURM's commands: srun starts two tasks, scontrol notes what it is asked."""
-    per_task = "\n".join(
-        f'env {" ".join(f"{k}={v}" for k, v in slurm_variables("$SLURM_JOB_ID", rank).items())} "$@" & p{rank}=$!'
-        for rank in range(2)
-    )
-    script = f"#!/bin/bash\nshift\n{per_task}\necho $p0 $p1 > {tmp_path}/tasks\nwait $p0; a=$?; wait $p1; exit $((a|$?))\n"
-    for name, text in {
-        "srun": script,
-        "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n',
-    }.items():
-        (tmp_path / name).write_text(text)
+    """A folder with stand-ins for SLURM's commands."""
+    srun = SRUN.format(first=assignments(0), second=assignments(1), folder=tmp_path)
+    (tmp_path / "srun").write_text(srun)
+    (tmp_path / "scontrol").write_text(SCONTROL.format(folder=tmp_path))
+    for name in ("srun", "scontrol"):
         (tmp_path / name).chmod(stat.S_IRWXU)
     return tmp_path
 
@@ -201,10 +195,10 @@ def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
     place: Path, slurm: Path, undisturbed: Path
 ) -> None:
     job_id = str(10_000 + free_port())
-    allocation = slurm_variables(job_id, 0) | {
-        "PATH": f"{slurm}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    }
-    del allocation["SLURM_STEP_ID"]  # the batch script itself is no step
+    search_path = f"{slurm}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    allocation = {**slurm_variables(job_id, 0), "PATH": search_path}
+    # The batch script itself is no step.
+    del allocation["SLURM_STEP_ID"]
     script = ["bash", "configs/slurm.sh", *flags(place, "slurm"), "--num_nodes", "1"]
     first = run(
         [*script, "--trainer.callbacks", "tests.interrupted.Slow"], SLOW_SECONDS="0.2", **allocation
@@ -214,7 +208,8 @@ def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
         time.sleep(0.1)
     assert first.poll() is None, first.communicate()[0]
     for task in (slurm / "tasks").read_text().split():
-        os.kill(int(task), signal.SIGUSR1)  # as `#SBATCH --signal=SIGUSR1@90` has SLURM do
+        # SLURM does this where the script says `#SBATCH --signal=SIGUSR1@90`.
+        os.kill(int(task), signal.SIGUSR1)
     told, _ = first.communicate(timeout=TIMEOUT)
     assert first.returncode == 143, told
     assert (slurm / "asked").read_text().split() == ["requeue", job_id], told
@@ -233,19 +228,7 @@ def test_torchrun_inside_a_slurm_job_counts_its_own_ranks(monkeypatch: pytest.Mo
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("SLURM_JOB_NAME", "batch")
-    trainer = build_trainer(
-        trainer_flags(
-            configure(
-                [
-                    "--config",
-                    "configs/examples/autoencoder.yaml",
-                    "--accelerator",
-                    "cpu",
-                    "--strategy",
-                    "ddp",
-                ],
-                "project.fit",
-            )
-        )
-    )
+    words = ["--config", "configs/examples/autoencoder.yaml"]
+    words += ["--accelerator", "cpu", "--strategy", "ddp"]
+    trainer = build_trainer(trainer_flags(configure(words, "project.fit")))
     assert isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment)  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Promise 4: SIGTERM or Ctrl-C, on any rank, saves the exact step and ends all ranks within 10 s with 143 or 130."""
+"""Promise 4: SIGTERM or Ctrl-C, on any rank, saves the exact step and ends all ranks within 10 s
+with 143 or 130.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ from tests.commands import (
 
 # Long enough that a stop at a random moment finds it training
 LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]
-GO_ON = "saved in checkpoints/r/last.ckpt. To go on:\n  python -m project.fit --run_name r --ckpt_path auto\n"
+GO_ON = (
+    "saved in checkpoints/r/last.ckpt. To go on:\n"
+    "  python -m project.fit --run_name r --ckpt_path auto\n"
+)
 # fit, which gets a signal in the final test pass, at its second batch
 IN_THE_TEST = """
 import os, signal, sys
@@ -128,7 +133,8 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
 
 def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
     after = "import os, signal; fit.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
-    code = f"from project import fit; from project.command_line import start as command; {after}; command.run(fit.main)"
+    imports = "from project import fit; from project.command_line import start"
+    code = f"{imports}; {after}; start.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
     ended = complete(words)
     assert ended.returncode == 143, ended.stderr

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from project import fit
 from project.engine import signals
 from project.engine.following import Best
-from project.engine.restore import Run
+from project.engine.run_folder import RunFolder as Run
 from project.errors import UserError
 from project.facts import Summary
 from project.loggers import wandb as wandb_logging

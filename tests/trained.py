@@ -1,4 +1,6 @@
-"""A run of the default network, trained once for all tests that need a checkpoint, on the bundled digits."""
+"""A run of the default network, trained once for all tests that need a checkpoint, on the bundled
+digits.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ EPOCHS = 3
 
 
 def trained_checkpoint() -> Path:
-    """``best.ckpt`` of the default network after a few epochs. Other files of the run lie beside it. Read only."""
+    """``best.ckpt`` of the default network after a few epochs.
+
+    Other files of the run lie beside it. Read only.
+    """
     flags = [
         "--data.source",
         "sample",

@@ -21,7 +21,7 @@ from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine import signals
 from project.engine.loading import ExactLoading
 from project.engine.log_steps import synchronize
-from project.engine.restore import Run
+from project.engine.run_folder import RunFolder as Run
 from project.engine.seams import Seams
 from project.errors import UserError, require
 from project.facts import device_name, network_of, samples_of

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from project import threads
 from project.command_line.shown_warnings import show_in_one_line
 from project.engine import signals
-from project.errors import UserError
+from project.errors import UserError, without_control_characters
 from project.waiting import waiting  # feature: waiting
 
 # What the user can repair, and how. First: no space, no quota, no permission, read-only.
@@ -151,7 +151,7 @@ def report(error: BaseException) -> int:
         with suppress(OSError):
             traceback.print_exception(error)
         return 1
-    message = " ".join(message.split())
+    message = without_control_characters(" ".join(message.split()))
     if len(message) > LONGEST:
         message = f"{message[:LONGEST]} ..."
     with suppress(OSError):  # stderr may be a file on the same full disk

@@ -9,10 +9,15 @@ this package, before it imports torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from project.engine import lightning_names
+
 if TYPE_CHECKING:
     from project.engine.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
     from project.engine.parts.part import Part as Part
     from project.engine.signals import Stopped as Stopped
+
+# Most public code says `import pytorch_lightning`. From here on that is the same package.
+lightning_names.alias()
 
 PLACES = {"ExactCheckpoint": "exact_checkpoint", "Part": "parts.part", "Stopped": "signals"}
 

@@ -1,81 +1,242 @@
 """Checkpoint files: written completely or not at all, read as plain data or refused."""
 
+from __future__ import annotations
+
 import hashlib
 import io
-import zipfile
+import os
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
-from project.errors import UserError
-from project.tables import write_atomically
+from project.engine import own_runs
+from project.engine.bounded_reading import TooMuch, unpack
+from project.engine.files import write_atomically
+from project.engine.parts.module import give_plain_buffers
+from project.engine.ranks import say
+from project.errors import UserError, without_control_characters
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set, torch.Size)
-VALUES = (type(None), bool, int, float, str, dict, list)  # in a configuration; the last two: empty
+# In a configuration; the last two are empty ones
+VALUES = (type(None), bool, int, float, str, dict, list)
 PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
-RUN_KEY = (
-    "run"  # what this project adds to Lightning's checkpoint: name, configuration, data source, ...
+# Of the layouts that are not strided, those that load again with ``weights_only=True``
+SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
 )
+# What this project adds to Lightning's checkpoint: name, configuration, data source, ...
+RUN_KEY = "run"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old or new. Lightning's
-    own renames from the temporary folder, does not flush, swallows a PermissionError (issue 21800).
+    """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old
+    or new.
+
+    Lightning's own renames from the temporary folder, does not flush, and swallows a
+    PermissionError (issue 21800). The first file is read back before it takes its place, so that a
+    run that cannot be gone on with ends at its first save and not when it is needed.
     """
+
+    def __init__(self) -> None:
+        self._is_proved = False
+        # A run that goes on from a stranger's file does not vouch for what it took over.
+        self._vouches = True
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        Path(path).parent.mkdir(
-            parents=True, exist_ok=True
-        )  # of a ModelCheckpoint that the user added
-        if state := checkpoint.get(RUN_KEY, {}).get("state"):
-            state["outline"] = outline(checkpoint)
+        """Write ``checkpoint`` to ``path``. Its own containers are changed, never those of the
+        run's objects.
+        """
+        target = Path(path)
+        # A ModelCheckpoint that the user added may name a new folder.
+        target.parent.mkdir(parents=True, exist_ok=True)
         make_hyperparameters_plain(checkpoint)
+        for key, value in checkpoint.items():
+            checkpoint[key] = made_plain(value, key)
+        if RUN_KEY in checkpoint:
+            sign(checkpoint, self._vouches)
         buffer = io.BytesIO()
         try:
-            if odd := _not_plain(checkpoint, "checkpoint"):
-                raise TypeError(odd)
             torch.save(checkpoint, buffer)
-        except (
-            MemoryError,
-            RuntimeError,
-        ) as error:  # known to every rank, as what writing raises is
+        except (MemoryError, RuntimeError) as error:
+            # As a UserError it becomes known to every rank, as what writing raises does.
             raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
-        write_atomically(buffer.getbuffer(), Path(path))
+        if not self._is_proved:
+            prove_it_can_be_read(buffer, target)
+            self._is_proved = True
+        write_atomically(buffer.getbuffer(), target)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return read(Path(path))
+        """What Lightning restores: the contents, without states of callbacks whose paths leave the
+        run's folder.
+        """
+        checkpoint = read(Path(path))
+        own = is_own(checkpoint)
+        # Once it has taken over a stranger's, it never vouches again.
+        self._vouches = self._vouches and own
+        if not own:
+            say(*drop_states_that_leave(checkpoint, Path(path)))
+        return checkpoint
+
+
+def sign(checkpoint: dict[str, Any], vouches: bool) -> None:
+    """Add what tells later whether the file was changed and, where the run ``vouches`` for it, that
+    it is the user's.
+    """
+    run = checkpoint[RUN_KEY]
+    state = run.get("state")
+    if state:
+        state["outline"] = outline(checkpoint)
+    run["seal"] = own_runs.seal(_sealed(checkpoint)) if vouches else None
+
+
+def is_own(checkpoint: dict[str, Any]) -> bool:
+    """Whether a run of this user on this machine wrote the configuration and the callbacks' texts
+    of a checkpoint.
+    """
+    run = checkpoint.get(RUN_KEY)
+    return isinstance(run, dict) and own_runs.is_sealed(_sealed(checkpoint), run.get("seal"))
+
+
+def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
+    """The parts that may name a class or a path."""
+    texts = [
+        (place, leaf)
+        for place, leaf in _leaves(checkpoint.get("callbacks"))
+        if isinstance(leaf, str)
+    ]
+    return [checkpoint[RUN_KEY].get("config"), texts]
+
+
+def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
+    """A UserError if the file that would be written could not be used."""
+    try:
+        unpack(buffer, len(buffer.getbuffer()))
+    except Exception as error:
+        if isinstance(error, MemoryError) or "t allocate memory" in str(error):
+            # There is no room for a second copy. That says nothing about the file.
+            return
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+        raise UserError(
+            f"{path} was not saved, for it could not be read again: {reason}."
+        ) from error
 
 
 def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
-    """Keep ``hparams`` that are no plain data as the configuration has them, for ``load_from_checkpoint`` to make them
-    again. What is not from there is kept as text, such as a path, or as numbers and lists where it is NumPy's.
+    """Keep ``hparams`` that are no plain data as the configuration has them, for
+    ``load_from_checkpoint`` to make them again. What is not from there is kept as text, such as a
+    path, or as numbers and lists where it is NumPy's.
     """
-    checkpoint.pop("hparams_type", None)  # a class of OmegaConf
+    # A class of OmegaConf
+    checkpoint.pop("hparams_type", None)
     for key, part in {"hyper_parameters": "model", "datamodule_hyper_parameters": "data"}.items():
         if key not in checkpoint:
             continue
-        checkpoint[key] = given = dict(checkpoint[key])
-        odd = {name: value for name, value in given.items() if _not_plain(value, name)}
-        given |= {name: x.tolist() if hasattr(x, "tolist") else str(x) for name, x in odd.items()}
-        written = checkpoint.get(RUN_KEY, {}).get("config", {}).get(part) or {}
-        if odd and odd.keys() <= written.get("init_args", {}).keys():
-            given |= {name: written["init_args"][name] for name in odd}
-            given |= {
-                "_class_path": written["class_path"],
-                "_instantiator": "lightning.pytorch.cli.instantiate_module",
-            }
+        given = dict(checkpoint[key])
+        odd = {name: value for name, value in given.items() if _reason_not_plain(value, name)}
+        for name, value in odd.items():
+            given[name] = value.tolist() if hasattr(value, "tolist") else str(value)
+        config = checkpoint.get(RUN_KEY, {}).get("config", {})
+        written = config.get(part) or {}
+        arguments = written.get("init_args", {})
+        if odd and odd.keys() <= arguments.keys():
+            for name in odd:
+                given[name] = arguments[name]
+            given["_class_path"] = written["class_path"]
+            given["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
+        checkpoint[key] = given
+
+
+def made_plain(value: Any, place: str) -> Any:
+    """``value`` as it is saved: NumPy's numbers become Python's, an expanded tensor a whole one. A
+    TypeError names what would not load again. Containers are new where something in them changes;
+    the run's own stay as they are.
+    """
+    if isinstance(value, Tensor):
+        return _tensor_as_saved(value, place)
+    if isinstance(value, numpy.generic):
+        return made_plain(value.item(), place)
+    kind = type(value)
+    if kind in MAPPINGS:
+        return _mapping_made_plain(value, place)
+    if kind is set:
+        return {made_plain(item, f"{place}[...]") for item in value}
+    if kind in SEQUENCES:
+        return kind([made_plain(item, f"{place}[{index}]") for index, item in enumerate(value)])
+    if kind not in PLAIN:
+        raise TypeError(_no_plain(value, place))
+    return value
+
+
+def _mapping_made_plain(value: Any, place: str) -> Any:
+    made = type(value)()
+    for key, item in value.items():
+        plain_key = made_plain(key, f"a key of {place}")
+        made[plain_key] = made_plain(item, f"{place}[{key!r}]")
+    # nn.Module keeps the versions of its parts as an attribute of a state dict.
+    if isinstance(value, OrderedDict):
+        vars(made).update(vars(value))
+    return made
+
+
+def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
+    if tensor.is_meta:
+        raise TypeError(f"{place} is a tensor without values (on the device meta).")
+    if tensor.layout != torch.strided:
+        if tensor.layout not in SPARSE:
+            raise TypeError(
+                f"{place} is a tensor of layout {tensor.layout}, which would not load again."
+            )
+        return tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+    if tensor.is_nested:
+        raise TypeError(f"{place} is a nested tensor, which would not load again.")
+    # An expanded tensor says that it is larger than what it stores. Such a file would be refused.
+    if is_expanded(tensor):
+        return tensor.contiguous()
+    return tensor
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several places of a tensor are one place in memory, as after ``expand``."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
+def _no_plain(value: Any, place: str) -> str:
+    kind = type(value)
+    allowed = "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{place} is a {name}, which would not load again: {allowed}."
+
+
+def _reason_not_plain(value: Any, place: str) -> str | None:
+    """What in a value is no plain data and would not load with ``weights_only=True``, in words.
+    None: nothing.
+    """
+    for where, leaf in _leaves(value, place):
+        if type(leaf) not in PLAIN and not isinstance(leaf, Tensor):
+            return _no_plain(leaf, where)
+    return None
 
 
 class Unreadable(UserError):
@@ -83,54 +244,54 @@ class Unreadable(UserError):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint's contents, on the CPU; nothing in it is executed. A UserError where it is damaged, or is none."""
+    """A checkpoint's contents, on the CPU; nothing in it is executed. A UserError where it is
+    damaged, or is none.
+    """
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
-        with zipfile.ZipFile(
-            path
-        ) as archive:  # torch.load checks no sums: flipped bits would become weights
-            if (broken := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"checksum of {broken}")
-        checkpoint = torch.load(
-            path, map_location="cpu", weights_only=True
-        )  # else an environment variable decides it
-        leaves = [value for _, value in _leaves(checkpoint)]
+        checkpoint = unpack(path, path.stat().st_size)
     except Exception as error:
-        # zipfile and torch raise an OSError without a number for a truncated file; otherwise it may be whole
-        if isinstance(error, MemoryError) or (
-            isinstance(error, OSError) and error.errno is not None
-        ):
-            reason = getattr(error, "strerror", None) or "not enough memory"
-            raise Unreadable(
-                f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again."
-            ) from None
-        # torch's own message advises weights_only=False, which would run the code in a malicious file
-        if "eights only" in str(error) or "eights_only" in str(error):
-            danger = "pickled Python objects, which could run code; it was refused and nothing in it was run"
-            raise UserError(
-                f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project."
-            ) from None
-        kind = type(error).__name__
-        raise UserError(
-            f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one."
-        ) from None
+        raise _unusable(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
         raise UserError(
-            f"--ckpt_path {path} is not a Lightning checkpoint. Give a best.ckpt or last.ckpt of a run."
+            f"--ckpt_path {path} is not a Lightning checkpoint."
+            " Give a best.ckpt or last.ckpt of a run."
         )
     _check(checkpoint, LIGHTNING, path, "checkpoint")
-    size = path.stat().st_size
-    for value in leaves:  # a shape of a few bytes can claim any size
-        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
-            raise UserError(
-                f"--ckpt_path {path} has a tensor that is larger than the file. Give another checkpoint."
-            )
     return checkpoint
 
 
+def _unusable(path: Path, error: Exception) -> UserError:
+    # zipfile and torch raise an OSError without a number for a truncated file. With one, it may be
+    # whole.
+    has_number = isinstance(error, OSError) and error.errno is not None
+    if isinstance(error, MemoryError) or has_number:
+        reason = getattr(error, "strerror", None) or "not enough memory"
+        return Unreadable(
+            f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again."
+        )
+    # torch's own message advises weights_only=False, which would run the code in a malicious file.
+    if "eights only" in str(error) or "eights_only" in str(error):
+        danger = (
+            "pickled Python objects, which could run code; it was refused and nothing in it was run"
+        )
+        return UserError(
+            f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project."
+        )
+    if isinstance(error, TooMuch):
+        return UserError(
+            f"--ckpt_path {path} claims more than it can hold ({error}); nothing of it was used."
+            " Give another checkpoint."
+        )
+    kind = type(error).__name__
+    return UserError(f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one.")
+
+
 def damage(path: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be whole."""
+    """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be
+    whole.
+    """
     try:
         read(path)
     except Unreadable:
@@ -140,19 +301,35 @@ def damage(path: Path) -> str | None:
     return None
 
 
-# What a checkpoint, our record in it and its configuration hold, as far as commands rely on it. Any may be absent.
-LIGHTNING: dict[str, Any] = dict.fromkeys(("state_dict", "loops", "callbacks"), dict)
-LIGHTNING |= dict.fromkeys(("epoch", "global_step"), int) | {"pytorch-lightning_version": str}
-LIGHTNING |= dict.fromkeys(("optimizer_states", "lr_schedulers"), list)
-RECORD: dict[str, Any] = dict.fromkeys(("config", "data", "metrics", "versions", "state"), dict)
-RECORD |= dict.fromkeys(("run_name", "run_id"), str)
-SECTIONS = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
+# What a checkpoint, our record in it and its configuration hold, as far as commands rely on it. Any
+# may be absent.
+LIGHTNING: dict[str, Any] = {
+    "state_dict": dict,
+    "loops": dict,
+    "callbacks": dict,
+    "epoch": int,
+    "global_step": int,
+    "pytorch-lightning_version": str,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+}
+RECORD: dict[str, Any] = {
+    "config": dict,
+    "data": dict,
+    "metrics": dict,
+    "versions": dict,
+    "state": dict,
+    "run_name": str,
+    "run_id": str,
+}
+SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 
 
 def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
-    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``, ``metrics``, ...; a UserError
-    where the file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
+    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``,
+    ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where the
+    file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
     """
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
@@ -162,55 +339,104 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
         )
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
-    if dotted := [
-        key for key in run["config"] if "." in str(key)
-    ]:  # the parser would take it for a section's
-        raise _changed(path, f"run.config.{dotted[0]}")
+    for key in run["config"]:
+        # The parser would take it for a section's entry.
+        if "." in str(key):
+            raise _changed(path, f"run.config.{key}")
     for key in ("config", "metrics", "data_source", "versions"):
-        if not all(isinstance(value, VALUES) for _, value in _leaves(run.get(key))):
-            raise _changed(path, f"run.{key}")
+        for _, value in _leaves(run.get(key), with_places=False):
+            if not isinstance(value, VALUES):
+                raise _changed(path, f"run.{key}")
     saved = run.get("state", {}).get("outline")
     if to_resume and saved is not None and saved != outline(checkpoint):
         raise _changed(path, " or ".join(("run.state", *RESTORED)))
-    return run
+    own = is_own(checkpoint)
+    # Commands print a run's name, its metrics' names and its versions.
+    shown = {
+        key: without_control_characters(value) for key, value in run.items() if key != "config"
+    }
+    return shown | {"config": run["config"], "is_own": own}
 
 
 def outline(checkpoint: dict[str, Any]) -> str:
-    """A hash of what a resume restores besides weights and callbacks; a misfit would show only after files changed."""
-    leaves = _leaves(
-        [
-            {**checkpoint[RUN_KEY]["state"], "outline": None},
-            *(checkpoint.get(key) for key in RESTORED),
-        ]
-    )
-    plain = [
-        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
-    ]
+    """A hash of what a resume restores besides weights and callbacks. A misfit would show only
+    after files changed.
+    """
+    state = {**checkpoint[RUN_KEY]["state"], "outline": None}
+    parts = [state, *(checkpoint.get(key) for key in RESTORED)]
+    plain: list[Any] = []
+    for _, leaf in _leaves(parts, with_places=False):
+        plain.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
     return hashlib.sha256(repr(plain).encode()).hexdigest()
 
 
-def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys and values in nested plain containers, and containers that are empty, each with its place in words."""
-    kind = type(value)  # a subclass, as NumPy's numbers and text are, would not load
+def _leaves(value: Any, where: str = "", with_places: bool = True) -> Iterator[tuple[str, Any]]:
+    """The keys and values in nested plain containers, and containers that are empty, each with its
+    place in words.
+
+    Only exact types are opened: a subclass, as NumPy's numbers and text are, would not load again.
+    """
+    kind = type(value)
     if kind in MAPPINGS and value:
         for key, item in value.items():
-            yield from _leaves(key, f"a key of {where}")
-            yield from _leaves(item, f"{where}[{key!r}]")
+            key_place = f"a key of {where}" if with_places else ""
+            yield from _leaves(key, key_place, with_places)
+            item_place = f"{where}[{key!r}]" if with_places else ""
+            yield from _leaves(item, item_place, with_places)
     elif kind in SEQUENCES and value:
-        for index, item in enumerate(sorted(value, key=repr) if kind is set else value):
-            yield from _leaves(item, f"{where}[{index}]")
+        items = sorted(value, key=repr) if kind is set else value
+        for index, item in enumerate(items):
+            item_place = f"{where}[{index}]" if with_places else ""
+            yield from _leaves(item, item_place, with_places)
     else:
         yield where, value
 
 
-def _not_plain(value: Any, where: str) -> str | None:
-    """What in a value is no plain data and would not load with ``weights_only=True``, in words; None: nothing."""
-    for place, leaf in _leaves(value, where):
-        kind = type(leaf)
-        if kind not in PLAIN and not isinstance(leaf, torch.Tensor):
-            plain = "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)"
-            return f"{place} is a {kind.__module__}.{kind.__qualname__}, which would not load again: {plain}."
-    return None
+def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
+    """Remove the states of callbacks that name a path outside of the run's folder; returns a line
+    for each.
+
+    Callbacks write, move and delete what their state names: a ModelCheckpoint removes its worst
+    file. Only what lies inside the folder of the checkpoint may be named, and only if that is a
+    run's folder.
+    """
+    lines = []
+    states = checkpoint.get("callbacks", {})
+    for name in list(states):
+        if any(
+            isinstance(text, str) and is_path(place, text) and _leaves_folder(text, path)
+            for place, text in _leaves(states[name])
+        ):
+            del states[name]
+            shown = without_control_characters(str(name))[:80]
+            lines.append(
+                f"the state of {shown} in {path} names a path outside of the run's folder: it was"
+                " not taken over."
+            )
+    return lines
+
+
+def is_path(place: str, text: str) -> bool:
+    """Whether a text of a callback's state is a path: by the names above it, by its look, or
+    because it is there. A metric's name may hold a slash, too.
+    """
+    if not text:
+        return False
+    if re.search("dir|path|root|folder|file|models", place):
+        return True
+    # From the root or the home, from a drive of Windows, or through the folder above
+    if re.search(r"^[/\\~]|^\w:[/\\]|(^|[/\\])\.\.?([/\\]|$)", text):
+        return True
+    return "\0" not in text and os.path.lexists(text)
+
+
+def _leaves_folder(text: str, path: Path) -> bool:
+    """Whether a path lies outside of the checkpoint's folder, or that is no run's folder."""
+    folder = path.resolve().parent
+    if "\0" in text or not (folder / "config.yaml").is_file():
+        return True
+    target = Path(os.path.realpath(os.path.expanduser(text)))
+    return folder not in target.parents
 
 
 def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) -> None:
@@ -220,41 +446,72 @@ def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) 
 
 
 def _changed(path: Path, key: str) -> UserError:
+    shown = without_control_characters(key)[:200]
     return UserError(
-        f"--ckpt_path {path}: its entry {key} is not what this project writes. Give another checkpoint."
+        f"--ckpt_path {path}: its entry {shown} is not what this project writes."
+        " Give another checkpoint."
     )
 
 
-@isolate_rng()  # what draws in a setup() that comes later, such as a split, draws as in a new run
+# What draws in a setup() that comes later, such as a split, draws as in a new run.
+@isolate_rng()
 def load_weights(
     module: LightningModule, path: Path, late: bool = False, again: bool = False
 ) -> bool:
-    """Give a module a checkpoint's weights as Lightning does (and will do ``again``); a UserError where they do not
-    fit. ``late``: nothing is loaded, and False returned, where a hook may make layers that it still lacks.
+    """Give a module a checkpoint's weights as Lightning does, and will do ``again``; a UserError
+    where they do not fit. ``late``: nothing is loaded, and False returned, where a hook may make
+    layers that it still lacks.
     """
     checkpoint = read(path)
-    # SupervisedModule warns of it; here a misfit is an error
+    # SupervisedModule warns of it; here a misfit is an error.
     checkpoint.pop("network", None)  # feature: supervised
     module.configure_model()
     if not again:
         module.on_load_checkpoint(checkpoint)
+        # Those that a state dict leaves out. On a resume the engine gives them back itself.
+        give_plain_buffers(module, buffers_left_out(checkpoint))
+    give_expanded_buffers_memory(module)
+    weights = checkpoint["state_dict"]
+    fills_in_on_load = is_overridden("on_load_checkpoint", module)
     try:
-        missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
-        if (
-            missing and again and is_overridden("on_load_checkpoint", module)
-        ):  # it may put in what it did not save
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+        if missing and again and fills_in_on_load:
+            # The hook may put in what the module did not save.
             module.on_load_checkpoint(checkpoint)
-            missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
-        makes_layers = is_overridden("setup", module) or is_overridden("on_load_checkpoint", module)
+            missing, unexpected = module.load_state_dict(weights, strict=False)
+        makes_layers = is_overridden("setup", module) or fills_in_on_load
         if late and makes_layers and unexpected and not missing:
             return False
         if missing or unexpected:
-            module.load_state_dict(
-                checkpoint["state_dict"], strict=module.strict_loading
-            )  # tells which
+            # The error tells which.
+            module.load_state_dict(weights, strict=module.strict_loading)
     except (RuntimeError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = without_control_characters(" ".join(str(error).split()))[:300]
         raise UserError(
             f"--ckpt_path {path}: its weights do not fit the network: {reason}"
         ) from None
     return True
+
+
+def give_expanded_buffers_memory(module: LightningModule) -> None:
+    """Make expanded buffers whole, in place: nothing can be copied into a tensor whose places share
+    their memory.
+    """
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if is_expanded(buffer):
+                setattr(part, name, buffer.contiguous())
+
+
+def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:
+    """The buffers of a rank that its state dict leaves out, of a checkpoint of ours; else none."""
+    record = checkpoint.get(RUN_KEY)
+    state = record.get("state") if isinstance(record, dict) else None
+    ranks = state.get("ranks") if isinstance(state, dict) else None
+    if not isinstance(ranks, list) or not ranks:
+        return {}
+    mine = ranks[rank % len(ranks)]
+    buffers = mine.get("buffers") if isinstance(mine, dict) else None
+    if not isinstance(buffers, dict):
+        return {}
+    return {n: value for n, value in buffers.items() if isinstance(value, torch.Tensor)}

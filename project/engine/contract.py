@@ -289,7 +289,10 @@ class CountsWholeModule(Protocol):
 
 @runtime_checkable
 class BindsGenerator(Protocol):
-    """A sampler with a generator of its own. If it is torch's, the engine seeds it for each epoch."""
+    """A sampler with a generator of its own.
+
+    If it is torch's, the engine seeds it for each epoch.
+    """
 
     generator: Any
 

@@ -29,7 +29,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
 
 from project.engine import contract, lightning_internals, signals
-from project.engine.checkpoint_files import RUN_KEY, AtomicCheckpointIO, damage, read
+from project.engine.checkpoint_files import (
+    RUN_KEY,
+    AtomicCheckpointIO,
+    buffers_left_out,
+    damage,
+    read,
+)
 from project.engine.files import write_atomically
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
@@ -252,7 +258,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
             # Its state dict lacks buffers that are not persistent.
-            give_plain_buffers(pl_module, Resume.buffers_in(saved, trainer.global_rank))
+            give_plain_buffers(pl_module, buffers_left_out(checkpoint, trainer.global_rank))
             return
         self._correct_states_of_lightnings(trainer, checkpoint)
         if saved.get("state") is None:

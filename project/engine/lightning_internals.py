@@ -57,6 +57,9 @@ NAMES = {
     "torchmetrics": ["Metric.update_count"],
     "torch.utils.data": ["DataLoader._get_iterator"],
     "jsonargparse._optionals": ["_config_read_mode"],
+    "jsonargparse._util": ["check_import_path"],
+    "jsonargparse._typehints": ["check_import_path", "get_class_instantiator"],
+    "jsonargparse._signatures": ["get_class_instantiator"],
     # feature: profiler
     "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],
     # end feature: profiler
@@ -303,6 +306,41 @@ def values_are_no_files() -> Iterator[None]:
         yield
     finally:
         options._config_read_mode = mode
+
+
+# The files of jsonargparse that call the two functions which :func:`parser_asks` replaces.
+LOOKS_NAMES_UP = ("jsonargparse._util", "jsonargparse._typehints")
+MAKES_OBJECTS = ("jsonargparse._typehints", "jsonargparse._signatures")
+
+
+@contextmanager
+def parser_asks(
+    check_name: Callable[[str], None], watch: Callable[[Callable[[], Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, a parser asks before it imports a name, and before it makes a class.
+
+    Args:
+        check_name: Called with each name that the parser is about to look up. It may raise.
+        watch: Given the parser's ``get_class_instantiator``; returns what makes a class instead.
+
+    Buys: a stranger's checkpoint names nothing that is imported or made unseen. Public way missing:
+    the parser's own list of allowed import paths takes whole packages. A version without these
+    functions ends in a KeyError, so that nothing is read unchecked.
+    """
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for file in LOOKS_NAMES_UP:
+        names = vars(importlib.import_module(file))
+        replaced.append((names, "check_import_path", names["check_import_path"]))
+    for file in MAKES_OBJECTS:
+        names = vars(importlib.import_module(file))
+        replaced.append((names, "get_class_instantiator", names["get_class_instantiator"]))
+    try:
+        for names, name, function in replaced:
+            names[name] = check_name if name == "check_import_path" else watch(function)
+        yield
+    finally:
+        for names, name, function in replaced:
+            names[name] = function
 
 
 # Profiling

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from project.errors import UserError
+from project.errors import UserError, without_control_characters
 
 # Lightning's child ranks inherit what rank zero has decided.
 DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
@@ -53,7 +53,7 @@ def say(*lines: str) -> None:
     """
     if lines and is_rank_zero():
         try:
-            print(*lines, sep="\n", flush=True)
+            print(*without_control_characters(list(lines)), sep="\n", flush=True)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -82,12 +82,6 @@ class Resume:
             run_id=saved.get("run_id"),
         )
 
-    @staticmethod
-    def buffers_in(saved: dict[str, Any], rank: int) -> dict[str, Any]:
-        """The buffers that a state dict leaves out, from the record in a checkpoint; for a test."""
-        ranks = (saved.get("state") or {}).get("ranks") or [{}]
-        return dict(ranks[rank % len(ranks)].get("buffers", {}))
-
     def give_back(self, trainer: Trainer, parts: Sequence[Part]) -> None:
         """Give parts back, in the order of the list.
 

@@ -25,7 +25,7 @@ from project.errors import UserError, nearest, require
 from project.tables import Row, check_output, format_table, write_rows
 
 if TYPE_CHECKING:
-    from project.engine.restore import Loaded
+    from project.command_line.read_checkpoint import Loaded
 
 # The file of each format, and the packages that it needs and training does not
 FILES = {"onnx": "model.onnx", "pt2": "model.pt2", "safetensors": "model.safetensors"}
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     check_packages(args.formats)
     with quick_imports():
-        from project.engine.restore import find_checkpoint
+        from project.engine.run_folder import find_checkpoint
 
     checkpoint = find_checkpoint(args.ckpt_path)
     loaded = load_module(checkpoint, args)
@@ -134,8 +134,8 @@ def check_packages(formats: Sequence[str]) -> None:
 
 def load_module(checkpoint: Path, args: argparse.Namespace) -> Loaded:
     """The checkpoint's module and data module, with the options that were typed."""
+    from project.command_line.read_checkpoint import load
     from project.engine import contract
-    from project.engine.restore import load
 
     of_the_checkpoint = ("data.root", "data.source", "allow_imports")
     typed = {

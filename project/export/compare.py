@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from project.command_line.read_checkpoint import Loaded
 from project.engine import contract
-from project.engine.restore import Loaded
 from project.export.forward import Forward, Outputs, answer
 from project.export.samples import Samples
 from project.export.write import weights_of

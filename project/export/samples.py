@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from project.command_line.read_checkpoint import Loaded
 from project.engine import contract
-from project.engine.restore import Loaded
 from project.errors import UserError
 from project.export.forward import Forward, NoBatchDimension, Output, Way, find_outputs, first_line
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from project.engine.restore import Loaded
+from project.command_line.read_checkpoint import Loaded
 from project.errors import UserError
 from project.export.forward import Forward, first_line, named
 from project.export.samples import Samples

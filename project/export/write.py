@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from project import __version__
-from project.engine.restore import Loaded
+from project.command_line.read_checkpoint import Loaded
 from project.errors import UserError
 from project.export.forward import Forward, answer, first_line
 from project.export.samples import Samples

@@ -14,8 +14,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from project.engine.files import write_atomically
 from project.errors import UserError
-from project.tables import columns_of, write_atomically
+from project.tables import columns_of
 
 # The first columns, of whole numbers.
 FIRST = {"step": 0, "epoch": 0}

@@ -27,7 +27,7 @@ from project.command_line.trainer_flags import as_list
 from project.engine import contract, signals
 from project.engine.following import Best
 from project.engine.ranks import is_rank_zero, say
-from project.engine.restore import Run
+from project.engine.run_folder import RunFolder as Run
 from project.errors import UserError, require
 from project.facts import parameter_count
 from project.loggers.wandb_account import STEP, wandb_state

@@ -28,8 +28,9 @@ def main(argv: list[str]) -> int:
     find_files(args.images)
 
     with quick_imports():
+        from project.command_line.read_checkpoint import load
         from project.engine import contract
-        from project.engine.restore import find_checkpoint, load
+        from project.engine.run_folder import find_checkpoint
         from project.predict.labelling import predict_files
 
     allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []

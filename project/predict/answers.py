@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from project.command_line.read_checkpoint import Loaded
 from project.engine import contract
-from project.engine.restore import Loaded
 from project.errors import UserError
 from project.predict.preparation import DIGITS  # feature: mnist
 

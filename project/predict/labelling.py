@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from project.engine.restore import Loaded
+from project.command_line.read_checkpoint import Loaded
 from project.errors import BadImage, UserError
 from project.predict.answers import note_for, predict_batch, to_rows
 from project.predict.contact_sheet import MOST_SHOWN

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from project.command_line.read_checkpoint import Loaded
 from project.engine import contract
-from project.engine.restore import Loaded
 from project.errors import UserError
 from project.predict.images import read_image
 
@@ -90,7 +90,7 @@ def is_of_digits(data: Any) -> bool:
 
 def prepare_digit(path: Path) -> tuple[Any, str]:
     """The digit of a picture as MNIST shows it; the note says where there seem to be several."""
-    from project.data.digits import find_digit
+    from project.predict.digits import find_digit
 
     return find_digit(read_image(path))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from project.engine.files import write_atomically
 from project.run_result import RunResult
-from project.tables import write_atomically
 
 # Seconds for the report of a stopped run, which has ten for everything
 PATIENCE = 4.0
@@ -39,10 +39,3 @@ class Report(Callback):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             rank_zero_warn(f"report.html could not be written ({reason}). The run is safe.")
-
-
-def render(record: RunResult) -> str:  # moved: delete this function after the merge
-    """``project.report.page.render``."""
-    from project.report import page
-
-    return page.render(record)

@@ -25,8 +25,9 @@ import filelock
 
 from project.command_line.parser import CommandParser, add_output
 from project.command_line.start import prepare_process, run
+from project.engine.files import write_atomically
 from project.errors import UserError, require
-from project.tables import format_table, write_atomically, write_rows
+from project.tables import format_table, write_rows
 
 prepare_process(__name__)  # signals, before optuna and torch are imported
 

@@ -1,0 +1,1 @@
+"""Lightning's other names as files, for worker processes: see project/engine/lightning_names.py."""
