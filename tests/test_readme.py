@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -89,13 +90,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the files that the pages show and the configs, in which a user works."""
     page = "docs/make_it_yours.md"
     (tmp_path / "task.py").write_text(snippet(page, "python", "# task.py"))
+    (tmp_path / "disk.py").write_text(snippet(page, "python", "# disk.py"))
     (tmp_path / "mine.py").write_text(snippet(page, "python", "# mine.py"))  # feature: images
     (tmp_path / "mine.yaml").write_text(snippet(page, "yaml", "# mine.yaml"))  # feature: images
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in ("mine", "task"):
+    for name in ("mine", "task", "disk"):
         sys.modules.pop(name, None)
 
 
@@ -170,6 +172,11 @@ def test_the_parts_of_features_begin_and_end(page: str) -> None:
         else:
             open_parts.append(name)
     assert open_parts == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_of_code_is_empty(page: str) -> None:
+    assert re.findall(r"^```\w+\n\s*```$", PAGES[page], re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -277,6 +284,16 @@ def test_the_script_with_one_more_callback_goes_on_when_it_is_run_again(folder: 
     assert Path(restored) == folder / "checkpoints" / "line" / "last.ckpt"
     # Only the third epoch was trained by the second script.
     assert again["trainer"].fit_loop.epoch_progress.current.completed == 3  # type: ignore[attr-defined]
+
+
+def test_the_callback_of_ones_own_adds_its_number_to_the_summary(folder: Path) -> None:
+    from project import fit
+
+    example = ["--config", "configs/examples/autoencoder.yaml", "--config", "configs/debug.yaml"]
+    words = [*example, "--trainer.callbacks+=disk.FreeDisk", "--run_name", "disk"]
+    assert fit.main([*words, "--accelerator", "cpu"]) == 0
+    summary = json.loads((folder / "checkpoints" / "disk" / "summary.json").read_text())
+    assert 0 < summary["host/free_disk_gib"] < 1e9
 
 
 def test_a_function_may_stand_in_the_place_of_a_class(
