@@ -63,7 +63,7 @@ class RunRecord(Callback):
             global_step=trainer.global_step,
             metrics=metrics,
             data_source=data.data_source if isinstance(data, contract.NamesSource) else None,
-            data=data.description() if isinstance(data, contract.DescribesData) else {},
+            data=data.description() if contract.describes_data(data) else {},
             precision=trainer.precision,
             world_size=trainer.world_size,
         )

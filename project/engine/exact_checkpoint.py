@@ -71,22 +71,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly
     when it is asked to.
 
-    What happens at which hook, in the order of a run:
-
-    | hook | what happens |
-    | --- | --- |
-    | setup | becomes the first callback; takes over loaders, signals, three seams (seams.py) |
-    | on_load_checkpoint | reads the state; sets where training goes on in its loaders |
-    | on_fit_start | notes what optimizers and schedules start with, before their states come |
-    | on_train_start | lets changed hyperparameters win; the user's hooks come after this |
-    | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
-    | (seam) before each batch | SAVE if one is due or asked for; the stop |
-    | on_train_batch_end | the ranks agree whether to save or stop before the next batch |
-    | on_validation_start | takes a snapshot, for a stop inside the validation |
-    | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks |
-    | on_validation_end | compares the followed metric with the best so far |
-    | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
-    | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
+    What happens at which hook stands at :class:`Hooks`, which calls the methods below.
 
     Args:
         folder: Where ``last.ckpt`` and ``best.ckpt`` are. None: nothing is saved, and the rest
@@ -162,6 +147,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._resume: Resume | None = None
         self._validated_batches: dict[int, int] = {}
         self._before_hooks: BeforeHooks | None = None
+        # The Trainer's own number, while it is 0 because the run is a resumed one.
+        self._sanity_steps: int | None = None
 
     # What others ask for, by the names of ModelCheckpoint
 
@@ -226,7 +213,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if stage == "fit":
             self._begin_training()
             self.best.ask(pl_module)
-        self._come_first(trainer)
+        self._add_hooks(trainer)
         if self.agreement is None:
             self.agreement = Agreement(trainer.world_size)
         self._end_seams(trainer)
@@ -241,24 +228,20 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self.requeue_signal is not None:
             signals.note_requeue(self.requeue_signal)
 
-    def _come_first(self, trainer: Trainer) -> None:
-        """Stand before all other callbacks: what they do for a step must come after this one's
-        save.
-        """
-        others = [
-            each
-            for each in trainer.callbacks  # type: ignore[attr-defined]
-            if each is not self and not isinstance(each, EpochEnds)
-        ]
-        trainer.callbacks[:] = [EpochEnds(self), self, *others]  # type: ignore[attr-defined]
+    def _add_hooks(self, trainer: Trainer) -> None:
+        """Put the hooks before all other callbacks: what these do for a step comes after a save."""
+        everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [each for each in everyone if not isinstance(each, Hooks)]
+        everyone[:] = [Hooks(self), *others]
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    def read_state(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Read what Lightning does not restore, and set where training goes on in its loaders."""
         saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
             # Its state dict lacks buffers that are not persistent.
-            give_plain_buffers(pl_module, buffers_left_out(checkpoint, trainer.global_rank))
+            give_plain_buffers(module, buffers_left_out(checkpoint, trainer.global_rank))
             return
         self._correct_states_of_lightnings(trainer, checkpoint)
         if saved.get("state") is None:
@@ -274,6 +257,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self.changed)
         self._resume = resume
+        # Lightning's sanity check calls the hooks of a validation. The run that was killed has had
+        # its check, and what those hooks did then is in the checkpoint.
+        self._sanity_steps = trainer.num_sanity_val_steps
+        trainer.num_sanity_val_steps = 0
         self.run_id = self.run_id or resume.run_id
         self.loading.start = resume.start
         # It had stopped early, and nothing was changed since.
@@ -290,10 +277,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
                 states[callback.state_key]["patience"] = callback.patience
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Note what optimizers and schedules start with, before a checkpoint's states come."""
         assert self._seams is not None
         self._hyperparameters.begin(trainer)
-        self._buffers.begin(pl_module)
+        self._buffers.begin(module)
         lightning_internals.average_on_the_device(trainer)
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
@@ -301,9 +289,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._before_hooks = BeforeHooks()
                 self._before_hooks.take_weights(trainer)
         self._seams.after_train_start(lambda: self._restore(trainer))
-        self._seams.before_each_batch(lambda: self._between_steps(trainer))
+        self._seams.before_each_batch(lambda: self.between_steps(trainer))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def training_starts(self, trainer: Trainer) -> None:
+        """Let hyperparameters that the user has changed win. The user's hooks come after this."""
         signals.defer()
         self._last_save = time.monotonic()
         self._steps = trainer.global_step
@@ -362,6 +351,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Files are changed last: what cannot be restored is refused before.
             self._set_aside_unusable_best(trainer)
             resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
+        elif trainer.global_step == 0:
+            for part in self.parts:
+                part.start_anew()
         say(*dict.fromkeys(self.loading.notes))
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
@@ -375,7 +367,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 reason = f"{path} is missing;"
             else:
                 reason = damage(path)
-                if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.run_id:
+                if reason is None and run_id_in(path) != self.run_id:
                     reason = f"{path} belongs to another run."
                 if reason is not None:
                     os.replace(path, path.with_suffix(".ckpt.set-aside"))
@@ -387,8 +379,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # Steps
 
-    def _between_steps(self, trainer: Trainer) -> None:
-        """Called before each batch of the training, when nothing of its step has been done."""
+    def between_steps(self, trainer: Trainer) -> None:
+        """Save and stop, if that is due. Nothing of the next step has been done."""
         if self._resume is not None and self._resume.steps_more:
             # The run went on only for a validation, and that is not wanted any more. This ends the
             # epoch.
@@ -396,18 +388,12 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._request or self._best_due:
             self._save_and_stop(trainer, self._take(trainer, "batch"))
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        # A training_step that reads its batches itself (dataloader_iter) passes no seam.
-        self._between_steps(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
+        """Agree with the other ranks whether to save or stop before the next batch."""
         self._resume = None
         self._validated = False
-        if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic and not is_optimizer_step(trainer, batch_idx):
             # A step that is partly accumulated is not the place for a checkpoint.
             return
         request = signals.state.requested or self._overdue(trainer)
@@ -431,7 +417,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # Epochs
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def epoch_starts(self, trainer: Trainer) -> None:
+        """Save between two epochs."""
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning does so, too, but later.
             lightning_internals.validated_batches(trainer).clear()
@@ -440,7 +427,17 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._save_and_stop(trainer, self._take(trainer, "epoch"))
 
     def epoch_ends(self, trainer: Trainer) -> None:
-        """Called first of all when an epoch's batches are over, before any other hook for its end.
+        """End what a resume has begun, and add up over the ranks what was logged."""
+        self._note_if_cut(trainer)
+        if self._resume is not None:
+            # It went on in the epoch's last validation.
+            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
+            self._resume = None
+        share_sums(trainer)
+        lightning_internals.end_restart(trainer)
+
+    def _note_if_cut(self, trainer: Trainer) -> None:
+        """Take the state where the run ends inside an epoch.
 
         Where the run ends inside an epoch (``--max_steps``, ``--max_time``, an early stop), a later
         start with more to do goes on inside it. So the state is taken now.
@@ -462,15 +459,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         clean_counters(loops, "batch", self._validated)
         self._inside_epoch.loops = loops
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resume is not None:
-            # It went on in the epoch's last validation.
-            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
-            self._resume = None
-        share_sums(trainer)
-        lightning_internals.end_restart(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def training_ends(self, trainer: Trainer) -> None:
+        """Save after the last epoch."""
         assert self.agreement is not None
         requests = of_all_ranks(signals.state.requested, self.agreement.group)
         self._request = max(self._request, *requests)
@@ -485,7 +475,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 )
         self._save_and_stop(trainer, self._take(trainer, "epoch"))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def fit_ends(self, trainer: Trainer) -> None:
+        """Put files right where nothing was left to train."""
         if self._resume is not None:
             # Nothing was left to train. Only the test is repeated.
             self._resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
@@ -512,15 +503,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # Evaluations
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.defer()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def validation_starts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Take a snapshot, for a stop inside the validation."""
         if trainer.state.fn != "fit":
             signals.defer()
             return
         assert self.agreement is not None
-        share_buffers(trainer, pl_module, self.agreement.group)
+        share_buffers(trainer, module, self.agreement.group)
         # Lightning may have begun to count anew.
         lightning_internals.validated_batches(trainer).update(self._validated_batches)
         if trainer.sanity_checking:
@@ -532,7 +521,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.add_entries(trainer)
         self._before_validation = snapshot
         if not self._keeps_weights(trainer):
-            tensors = (*pl_module.parameters(), *pl_module.buffers())
+            tensors = (*module.parameters(), *module.buffers())
             self._trained = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def _keeps_weights(self, trainer: Trainer) -> bool:
@@ -544,15 +533,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
                     return False
         return True
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def evaluation_batch_ends(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
+        """Stop inside a validation or test, if asked to; add up over the ranks what was logged."""
         ranks_agree = True
         if trainer.world_size > 1:
             loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
@@ -568,8 +550,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._stop_in_validation(trainer)
             raise signals.Stopped(self._request)
 
-    on_test_batch_end = on_validation_batch_end
-
     def _stop_in_validation(self, trainer: Trainer) -> None:
         """Save the state as it was when the validation began: a resumed run begins it again."""
         snapshot = self._before_validation
@@ -584,7 +564,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.add(trainer, [part for part in self.parts if not part.changes_in_validation])
         self._save_and_stop(trainer, snapshot)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def evaluation_ends(self, trainer: Trainer) -> None:
+        """Compare the followed metric with the best so far."""
         self._alone.tell(trainer)
         if trainer.state.fn != "fit":
             return
@@ -600,9 +581,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self.best.take(trainer.callback_metrics, trainer.current_epoch):
             self._best_due = True
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._alone.tell(trainer)
 
     # The save
 
@@ -672,9 +650,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
         self._last_save = time.monotonic()
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Put the state into a checkpoint that is saved now."""
         snapshot = self._saving
         if snapshot is None:
             # A checkpoint of another callback, saved inside a hook: a resume from it is not exact.
@@ -727,6 +704,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._end_seams(trainer)
 
     def _end_seams(self, trainer: Trainer) -> None:
+        if self._sanity_steps is not None:
+            trainer.num_sanity_val_steps = self._sanity_steps
+            self._sanity_steps = None
         if self._seams is not None:
             self._seams.put_back()
             self._seams = None
@@ -734,18 +714,101 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._signals.end()
 
 
-class EpochEnds(Callback):
-    """Tells :class:`ExactCheckpoint` first that an epoch's batches are over.
+class Hooks(Callback):
+    """The hooks of :class:`ExactCheckpoint`, called before those of all other callbacks.
 
-    Lightning calls this one hook of checkpoint callbacks last, after the module's own, whatever
-    their place is.
+    Lightning moves checkpoint callbacks behind all others, and a module's own code finds the first
+    of them in ``trainer.checkpoint_callback``. So the place of ``ExactCheckpoint`` is left to
+    Lightning, and this callback stands in front. What happens when, in the order of a run:
+
+    | hook | what happens |
+    | --- | --- |
+    | setup | loaders, signals and three seams (seams.py) are taken over |
+    | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
+    | on_fit_start | what optimizers and schedules start with is noted |
+    | on_train_start | changed hyperparameters win; the user's hooks come after this |
+    | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
+    | (seam) before each batch | SAVE if one is due or asked for; the stop |
+    | on_train_batch_end | the ranks agree whether to save or stop before the next batch |
+    | on_validation_start | a snapshot, for a stop inside the validation |
+    | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks |
+    | on_validation_end | the followed metric is compared with the best so far |
+    | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
+    | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
     """
 
     def __init__(self, checkpoint: ExactCheckpoint) -> None:
         self.checkpoint = checkpoint
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.checkpoint.read_state(trainer, pl_module, checkpoint)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.checkpoint.write_state(trainer, checkpoint)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.fit_starts(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.fit_ends(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.training_starts(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.training_ends(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.epoch_starts(trainer)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.epoch_ends(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # A training_step that reads its batches itself (dataloader_iter) passes no seam.
+        self.checkpoint.between_steps(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.checkpoint.batch_ends(trainer, batch_idx)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.validation_starts(trainer, pl_module)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.checkpoint.evaluation_batch_ends(trainer, batch_idx, dataloader_idx)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.evaluation_ends(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.defer()
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.evaluation_ends(trainer)
+
+
+def run_id_in(path: Path) -> str | None:
+    """The id of the run that a checkpoint belongs to; None where it names none."""
+    record = read(path).get(RUN_KEY)
+    return record.get("run_id") if isinstance(record, dict) else None
 
 
 def has_as_many(loader: Any) -> bool:

@@ -1,0 +1,142 @@
+"""Each situation is killed at random moments, resumed to its end, and compared bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.situations
+from tests.commands import checkpoint, differences, kill_group, start, start_ranks
+from tests.situations.situation import SITUATIONS, Situation
+
+for module in pkgutil.iter_modules(tests.situations.__path__):
+    if module.name != "run":
+        importlib.import_module(f"tests.situations.{module.name}")
+
+# More than 1 tries each situation with so many seeds, beginning with the first.
+SEEDS = int(os.environ.get("SITUATION_SEEDS", "1"))
+FIRST_SEED = int(os.environ.get("SITUATION_FIRST_SEED", "0"))
+# These run with every change, the others nightly.
+QUICK = ("plain", "rate_at_epoch_start", "queue_that_is_not_persistent", "manual_accumulation")
+SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
+KILLED = -signal.SIGKILL
+STOPPED = 143
+
+
+def train(
+    name: str, folder: Path, every: str, log: Path, event: str = "", number: str = ""
+) -> set[int]:
+    """Train a situation until its end or the event; returns the exit codes of its processes."""
+    folder.mkdir(exist_ok=True)
+    words = [name, str(folder), every, event, number]
+    if SITUATIONS[name].ranks == 1:
+        process = start([sys.executable, "-m", "tests.situations.run", *words], log)
+        return {wait(process, log)}
+    with open(log, "ab") as file:
+        ranks, store = start_ranks("tests.situations.run", *words, files=(file, file))
+        while all(rank.poll() is None for rank in ranks):
+            os.sched_yield()
+        if any(rank.poll() == KILLED for rank in ranks):
+            for rank in ranks:
+                kill_group(rank)
+        codes = {wait(rank, log) for rank in ranks}
+        del store
+        return codes
+
+
+def wait(process: Any, log: Path) -> int:
+    """Wait for the end of a process; its exit code."""
+    try:
+        return int(process.wait(timeout=100))
+    except Exception:
+        kill_group(process)
+        raise AssertionError(log.read_text()[-3000:]) from None
+
+
+def chosen_events(events: list[str], chance: random.Random) -> list[tuple[str, str]]:
+    """Three moments, one of them in the second half of the run, and the signal for each."""
+    begun = next((i for i, event in enumerate(events) if event.endswith("training_step")), 0)
+    end = next((i for i, event in enumerate(events) if event.endswith("on_train_end")), len(events))
+    middle = (begun + end) // 2
+    moments = [chance.randrange(begun, middle), chance.randrange(begun, end)]
+    moments.append(chance.randrange(middle, end))
+    signals = ["SIGKILL", "SIGKILL", "SIGTERM"]
+    chance.shuffle(signals)
+    return [(events[i], number) for i, number in zip(sorted(moments), signals, strict=True)]
+
+
+def found_differences(one: Path, other: Path, situation: Situation) -> list[str]:
+    """Where two folders of finished runs differ."""
+    found = []
+    for rank in range(situation.ranks):
+        a = torch.load(one / f"end-{rank}.pt", weights_only=False)
+        b = torch.load(other / f"end-{rank}.pt", weights_only=False)
+        if not b.pop("has_trained"):
+            # The stop came with the end: there was nothing left to do.
+            a = {name: a[name] for name in ("parameters", "buffers")}
+            b = {name: b[name] for name in ("parameters", "buffers")}
+        a.pop("has_trained", None)
+        found += differences(a, b, f"end-{rank}")
+    for name in ("last.ckpt", "best.ckpt"):
+        a = checkpoint(one / name)
+        b = checkpoint(other / name)
+        for key in SAME:
+            found += differences(a[key], b[key], f"{name}:{key}")
+        found += differences(a["callbacks"], b["callbacks"], f"{name}:callbacks")
+        found += differences(a["run"]["state"], b["run"]["state"], f"{name}:state")
+    rows = [(path / "rows.txt").read_text().splitlines() for path in (one, other)]
+    for number, (a, b) in enumerate(zip(*rows, strict=False)):
+        if a != b:
+            found.append(f"row {number}: {a} != {b}")
+            break
+    if len(rows[0]) != len(rows[1]):
+        found.append(f"rows: {len(rows[0])} != {len(rows[1])}")
+    return found
+
+
+def nightly(name: str) -> Any:
+    return pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SEEDS))
+@pytest.mark.parametrize("name", [nightly(name) for name in SITUATIONS])
+def test_a_situation_that_is_killed_at_random_moments_ends_as_if_it_were_not(
+    name: str, seed: int, workplace: Path
+) -> None:
+    situation = SITUATIONS[name]
+    chance = random.Random(f"{name}{seed}")
+    every = chance.choice(["1", "2", "3", "5"])
+    undisturbed = workplace / "undisturbed"
+    log = workplace / "log.txt"
+    assert train(name, undisturbed, every, log) == {0}, log.read_text()[-3000:]
+    events = (undisturbed / "events.txt").read_text().splitlines()
+
+    killed = workplace / "killed"
+    moments = chosen_events(events, chance)
+    is_asked = False
+    for event, number in moments:
+        codes = train(name, killed, every, log, event, number)
+        is_asked = is_asked or number == "SIGTERM"
+        if is_asked and codes == {0}:
+            # A stop comes at the end of its step, or of the run: this event was before.
+            break
+        expected = KILLED if number == "SIGKILL" else STOPPED
+        assert expected in codes, (event, codes, log.read_text()[-3000:])
+    assert train(name, killed, every, log, "none") == {0}, log.read_text()[-3000:]
+
+    printed = " ".join(log.read_text().split())
+    assert situation.says in printed, printed[-3000:]
+    if not situation.says:
+        assert "not exact" not in printed, printed
+    if situation.is_exact:
+        found = found_differences(undisturbed, killed, situation)
+        assert found == [], (every, moments, found[:12], printed[-1500:])
