@@ -18,6 +18,8 @@ import torch
 
 import project
 from project.command_line.cli import configure
+from project.engine.loading import ExactLoading
+from project.engine.parts import standard_parts
 
 PACKAGE = project.__name__
 ROOT = Path(__file__).parents[1]
@@ -161,6 +163,13 @@ def test_every_example_in_the_table_is_there() -> None:
     named = re.findall(r"`(\w+\.yaml)`", table)
     assert named
     assert [name for name in named if not (ROOT / "configs" / "examples" / name).exists()] == []
+
+
+def test_the_page_names_every_part_of_a_checkpoint() -> None:
+    table = PAGES["docs/how_it_works.md"].partition("| part |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([A-Z]\w+)`", table)
+    parts = [type(part).__name__ for part in standard_parts(ExactLoading())]
+    assert sorted(named) == sorted([*parts, "MetricRows"])
 
 
 @pytest.mark.parametrize("page", PAGES)
