@@ -12,8 +12,8 @@ Everything that makes a run fast on a CPU stands in these places:
    the next step.
 3. **Threads spin while they wait, and sleep while others need the cores** (waiting.py).
    Spinning is the fastest on an idle machine, and many times slower beside a busy process.
-4. **A batch is gathered in one call** (base.py in the data folder): there is no Python per sample and
-   no worker process. The loader that keeps the order of a run (``project/engine``) asks for whole
+4. **A batch is gathered in one call** (base.py in the data folder): there is no Python per sample
+   and no worker process. The loader that keeps the order of a run (``project/engine``) asks for whole
    batches, too.
 5. **Images lie in memory channel by channel per pixel** where a network wants that
    (``memory_format`` in ``project/model``), and optimizers step in one fused operation.
@@ -25,8 +25,8 @@ Everything that makes a run fast on a CPU stands in these places:
    command calls first).
 
 What a user sets in the environment wins: ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY``,
-``GOMP_SPINCOUNT``, ``MALLOC_MMAP_THRESHOLD_``. The command ``benchmark overhead`` measures what all this is worth on a
-machine.
+``GOMP_SPINCOUNT``, ``MALLOC_MMAP_THRESHOLD_``. The command ``benchmark overhead`` measures what all
+this is worth on a machine.
 """
 
 import contextlib

@@ -337,7 +337,8 @@ def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path, before:
     git(clone, "add", "--all")
     git(clone, "commit", "--quiet", "-m", "Rename")
 
-    script = f"from {LONGER} import fit; from {LONGER}.command_line import start; start.run(fit.main)"
+    imports = f"from {LONGER} import fit; from {LONGER}.command_line import start"
+    script = f"{imports}; start.run(fit.main)"
     environment = {**os.environ, "PYTHONPATH": str(clone)}
     shown = complete([sys.executable, "-c", script, "--print_config"], cwd=clone, env=environment)
     assert shown.returncode == 0, shown.stderr

@@ -148,7 +148,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._validated_batches: dict[int, int] = {}
         self._before_hooks: BeforeHooks | None = None
         # The Trainer's own number, while it is 0 because the run is a resumed one.
-        self._sanity_steps: int | None = None
+        self._sanity_steps: float | None = None
 
     # What others ask for, by the names of ModelCheckpoint
 

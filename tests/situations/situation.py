@@ -59,9 +59,7 @@ def add(
 ) -> None:
     """Put a situation on the list. See :class:`Situation`."""
     assert name not in SITUATIONS, name
-    SITUATIONS[name] = Situation(
-        make, flags, callbacks, data, says, is_exact, monitor, ranks, fits
-    )
+    SITUATIONS[name] = Situation(make, flags, callbacks, data, says, is_exact, monitor, ranks, fits)
 
 
 def table(count: int, seed: int = 0) -> TensorDataset:
