@@ -144,6 +144,7 @@ def make_clone(folder: Path) -> Path:
             "```\ndocker run P --x\nP: a\nwandb --P b\n",
             "```\ndocker run N --x\nP: a\nwandb --P b\n",
         ),
+        ("docs/a.md", "docker build -t P .\n", "docker build -t N .\n"),
         ("pyproject.toml", '[P]\nname = "P"\n[P.urls]\n', '[P]\nname = "N"\n[P.urls]\n'),
         (
             "pyproject.toml",
