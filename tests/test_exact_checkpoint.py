@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project.engine import ExactCheckpoint, Part, Stopped
 from project.errors import UserError
-from tests.commands import checkpoint, differences, kill_group, start
+from tests.commands import checkpoint, differences, kill_group, start, wait_for
 from tests.plain_module import Regression
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
