@@ -175,7 +175,7 @@ def test_what_the_trainer_was_given_stays_and_its_own_modelcheckpoint_works(
 
 def test_a_folder_that_another_process_writes_is_refused(workplace: Path) -> None:
     code = "import sys, time; from project.engine.run_folder import RunFolder\n"
-    code += "RunFolder('r').create(); print('held', flush=True); time.sleep(60)"
+    code += "run = RunFolder('r'); run.create(); print('held', flush=True); time.sleep(60)"
     log = workplace / "log.txt"
     other = start([sys.executable, "-c", code], log)
     assert wait_for("held", log, other)

@@ -19,7 +19,10 @@ import torch
 import project
 from project.command_line.cli import configure
 from project.engine.loading import ExactLoading
-from project.engine.parts import standard_parts
+from project.engine.parts import all_parts
+from project.engine.parts.hyperparameters import StartingHyperparameters
+from project.engine.parts.loaders import LoaderPositions
+from project.engine.parts.module import PlainBuffers
 
 PACKAGE = project.__name__
 ROOT = Path(__file__).parents[1]
@@ -168,7 +171,8 @@ def test_every_example_in_the_table_is_there() -> None:
 def test_the_page_names_every_part_of_a_checkpoint() -> None:
     table = PAGES["docs/how_it_works.md"].partition("| part |")[2].partition("\n\n")[0]
     named = re.findall(r"`([A-Z]\w+)`", table)
-    parts = [type(part).__name__ for part in standard_parts(ExactLoading())]
+    given = (LoaderPositions(ExactLoading()), PlainBuffers(), StartingHyperparameters())
+    parts = [type(part).__name__ for part in all_parts(*given)]
     assert sorted(named) == sorted([*parts, "MetricRows"])
 
 

@@ -173,7 +173,7 @@ EVIL: dict[str, dict[str, Any]] = {
     "imports a module of one word": spec(
         "torch.nn.attention._fa3._fa3_import_module", module_path="this"
     ),
-    "opens a database": spec(
+    "opens a database": spec(  # feature: sweep
         "project.sweep.trials.RunningTrial",
         trial={
             "study": {"study_name": "x", "storage": f"sqlite:///{CANARY}"},

@@ -116,7 +116,7 @@ def _refuse_devices(flags: dict[str, Any], world_size: int) -> None:
             why = "--sync_batchnorm needs GPUs: PyTorch has none for CPUs."
             raise UserError(f"{why} Leave it away; before a validation the ranks share statistics.")
     if world_size == 1 and flags["num_nodes"] > 1:  # rank 0 would wait half an hour for the others
-        how = "needs a launcher, torchrun or SLURM: see the README."
+        how = "needs a launcher, torchrun or SLURM: see docs/scale_out.md."
         raise UserError(f"--num_nodes {flags['num_nodes']} {how}")
 
 
