@@ -56,7 +56,7 @@ def cores_at_start() -> set[int]:
 
 
 # The cores that this process was allowed to use at its start. Later it may keep to one of them
-# (project/waiting.py).
+# (waiting.py).
 CORES = cores_at_start()
 
 
@@ -97,7 +97,7 @@ def configure() -> int:
     if sys.platform.startswith("linux"):
         keep_freed_memory()
     else:
-        # project/waiting.py lets threads sleep on a busy machine, but knows Linux alone.
+        # waiting.py lets threads sleep on a busy machine, but knows Linux alone.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     chosen = os.environ["OMP_NUM_THREADS"]
     # OpenMP also understands a list, such as "4,2".
