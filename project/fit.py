@@ -5,8 +5,9 @@ python -m project.fit --precision 16-mixed
 python -m project.fit --config configs/fast.yaml --data.root data
 python -m project.fit --run_name mine --ckpt_path auto
 torchrun --nproc_per_node 4 -m project.fit --strategy ddp
-torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss  # torchrun has a
---monitor-interval
+torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss
+
+The two dashes keep torchrun from taking --monitor for an option of its own.
 """
 
 import os
@@ -41,7 +42,7 @@ from project.engine.following import Best
 from project.engine.lightning_internals import release_child_processes
 from project.engine.parts.rows import MetricRows
 from project.engine.ranks import is_rank_zero, say
-from project.engine.run_folder import RunFolder as Run
+from project.engine.run_folder import RunFolder
 from project.engine.slurm import requeue_signal
 from project.errors import UserError
 from project.facts import summarize
@@ -70,6 +71,8 @@ TAKES_FILES = (contract.PreparesFiles, contract.PreparesImages, contract.ShapesI
 
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; returns the exit code."""
+    # From now on a signal ends the process also while it waits for other ranks inside a library.
+    signals.watch()
     config, run = read_configuration(argv, "project.fit")
     say(*run.notes)
     if run.changes:
@@ -89,7 +92,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train_in(run: Run, config: Configuration) -> RunResult:
+def train_in(run: RunFolder, config: Configuration) -> RunResult:
     """Make the run's folder, and train there. If nothing is saved, the folder goes and its name is
     free again.
     """
@@ -111,7 +114,7 @@ def train_in(run: Run, config: Configuration) -> RunResult:
         run.release()
 
 
-def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Trainer:
+def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ()) -> Trainer:
     """The Trainer of a run with its callbacks and loggers; callbacks in ``extra`` come last."""
     flags = trainer_flags(config)
     options = config.options
@@ -134,7 +137,6 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Tr
         wandb,  # feature: wandb
         RunTimer(),
         RunRecord(run.folder, run.run_id, config.resolved),
-        keep,
         OptimizerMonitor() if "optimizer" in config.monitors else None,  # feature: optimizer
         ThroughputMonitor() if "throughput" in config.monitors else None,  # feature: throughput
         _memory_monitor(config),  # feature: memory
@@ -146,6 +148,7 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Tr
         progress_callback(flags),
         *always_on(),
         *flags["callbacks"],
+        keep,
         *extra,
         LogLastStep(),
     ]
@@ -161,7 +164,7 @@ def build(config: Configuration, run: Run, extra: Sequence[Callback] = ()) -> Tr
     return build_trainer(flags)
 
 
-def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
+def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
     """Train, test the best once, write the summary. After :class:`signals.Stopped` last.ckpt holds
     the step.
     """
@@ -202,7 +205,7 @@ def train(config: Configuration, run: Run, trainer: Trainer) -> RunResult:
 
 
 def result_of(
-    config: Configuration, run: Run, trainer: Trainer, stopped_by: str | None = None
+    config: Configuration, run: RunFolder, trainer: Trainer, stopped_by: str | None = None
 ) -> RunResult:
     """What a run has reached that has trained, or was stopped by a signal of that name."""
     data = config.datamodule
@@ -237,7 +240,9 @@ def finish(trainer: Trainer, result: RunResult) -> None:
         leave_everything(trainer, result)
 
 
-def refuse_training_of_no_step(run: Run, trainer: Trainer, checkpoint: ExactCheckpoint) -> None:
+def refuse_training_of_no_step(
+    run: RunFolder, trainer: Trainer, checkpoint: ExactCheckpoint
+) -> None:
     """A UserError where training has made no step, so that there is no best checkpoint to test."""
     if not checkpoint.saves or checkpoint.best_path.exists():
         return
@@ -273,7 +278,7 @@ def _memory_snapshot(options: Any) -> Callback | None:  # feature: memory
     return MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None
 
 
-def _tensorboard(run: Run) -> Logger:
+def _tensorboard(run: RunFolder) -> Logger:
     return TensorBoardLogger(run.folder, name="tensorboard", version="")
 
 

@@ -38,6 +38,9 @@ class RunRecord(Callback):
         config: Every setting as a plain value.
     """
 
+    # No hook of this puts other weights in for a validation.
+    validates_trained_weights = True
+
     def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
         self.folder = folder
         self.config = config
@@ -63,7 +66,7 @@ class RunRecord(Callback):
             global_step=trainer.global_step,
             metrics=metrics,
             data_source=data.data_source if isinstance(data, contract.NamesSource) else None,
-            data=data.description() if isinstance(data, contract.DescribesData) else {},
+            data=data.description() if contract.describes_data(data) else {},
             precision=trainer.precision,
             world_size=trainer.world_size,
         )

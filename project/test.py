@@ -20,7 +20,7 @@ from project.command_line.read_checkpoint import Loaded, load
 from project.command_line.refusals import refusals_as_errors
 from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.command_line.typed import CommandLine
-from project.engine import ExactCheckpoint, contract
+from project.engine import ExactCheckpoint, contract, signals
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
 from project.engine.run_folder import ROOT, find_checkpoint
 from project.errors import UserError
@@ -30,6 +30,8 @@ from project.final_test import float32_products, lacks_for_test
 
 def main(argv: list[str]) -> int:
     """Test as ``argv`` says; returns the exit code."""
+    # From now on a signal ends the process also while it waits for other ranks inside a library.
+    signals.watch()
     line = CommandLine(argv)
     asked = line.value("output")
     output = tables.check_output(asked) if asked else None

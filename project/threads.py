@@ -10,10 +10,10 @@ Everything that makes a run fast on a CPU stands in these places:
 2. **Freed memory is used again** (:func:`keep_freed_memory`, below). Without it, the C library
    would give the memory of each step's activations back to the kernel, and get it page by page in
    the next step.
-3. **Threads spin while they wait, and sleep while others need the cores** (``project/waiting.py``).
+3. **Threads spin while they wait, and sleep while others need the cores** (waiting.py).
    Spinning is the fastest on an idle machine, and many times slower beside a busy process.
-4. **A batch is gathered in one call** (``project/data/base.py``): there is no Python per sample and
-   no worker process. The loader that keeps the order of a run (``project/engine``) asks for whole
+4. **A batch is gathered in one call** (base.py in the data folder): there is no Python per sample
+   and no worker process. The loader that keeps a run's order (``project/engine``) asks for whole
    batches, too.
 5. **Images lie in memory channel by channel per pixel** where a network wants that
    (``memory_format`` in ``project/model``), and optimizers step in one fused operation.
@@ -25,8 +25,8 @@ Everything that makes a run fast on a CPU stands in these places:
    command calls first).
 
 What a user sets in the environment wins: ``OMP_NUM_THREADS``, ``OMP_WAIT_POLICY``,
-``GOMP_SPINCOUNT``, ``MALLOC_MMAP_THRESHOLD_``. What all this is worth on a machine: ``python -m
-project.benchmark overhead``.
+``GOMP_SPINCOUNT``, ``MALLOC_MMAP_THRESHOLD_``. The command ``benchmark overhead`` measures what all
+this is worth on a machine.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def cores_at_start() -> set[int]:
 
 
 # The cores that this process was allowed to use at its start. Later it may keep to one of them
-# (project/waiting.py).
+# (waiting.py).
 CORES = cores_at_start()
 
 
@@ -97,7 +97,7 @@ def configure() -> int:
     if sys.platform.startswith("linux"):
         keep_freed_memory()
     else:
-        # project/waiting.py lets threads sleep on a busy machine, but knows Linux alone.
+        # waiting.py lets threads sleep on a busy machine, but knows Linux alone.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     chosen = os.environ["OMP_NUM_THREADS"]
     # OpenMP also understands a list, such as "4,2".

@@ -360,7 +360,7 @@ def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(owner, name, lambda *args: (method(*args), events.append(event)))
 
     events: list[str] = []
-    noted(ExactCheckpoint, "on_train_end", "saved")
+    noted(ExactCheckpoint, "training_ends", "saved")
     noted(RunClock, "_end_epoch", "ended")
     run = run_epochs(configure(SMALL, "project.benchmark"), 1)
     assert events == [

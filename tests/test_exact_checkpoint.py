@@ -18,7 +18,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from project.engine import ExactCheckpoint, Part, Stopped
-from tests.commands import checkpoint, differences, kill_group, start
+from project.errors import UserError
+from tests.commands import checkpoint, differences, kill_group, start, wait_for
 from tests.plain_module import Regression
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
@@ -170,6 +171,18 @@ def test_what_the_trainer_was_given_stays_and_its_own_modelcheckpoint_works(
     ]
     assert "convert_input" not in vars(trainer.precision_plugin)
     assert trainer.validate(Regression(), ckpt_path=keep.best_model_path, verbose=False)
+
+
+def test_a_folder_that_another_process_writes_is_refused(workplace: Path) -> None:
+    code = "import sys, time; from project.engine.run_folder import RunFolder\n"
+    code += "run = RunFolder('r'); run.create(); print('held', flush=True); time.sleep(60)"
+    log = workplace / "log.txt"
+    other = start([sys.executable, "-c", code], log)
+    assert wait_for("held", log, other)
+    with pytest.raises(UserError, match="run r is written by another process"):
+        fit("r")
+    kill_group(other)
+    fit("r")
 
 
 class Temperature(Part):

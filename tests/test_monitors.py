@@ -113,7 +113,8 @@ def test_tensors_that_are_not_dense_and_made_are_measured(
 ) -> None:
     used = monitors()
     module = make()
-    trainer, rows = make_trainer(tmp_path, *used, log_every_n_steps=1)
+    made = make_trainer(tmp_path, *used, log_every_n_steps=1)
+    trainer = made[0]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, None if isinstance(module, Words) else points())
@@ -124,7 +125,7 @@ def test_tensors_that_are_not_dense_and_made_are_measured(
     assert memory.breakdown["weights"] > 0
     # end feature: memory
     # feature: optimizer
-    norms = [row["grad_norm"] for _, row in rows.of("optimizer")]
+    norms = [row["grad_norm"] for _, row in made[1].of("optimizer")]
     assert len(norms) == 5
     assert all(norm > 0 for norm in norms)
     # end feature: optimizer
@@ -297,6 +298,7 @@ def test_monitors_work_in_a_plain_script_without_our_command_line(tmp_path: Path
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.rglob("metrics.csv")
     names = {name for row in read(file) for name in row}
+    assert names
     assert "throughput/samples_per_sec" in names  # feature: throughput
     assert "memory/rss_gib" in names  # feature: memory
     assert {"optimizer/lr", "optimizer/grad_norm"} <= names  # feature: optimizer

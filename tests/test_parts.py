@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
 
 from project.engine.loading import ExactLoading
-from project.engine.parts import standard_parts
+from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import RandomGenerators
 from project.engine.parts.hyperparameters import (
@@ -72,9 +72,12 @@ def other() -> Trainer:
 
 
 def test_the_list_has_every_part_once_and_generators_last() -> None:
-    parts = standard_parts(ExactLoading(0))
+    loading = ExactLoading(0)
+    own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
+    starting = StartingHyperparameters()
+    parts = all_parts(LoaderPositions(loading), PlainBuffers(), starting, PlainAttributes(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == 16
     assert isinstance(parts[-1], RandomGenerators)
 
 

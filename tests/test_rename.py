@@ -144,6 +144,7 @@ def make_clone(folder: Path) -> Path:
             "```\ndocker run P --x\nP: a\nwandb --P b\n",
             "```\ndocker run N --x\nP: a\nwandb --P b\n",
         ),
+        ("docs/a.md", "docker build -t P .\n", "docker build -t N .\n"),
         ("pyproject.toml", '[P]\nname = "P"\n[P.urls]\n', '[P]\nname = "N"\n[P.urls]\n'),
         (
             "pyproject.toml",
@@ -336,7 +337,8 @@ def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path, before:
     git(clone, "add", "--all")
     git(clone, "commit", "--quiet", "-m", "Rename")
 
-    script = f"from {LONGER} import fit; from {LONGER}.engine import command; command.run(fit.main)"
+    imports = f"from {LONGER} import fit; from {LONGER}.command_line import start"
+    script = f"{imports}; start.run(fit.main)"
     environment = {**os.environ, "PYTHONPATH": str(clone)}
     shown = complete([sys.executable, "-c", script, "--print_config"], cwd=clone, env=environment)
     assert shown.returncode == 0, shown.stderr

@@ -20,7 +20,7 @@ from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 
 from project import facts, fit, run_record
-from project.callbacks import test_predictions  # feature: test_predictions
+from project.callbacks import monitor  # feature: test_predictions
 from project.callbacks.test_predictions import TestPredictions  # feature: test_predictions
 from project.command_line.read_checkpoint import load
 from project.data import MNISTDataModule
@@ -284,7 +284,7 @@ def test_confusion_and_mistakes_are_exact_and_show_the_images_themselves() -> No
 def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = TestPredictions(most=6)
     trained_predictions(alone)
-    monkeypatch.setattr(test_predictions, "of_all_ranks", lambda mine: [mine, (None, []), mine])
+    monkeypatch.setattr(monitor, "of_all_ranks", lambda mine: [mine, (None, []), mine])
     twice = TestPredictions(most=6)
     trained_predictions(twice)
     assert alone.confusion is not None

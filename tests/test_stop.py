@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from project import fit
 from project.engine.exact_checkpoint import ExactCheckpoint
@@ -208,5 +207,5 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
     trainer: Any = SimpleNamespace(
         callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1
     )
-    ending.on_train_end(trainer, torch.nn.Module())  # type: ignore[arg-type]
+    ending.training_ends(trainer)
     assert stops == [signal.SIGINT]

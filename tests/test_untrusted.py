@@ -20,15 +20,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from project.engine.cli import configure
 from torch import nn
 
 from project import fit
 from project import test as test_command
+from project.command_line import start as entry
 from project.command_line import trust
+from project.command_line.cli import configure
 from project.command_line.read_checkpoint import load
 from project.command_line.trust import Guard, guarded, trusted_names
-from project.engine import command as entry
 from project.engine import own_runs
 from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
@@ -173,8 +173,8 @@ EVIL: dict[str, dict[str, Any]] = {
     "imports a module of one word": spec(
         "torch.nn.attention._fa3._fa3_import_module", module_path="this"
     ),
-    "opens a database": spec(
-        "project.sweep.RunningTrial",
+    "opens a database": spec(  # feature: sweep
+        "project.sweep.trials.RunningTrial",
         trial={
             "study": {"study_name": "x", "storage": f"sqlite:///{CANARY}"},
             "trial_id": 0,
@@ -186,7 +186,7 @@ EVIL: dict[str, dict[str, Any]] = {
     ),
     "downloads": spec("torchvision.models.resnet18", weights="DEFAULT"),
     "an alias": spec("torch.utils.collect_env.subprocess.Popen", **COMMAND),
-    "an alias of ours": spec("project.engine.summary.subprocess.Popen", **COMMAND),
+    "an alias of ours": spec("project.facts.subprocess.Popen", **COMMAND),
     "a function": spec("torch.utils.collect_env.run", command=f"touch {CANARY}"),
     "maps a file": spec("torch.from_file", filename=CANARY, shared=True, size=1),
     "parses a command line": spec(
@@ -622,7 +622,7 @@ def test_the_name_of_the_file_is_not_a_name_that_the_user_typed(
     assert "cleverly" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["project.engine.cli.CommandLine", "project.fit.main"])
+@pytest.mark.parametrize("name", ["project.command_line.typed.CommandLine", "project.fit.main"])
 def test_rooms_of_the_clone_are_no_model(
     name: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

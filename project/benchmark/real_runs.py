@@ -21,7 +21,7 @@ from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine import signals
 from project.engine.loading import ExactLoading
 from project.engine.log_steps import synchronize
-from project.engine.run_folder import RunFolder as Run
+from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
 from project.errors import UserError, require
 from project.facts import device_name, network_of, samples_of
@@ -139,7 +139,7 @@ def run_epochs(
             trainer = bare_trainer(config, root, clock)
             trainer.fit(config.module, datamodule=config.datamodule)
         else:
-            trainer = fit.build(config, Run(Path(tempfile.mkdtemp(dir=root))), extra=[clock])
+            trainer = fit.build(config, RunFolder(Path(tempfile.mkdtemp(dir=root))), extra=[clock])
             trainer.fit(config.module, datamodule=config.datamodule)
             take_memory(trainer, clock)  # feature: memory
     if not all(epoch.train_s for epoch in clock.epochs):

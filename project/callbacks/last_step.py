@@ -16,6 +16,9 @@ class LogLastStep(Callback):
     is 1 from there until Lightning has logged the step.
     """
 
+    # No hook of this puts other weights in for a validation.
+    validates_trained_weights = True
+
     def __init__(self) -> None:
         # The Trainer's own number; None where it is in place.
         self._every: int | None = None

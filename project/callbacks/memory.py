@@ -59,6 +59,9 @@ class MemoryMonitor(Monitor):
         host: Sizes of the host's; default :func:`host_memory`.
     """
 
+    # No hook of this puts other weights in for a validation.
+    validates_trained_weights = True
+
     def __init__(self, read: Reader | None = None, host: Reader | None = None) -> None:
         self._read = read or device_memory
         self._read_host = host or host_memory

@@ -64,6 +64,9 @@ class ThroughputMonitor(Monitor):
         wait_for_device: Called with the device at the edges of windows.
     """
 
+    # No hook of this puts other weights in for a validation.
+    validates_trained_weights = True
+
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,

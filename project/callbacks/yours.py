@@ -10,7 +10,6 @@ def always_on() -> list[Callback]:
 
         return [PrintsTheWeather()]
 
-    ``project.fit`` adds them behind its own callbacks and in front of those of
-    ``--trainer.callbacks``.
+    ``project.fit`` adds them in front of those of ``--trainer.callbacks``.
     """
     return []

@@ -140,7 +140,7 @@ def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Load
     leave_out_compiling_and_downloads(base)
     config = _configured(arguments, "project.test", base, guard)
     fits = load_weights(config.module, path, late=True, again=again)
-    if isinstance(config.datamodule, contract.DescribesData):
+    if contract.describes_data(config.datamodule):
         config.datamodule.describe(run.pop("data", {}))
     if not fits and not again:
         _set_up_and_load(config, path)

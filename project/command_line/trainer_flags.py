@@ -5,7 +5,6 @@ cannot work.
 import math
 import os
 import re
-import signal
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy  # feature: fsdp
 
 from project import threads
@@ -83,19 +81,6 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
-def requeue_signal(config: Configuration) -> int | None:
-    """The signal at which SLURM wants the job to be saved and queued again; None outside SLURM, or
-    where refused.
-    """
-    if not SLURMEnvironment.detect():
-        return None
-    plugins = [*as_list(config.trainer["plugins"]), SLURMEnvironment()]
-    environment = next(plugin for plugin in plugins if isinstance(plugin, SLURMEnvironment))
-    if not environment.auto_requeue:
-        return None
-    return int(environment.requeue_signal or signal.SIGUSR1)
-
-
 def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
     """Raise a UserError for flags that Lightning accepts but that lead to a crash, a hang or
     swapping.
@@ -131,7 +116,7 @@ def _refuse_devices(flags: dict[str, Any], world_size: int) -> None:
             why = "--sync_batchnorm needs GPUs: PyTorch has none for CPUs."
             raise UserError(f"{why} Leave it away; before a validation the ranks share statistics.")
     if world_size == 1 and flags["num_nodes"] > 1:  # rank 0 would wait half an hour for the others
-        how = "needs a launcher, torchrun or SLURM: see the README."
+        how = "needs a launcher, torchrun or SLURM: see docs/scale_out.md."
         raise UserError(f"--num_nodes {flags['num_nodes']} {how}")
 
 

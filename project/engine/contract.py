@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -141,6 +141,11 @@ class DescribesData(Protocol):
     def describe(self, description: dict[str, Any]) -> None:
         """Take the facts over from a checkpoint."""
         ...
+
+
+def describes_data(data: Any) -> TypeGuard[DescribesData]:
+    """Whether a data module describes its data. Others may have a text of that name."""
+    return isinstance(data, DescribesData) and callable(data.description)
 
 
 @runtime_checkable

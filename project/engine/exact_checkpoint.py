@@ -40,7 +40,7 @@ from project.engine.files import write_atomically
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
 from project.engine.log_steps import SHARDING, is_optimizer_step
-from project.engine.parts import standard_parts
+from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
@@ -55,6 +55,7 @@ from project.engine.resume import (
     share_buffers_in_next_pass,
     uses_hooks,
 )
+from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
@@ -62,8 +63,7 @@ from project.engine.snapshot import BeforeHooks, Snapshot, TrainingState
 from project.engine.stop import SAVE_DUE, Agreement
 from project.errors import UserError
 
-# Hooks of these change no weights for a validation. The user's own may validate other weights than
-# are trained.
+# The modules whose validation hooks never put other weights in.
 KEEPS_WEIGHTS = ("lightning.", __name__.rpartition(".")[0])
 # Lightning's callbacks with which a resume is not exact, and why.
 NOT_EXACT: dict[type[Callback], str] = {
@@ -78,22 +78,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly
     when it is asked to.
 
-    What happens at which hook, in the order of a run:
-
-    | hook | what happens |
-    | --- | --- |
-    | setup | becomes the first callback; takes over loaders, signals, three seams (seams.py) |
-    | on_load_checkpoint | reads the state; sets where training goes on in its loaders |
-    | on_fit_start | notes what optimizers and schedules start with, before their states come |
-    | on_train_start | lets changed hyperparameters win; the user's hooks come after this |
-    | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
-    | (seam) before each batch | SAVE if one is due or asked for; the stop |
-    | on_train_batch_end | the ranks agree whether to save or stop before the next batch |
-    | on_validation_start | takes a snapshot, for a stop inside the validation |
-    | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks |
-    | on_validation_end | compares the followed metric with the best so far |
-    | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
-    | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
+    What happens at which hook stands at :class:`Hooks`, which calls the methods below.
 
     Args:
         folder: Where ``last.ckpt`` and ``best.ckpt`` are. None: nothing is saved, and the rest
@@ -104,7 +89,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         mode: ``max`` or ``min``. None: the module's own ``mode``, else what the metric's name says.
         every: How often ``last.ckpt`` is saved: seconds (``60s``) or optimizer steps (``500``).
         parts: Further parts of a checkpoint, for state that your own code keeps.
-        run_id: Tells the checkpoints of this run from another's in the same folder.
+        run_id: Tells the checkpoints of this run from another's in the same folder. Whoever gives
+            it has made and locked the folder. None: this callback does both.
         changed: Whether the user has changed settings since the checkpoint. Then the
             hyperparameters of optimizers and schedules that are made now win over the checkpoint's.
         requeue_signal: SLURM's signal, at which the job is saved and queued again. See
@@ -129,6 +115,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.best = Best.of(None, monitor, mode)
         self.every_seconds, self.every_steps = parse_interval(every)
         self.run_id = run_id
+        self._id_was_given = run_id is not None
+        self._folder: RunFolder | None = None
         self.changed = changed
         self.requeue_signal = requeue_signal
         self.loading = ExactLoading()
@@ -136,7 +124,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._further_parts = list(parts)
         self._signals = signals.TakenOver()
         self._seams: Seams | None = None
-        self._alone = RankZeroAlone()
+        self._of_rank_zero_alone = RankZeroAlone()
         self._begin_training()
 
     def _begin_training(self) -> None:
@@ -146,10 +134,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._buffers = PlainBuffers()
         self._attributes = PlainAttributes()
         self._positions = LoaderPositions(self.loading)
-        with_beginnings: list[Part] = [self._hyperparameters, self._buffers, self._attributes]
-        own = {part.name: part for part in (*with_beginnings, self._positions)}
-        standard = [own.get(part.name, part) for part in standard_parts(self.loading)]
-        self.parts = [*standard, *self._further_parts]
+        self.parts = all_parts(
+            self._positions,
+            self._buffers,
+            self._hyperparameters,
+            self._attributes,
+            self._further_parts,
+        )
         # Agreed upon by all ranks: the signal to stop by, or SAVE_DUE.
         self._request = 0
         self._best_due = False
@@ -157,7 +148,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._steps = 0
         # What is written now. None: another callback saves a checkpoint.
         self._saving: Snapshot | None = None
-        # For a stop inside the validation that runs.
+        # The state at the start of the validation that runs, for a stop inside it.
         self._before_validation: Snapshot | None = None
         # Where the run ends inside an epoch.
         self._inside_epoch: Snapshot | None = None
@@ -167,12 +158,12 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # Whether validations log the followed metric. None before the first validation.
         self._followed: bool | None = None
         # What the training had as a validation began.
-        self._trained: TrainingState | None = None
+        self._before_this_validation: TrainingState | None = None
         # Whether a validation has changed weights by other ways than the hooks of its start.
         self._validations_change_weights = False
-        # What a resumed run still has to get back, and what it read in validations before.
+        # What a resumed run still has to get back. None after its first batch.
         self._resume: Resume | None = None
-        self._validated_batches: dict[int, int] = {}
+        self._batches_validated_before: dict[int, int] = {}
         self._before_hooks: BeforeHooks | None = None
         # The Trainer's own number, while it is 0 because the run is a resumed one.
         self._sanity_steps: float | None = None
@@ -237,13 +228,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "predict":
             return
+        # Of a stage before that ended without a teardown.
+        self._put_everything_back(trainer)
         if stage == "fit":
             self._begin_training()
             self.best.ask(pl_module)
-        self._come_first(trainer)
+            self._own_folder(trainer)
+        self._add_hooks(trainer)
         if self.agreement is None:
             self.agreement = Agreement(trainer.world_size)
-        self._end_seams(trainer)
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
         self.loading.install(self._seams, trainer)
@@ -255,26 +248,29 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self.requeue_signal is not None:
             signals.note_requeue(self.requeue_signal)
 
-    def _come_first(self, trainer: Trainer) -> None:
-        """Stand before all other callbacks: what they do for a step must come after this one's
-        save.
-        """
-        others = [
-            each
-            for each in trainer.callbacks  # type: ignore[attr-defined]
-            if each is not self and not isinstance(each, EpochEnds)
-        ]
-        trainer.callbacks[:] = [EpochEnds(self), self, *others]  # type: ignore[attr-defined]
+    def _own_folder(self, trainer: Trainer) -> None:
+        """Make and lock the folder, unless whoever gave the run's id has done so."""
+        if self.saves and self._id_was_given is False and trainer.is_global_zero:
+            self._folder = RunFolder(self.folder)
+            self._folder.create()
+            self.run_id = self._folder.run_id
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    def _add_hooks(self, trainer: Trainer) -> None:
+        """Put the hooks before all other callbacks: what these do for a step comes after a save."""
+        everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [each for each in everyone if not isinstance(each, Hooks)]
+        everyone[:] = [Hooks(self), *others]
+
+    def read_state(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Read what Lightning does not restore, and set where training goes on in its loaders."""
         saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
             # Its state dict lacks buffers that are not persistent.
-            give_plain_buffers(pl_module, buffers_left_out(checkpoint, trainer.global_rank))
+            give_plain_buffers(module, buffers_left_out(checkpoint, trainer.global_rank))
             return
-        self._correct_states_of_lightnings(trainer, checkpoint)
+        self._mend_states_of_lightnings_callbacks(trainer, checkpoint)
         if saved.get("state") is None:
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             self.loading.start = Start(checkpoint["epoch"], batches["current"]["ready"])
@@ -297,7 +293,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # It had stopped early, and nothing was changed since.
         trainer.should_stop = resume.should_stop
 
-    def _correct_states_of_lightnings(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    def _mend_states_of_lightnings_callbacks(
+        self, trainer: Trainer, checkpoint: dict[str, Any]
+    ) -> None:
         """Mend states of Lightning's own callbacks that it could not load, or that would hide what
         the user typed.
         """
@@ -308,10 +306,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
                 states[callback.state_key]["patience"] = callback.patience
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Note what optimizers and schedules start with, before a checkpoint's states come."""
         assert self._seams is not None
         self._hyperparameters.begin(trainer)
-        self._buffers.begin(pl_module)
+        self._buffers.begin(module)
         lightning_internals.average_on_the_device(trainer)
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
@@ -319,9 +318,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._before_hooks = BeforeHooks()
                 self._before_hooks.take_weights(trainer)
         self._seams.after_train_start(lambda: self._restore(trainer))
-        self._seams.before_each_batch(lambda: self._between_steps(trainer))
+        self._seams.before_each_batch(lambda: self.before_batch(trainer))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def training_starts(self, trainer: Trainer) -> None:
+        """Let hyperparameters that the user has changed win. The user's hooks come after this."""
         signals.defer()
         self._last_save = time.monotonic()
         self._steps = trainer.global_step
@@ -379,10 +379,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._before_hooks = None
             resume.settle_place(trainer, self.loading)
             resume.give_back(trainer, [part for part in self.parts if not part.is_a_file])
-            self._validated_batches = dict(lightning_internals.validated_batches(trainer))
+            self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
             # Files are changed last: what cannot be restored is refused before.
             self._set_aside_unusable_best(trainer)
             resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
+        elif trainer.global_step == 0:
+            for part in self.parts:
+                part.start_anew()
         say(*dict.fromkeys(self.loading.notes))
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
@@ -396,7 +399,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 reason = f"{path} is missing;"
             else:
                 reason = damage(path)
-                if reason is None and read(path).get(RUN_KEY, {}).get("run_id") != self.run_id:
+                if reason is None and run_id_in(path) != self.run_id:
                     reason = f"{path} belongs to another run."
                 if reason is not None:
                     os.replace(path, path.with_suffix(".ckpt.set-aside"))
@@ -408,8 +411,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # Steps
 
-    def _between_steps(self, trainer: Trainer) -> None:
-        """Called before each batch of the training, when nothing of its step has been done."""
+    def before_batch(self, trainer: Trainer) -> None:
+        """Save and stop, if that is due. Nothing of the next step has been done."""
         if self._resume is not None and self._resume.steps_more:
             # The run went on only for a validation, and that is not wanted any more. This ends the
             # epoch.
@@ -417,18 +420,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._request or self._best_due:
             self._save_and_stop(trainer, self._take(trainer, "batch"))
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        # A training_step that reads its batches itself (dataloader_iter) passes no seam.
-        self._between_steps(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
+        """Agree with the other ranks whether to save or stop before the next batch."""
+        # The first batch is done: nothing is left to give back.
         self._resume = None
         self._validated = False
-        if pl_module.automatic_optimization and not is_optimizer_step(trainer, batch_idx):
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic and not is_optimizer_step(trainer, batch_idx):
             # A step that is partly accumulated is not the place for a checkpoint.
             return
         request = signals.state.requested or self._overdue(trainer)
@@ -452,7 +450,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # Epochs
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def epoch_starts(self, trainer: Trainer) -> None:
+        """Save between two epochs."""
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning does so, too, but later.
             lightning_internals.validated_batches(trainer).clear()
@@ -461,7 +460,17 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._save_and_stop(trainer, self._take(trainer, "epoch"))
 
     def epoch_ends(self, trainer: Trainer) -> None:
-        """Called first of all when an epoch's batches are over, before any other hook for its end.
+        """End what a resume has begun, and add up over the ranks what was logged."""
+        self._note_if_cut(trainer)
+        if self._resume is not None:
+            # It went on in the epoch's last validation.
+            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
+            self._resume = None
+        share_sums(trainer)
+        lightning_internals.end_restart(trainer)
+
+    def _note_if_cut(self, trainer: Trainer) -> None:
+        """Keep the state of this moment where the run ends inside an epoch.
 
         Where the run ends inside an epoch (``--max_steps``, ``--max_time``, an early stop), a later
         start with more to do goes on inside it. So the state is taken now.
@@ -486,15 +495,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         clean_counters(loops, "batch", self._validated)
         self._inside_epoch.loops = loops
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resume is not None:
-            # It went on in the epoch's last validation.
-            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
-            self._resume = None
-        share_sums(trainer)
-        lightning_internals.end_restart(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def training_ends(self, trainer: Trainer) -> None:
+        """Save after the last epoch."""
         assert self.agreement is not None
         requests = of_all_ranks(signals.state.requested, self.agreement.group)
         self._request = max(self._request, *requests)
@@ -509,7 +511,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 )
         self._save_and_stop(trainer, self._take(trainer, "epoch"))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def fit_ends(self, trainer: Trainer) -> None:
+        """Put files right where nothing was left to train."""
         if self._resume is not None:
             # Nothing was left to train. Only the test is repeated.
             left = [each for each in self.parts if each.is_a_file or each.is_left_at_the_end]
@@ -537,19 +540,17 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # Evaluations
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.defer()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def validation_starts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Take a snapshot, for a stop inside the validation."""
         if trainer.state.fn != "fit":
             signals.defer()
             return
         assert self.agreement is not None
-        share_buffers(trainer, pl_module, self.agreement.group)
+        share_buffers(trainer, module, self.agreement.group)
         # Lightning may have begun to count anew.
-        lightning_internals.validated_batches(trainer).update(self._validated_batches)
+        lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
         copies_weights = not self._keeps_weights(trainer) and not trainer.sanity_checking
-        self._trained = TrainingState(trainer, copies_weights)
+        self._before_this_validation = TrainingState(trainer, copies_weights)
         if trainer.sanity_checking:
             return
         snapshot = Snapshot("validation")
@@ -566,24 +567,19 @@ class ExactCheckpoint(callbacks.Checkpoint):
         for part in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
             for name in ("on_validation_start", "on_validation_epoch_start"):
                 hook = getattr(part, name)
-                if not hook.__module__.startswith(KEEPS_WEIGHTS) and not says_so(part):
+                if not hook.__module__.startswith(KEEPS_WEIGHTS) and not keeps_trained_weights(
+                    part
+                ):
                     return False
         return True
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def evaluation_batch_ends(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
+        """Stop inside a validation or test, if asked to; add up over the ranks what was logged."""
         ranks_agree = True
         if trainer.world_size > 1:
             loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
             # Only exact loaders are known to have equally many batches on all ranks.
-            ranks_agree = all(has_as_many(loader) for loader in loaders)
+            ranks_agree = all(has_equal_batches(loader) for loader in loaders)
             if ranks_agree and is_last and not trainer.sanity_checking:
                 # Lightning computes the values before the epoch's end.
                 share_sums(trainer)
@@ -594,8 +590,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._stop_in_validation(trainer)
             raise signals.Stopped(self._request)
 
-    on_test_batch_end = on_validation_batch_end
-
     def _stop_in_validation(self, trainer: Trainer) -> None:
         """Save the state as it was when the validation began: a resumed run begins it again."""
         snapshot = self._before_validation
@@ -605,11 +599,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(callback, callbacks.WeightAveraging):
                 # Put the trained weights back before they are saved.
                 callback.on_validation_epoch_end(trainer, module)
-        assert self._trained is not None
+        assert self._before_this_validation is not None
         is_changed = self._changes_weights(trainer)
         if is_changed:
             say("this validation has changed weights: the run goes on from the checkpoint before.")
-        self._trained.give_back(trainer)
+        self._before_this_validation.give_back(trainer)
         snapshot.add(trainer, [part for part in self.parts if not part.changes_in_validation])
         self._save_and_stop(trainer, snapshot, saves=not is_changed)
 
@@ -618,12 +612,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
         Averaged weights are put in the place of the trained ones and back.
         """
-        if self._trained is None or lightning_internals.averaged_models(trainer):
+        if self._before_this_validation is None or lightning_internals.averaged_models(trainer):
             return False
-        return self._trained.has_changed_weights(trainer)
+        return self._before_this_validation.has_changed_weights(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._alone.tell(trainer)
+    def evaluation_ends(self, trainer: Trainer) -> None:
+        """Compare the followed metric with the best so far."""
+        self._of_rank_zero_alone.tell(trainer)
         if trainer.state.fn != "fit":
             return
         if self._resume is not None:
@@ -632,9 +627,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._changes_weights(trainer):
             # From now on a copy is made for each validation.
             self._validations_change_weights = True
-        self._trained = None
+        self._before_this_validation = None
         self._before_validation = None
-        self._validated_batches = {}
+        self._batches_validated_before = {}
         share_buffers_in_next_pass(trainer)
         if trainer.sanity_checking:
             return
@@ -642,9 +637,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self.best.take(trainer.callback_metrics, trainer.current_epoch):
             self._best_due = True
         self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._alone.tell(trainer)
 
     # The save
 
@@ -697,11 +689,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
             trainer.save_checkpoint(path, weights_only=False)
             is_saved = True
             if self._best_due and trainer.is_global_zero and can_go_on:
-                # The best comes first: a run that is killed in between repeats the steps to the
-                # best. last.ckpt is a copy, for damage to one file must not damage the other.
+                # A new best is written once and copied to last.ckpt, for damage to one file must
+                # not damage the other. The best comes first: a run that is killed in between
+                # repeats the steps to the best.
                 write_atomically(self.best_path.read_bytes(), self.last_path)
         except (UserError, TypeError) as error:
-            # On rank zero alone. The others wait in save_checkpoint.
+            # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
+            # write failed, rank zero must still meet them at that barrier.
             failure = str(error)
             if not is_saved:
                 trainer.strategy.barrier()
@@ -714,9 +708,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
         self._last_save = time.monotonic()
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Put the state into a checkpoint that is saved now."""
         snapshot = self._saving
         if snapshot is None:
             # A checkpoint of another callback, saved inside a hook: a resume from it is not exact.
@@ -725,7 +718,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, self._validated)
         for part in self.parts:
             part.flush()
-        # Hooks of the validation have changed them since.
+        # Hooks of the validation have changed callbacks' states and buffers since the snapshot.
         snapshot.put_entries_into(checkpoint)
         state = self._state_of(snapshot)
         inside = self._inside_epoch
@@ -762,15 +755,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
     # The end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end_seams(trainer)
+        self._put_everything_back(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         # Lightning calls no teardown then.
-        self._end_seams(trainer)
+        self._put_everything_back(trainer)
 
-    def _end_seams(self, trainer: Trainer) -> None:
+    def _put_everything_back(self, trainer: Trainer) -> None:
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
             self._sanity_steps = None
@@ -778,29 +771,115 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._seams.put_back()
             self._seams = None
             lightning_internals.let_lightning_share(trainer, self.loading.shares)
+        if self._folder is not None:
+            self._folder.release()
+            self._folder = None
         self._signals.end()
 
 
-class EpochEnds(Callback):
-    """Tells :class:`ExactCheckpoint` first that an epoch's batches are over.
+class Hooks(Callback):
+    """The hooks of :class:`ExactCheckpoint`, called before those of all other callbacks.
 
-    Lightning calls this one hook of checkpoint callbacks last, after the module's own, whatever
-    their place is.
+    Lightning moves checkpoint callbacks behind all others, and a module's own code finds the first
+    of them in ``trainer.checkpoint_callback``. So the place of ``ExactCheckpoint`` is left to
+    Lightning, and this callback stands in front. What happens when, in the order of a run:
+
+    | hook | what happens |
+    | --- | --- |
+    | setup | loaders, signals and three seams (seams.py) are taken over |
+    | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
+    | on_fit_start | what optimizers and schedules start with is noted |
+    | on_train_start | changed hyperparameters win; the user's hooks come after this |
+    | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
+    | (seam) before each batch | SAVE if one is due or asked for; the stop |
+    | on_train_batch_end | the ranks agree whether to save or stop before the next batch |
+    | on_validation_start | a snapshot, for a stop inside the validation |
+    | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks |
+    | on_validation_end | the followed metric is compared with the best so far |
+    | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
+    | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
     """
 
     def __init__(self, checkpoint: ExactCheckpoint) -> None:
         self.checkpoint = checkpoint
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.checkpoint.read_state(trainer, pl_module, checkpoint)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.checkpoint.write_state(trainer, checkpoint)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.fit_starts(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.fit_ends(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.training_starts(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.training_ends(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.epoch_starts(trainer)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.epoch_ends(trainer)
 
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # A training_step that reads its batches itself (dataloader_iter) passes no seam.
+        self.checkpoint.before_batch(trainer)
 
-def has_as_many(loader: Any) -> bool:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.checkpoint.batch_ends(trainer, batch_idx)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.validation_starts(trainer, pl_module)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.checkpoint.evaluation_batch_ends(trainer, batch_idx, dataloader_idx)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.evaluation_ends(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.defer()
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.evaluation_ends(trainer)
+
+
+def run_id_in(path: Path) -> str | None:
+    """The id of the run that a checkpoint belongs to; None where it names none."""
+    record = read(path).get(RUN_KEY)
+    return record.get("run_id") if isinstance(record, dict) else None
+
+
+def has_equal_batches(loader: Any) -> bool:
     """Whether a loader has as many batches on every rank."""
     return isinstance(loader, ExactLoader) and loader.ranks_agree
 
 
-def says_so(part: Any) -> bool:
+def keeps_trained_weights(part: Any) -> bool:
     """Whether a module or callback says that it validates the weights that are trained."""
     return isinstance(part, contract.ValidatesTrainedWeights) and part.validates_trained_weights
 

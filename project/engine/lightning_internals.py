@@ -272,6 +272,15 @@ def log_again(
     trainer._logger_connector._first_loop_iter = False
 
 
+def buffers_left_out(part: nn.Module) -> set[str]:
+    """The names of a layer's own buffers that its state dict leaves out.
+
+    Public way missing: to compare ``named_buffers`` with a state dict starts FSDP at the wrong
+    module, and gathers all weights.
+    """
+    return part._non_persistent_buffers_set
+
+
 # Averaged weights
 
 

@@ -83,7 +83,7 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
         return inherited_decision()
     rank, world_size, _ = launched_world()
     if world_size == 1 and os.environ.get("NODE_RANK", "0") != "0":
-        how = "Start several machines with torchrun, see the README."
+        how = "Start several machines with torchrun, see docs/scale_out.md."
         raise UserError(f"NODE_RANK is set without a launcher. {how}")
     if world_size == 1:
         decision = decide()

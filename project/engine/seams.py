@@ -1,4 +1,4 @@
-"""Every method of a live Lightning object that is replaced while a run is on, with the reason.
+"""Every public method of a live Lightning object that is replaced while a run is on, with reasons.
 
 These methods are public, so a look for private names does not find them. Each is a place where
 Lightning calls its own object, and where it has no hook for a callback. :data:`SEAMS` lists them,
@@ -51,10 +51,10 @@ class Seams:
         of Strategy could override it, but the user chooses the strategy.
         """
         strategy: Any = self._trainer.strategy
-        further = strategy.process_dataloader
+        original = strategy.process_dataloader
 
         def process(loader: Any) -> Any:
-            return further(make(loader))
+            return original(make(loader))
 
         self._replace(strategy, "process_dataloader", process)
 
@@ -66,10 +66,10 @@ class Seams:
         the module's.
         """
         strategy: Any = self._trainer.strategy
-        further = strategy.on_train_start
+        original = strategy.on_train_start
 
         def start() -> None:
-            further()
+            original()
             act()
 
         self._replace(strategy, "on_train_start", start)

@@ -4,7 +4,8 @@ What happens, in order:
 
 1. A signal reaches any rank at any moment. Its handler (:mod:`project.engine.signals`) only notes
    it.
-2. At the end of the step, :class:`Agreement` tells every rank the largest request of any rank.
+2. At the end of the step (of the next one, with several ranks), :class:`Agreement` tells every rank
+   the largest request of any rank.
 3. Before the next step, :class:`project.engine.exact_checkpoint.ExactCheckpoint` saves
    ``last.ckpt`` on all ranks.
 4. Every rank raises :class:`project.engine.signals.Stopped`, which ends the process with 143 or

@@ -27,7 +27,7 @@ from project.command_line.trainer_flags import as_list
 from project.engine import contract, signals
 from project.engine.following import Best
 from project.engine.ranks import is_rank_zero, say
-from project.engine.run_folder import RunFolder as Run
+from project.engine.run_folder import RunFolder
 from project.errors import UserError, require
 from project.facts import parameter_count
 from project.loggers.wandb_account import STEP, wandb_state
@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
 MOST_CLASSES = 50
 
 
-def make_wandb_logger(config: Configuration, run: Run, best: Best) -> WandbRunLogger | None:
+def make_wandb_logger(config: Configuration, run: RunFolder, best: Best) -> WandbRunLogger | None:
     """A run's W&B logger, off on ranks above 0; None with ``--logger false`` and with a WandbLogger
     of the user's.
 
@@ -117,7 +117,12 @@ class WandbRunLogger(WandbLogger, Callback):
     """
 
     def __init__(
-        self, run: Run, project: str, config: dict[str, Any], mode: str, best: Best | None = None
+        self,
+        run: RunFolder,
+        project: str,
+        config: dict[str, Any],
+        mode: str,
+        best: Best | None = None,
     ) -> None:
         super().__init__(
             name=run.name,

@@ -75,6 +75,9 @@ class SupervisedModule(LightningModule):
             them.
     """
 
+    # No hook of this puts other weights in for a validation.
+    validates_trained_weights = True
+
     mean: Tensor  # buffers, (1,) or (channels,)
     std: Tensor
     train_metrics: Metrics

@@ -32,7 +32,7 @@ def renamed(path: Path, text: str, old: str, new: str, wandb_project: str | None
     if path.name == "pyproject.toml":
         # Quoted, alone or with extras
         rules.append((rf"([\"'@]){old}(?=[\"'\[])", rf"\1{new}"))
-    if path.name in ("Dockerfile", "README.md"):
+    if path.name == "Dockerfile" or path.suffix == ".md":
         # The image in a docker command, and both words of COPY: hence twice
         image = (rf"(?m)^(#.*docker |docker |COPY )(.*[ ])?{old}(?=[ ]|$)", rf"\1\2{new}")
         rules += [image, image]

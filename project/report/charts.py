@@ -72,7 +72,7 @@ def curves(
         ax: Where.
         lines: Values by label.
         unit: Of the vertical axis.
-        axis: A :class:`project.loggers.Panel`'s: ``from zero``, ``fitting`` or ``log``.
+        axis: A :class:`project.loggers.panels.Panel`'s: ``from zero``, ``fitting`` or ``log``.
         last_step: Where the horizontal axis ends.
         epochs: Number of an epoch, from 1 → its last step.
     """

@@ -1,12 +1,11 @@
-"""Search hyperparameters here, without an account: parallel trials of fit, hopeless ones stopped
-early (Optuna).
+"""Search hyperparameters here, without an account: trials of fit side by side (Optuna).
 
-python -m project.sweep --trials 20 --jobs 2 python -m project.sweep --name lr --trials 8
---max_epochs 2 --data.source sample   # other options are those of fit python -m project.sweep
---name lr --trials 16       # goes on: after a kill, or with more trials
+python -m project.sweep --trials 20 --jobs 2
+python -m project.sweep --name lr --trials 8 --max_epochs 2 --data.source sample
+python -m project.sweep --name lr --trials 16       # goes on: after a kill, or with more trials
 
-The sweep file's `method` is bayes (learns from the trials before), random, or grid (every setting
-once).
+Hopeless trials are stopped early. Options that are not named here are those of fit. The sweep
+file's `method` is bayes (learns from the trials before), random, or grid (every setting once).
 """
 
 from __future__ import annotations

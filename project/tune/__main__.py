@@ -1,12 +1,11 @@
-"""Find a learning rate or a batch size for this machine, by short trainings that leave no run
-behind.
+"""Find a learning rate or a batch size for this machine, by short trainings that leave no run.
 
-python -m project.tune lr python -m project.tune batch_size --precision bf16-mixed --output
-sizes.csv python -m project.tune batch_size --model.network MLP --memory_limit_gib 2     # as if the
-device had no more
+python -m project.tune lr
+python -m project.tune batch_size --precision bf16-mixed --output sizes.csv
+python -m project.tune batch_size --model.network MLP --memory_limit_gib 2
 
-Takes the flags of project.fit (--config, --model.*, --data.*, --precision, --accelerator ...), see
-its --help.
+The last line searches as if the device had no more memory than 2 GiB. The command takes the flags
+of project.fit (--config, --model.*, --data.*, --precision, --accelerator ...), see its --help.
 """
 
 import difflib

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from torch.utils.data import DataLoader
+
 from tests.situations.hooks import ForwardMean, OwnState, Rate
 from tests.situations.loaders import Noisy, reads
 from tests.situations.logged import LogsEveryWay, Wrapped
 from tests.situations.optimizers import Accumulates
 from tests.situations.situation import Task, add, table
-from torch.utils.data import DataLoader
 
 add("two_ranks", Task, ranks=2)
 add("two_ranks_accumulate_and_validate_inside_epochs", Task, ranks=2, val_check_interval=2,

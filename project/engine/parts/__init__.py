@@ -1,13 +1,14 @@
 """What a checkpoint holds beyond Lightning's own: one class for each thing.
 
 Lightning saves weights, optimizers, schedules, the states of callbacks and of the data module, and
-the counters of its loops. An exact resume needs more. :func:`standard_parts` is the list of what
+the counters of its loops. An exact resume needs more. :func:`all_parts` is the list of what
 more a checkpoint of this project holds. Each part has ``take(trainer)`` and ``give_back(trainer,
 value)`` one below the other. A part of your own, for state that your code keeps, is a subclass of
 :class:`Part` that you give to ``ExactCheckpoint(..., parts=[...])``.
 """
 
-from project.engine.loading import ExactLoading
+from collections.abc import Sequence
+
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import RandomGenerators
 from project.engine.parts.hyperparameters import StartingHyperparameters
@@ -24,8 +25,22 @@ from project.engine.parts.module import (
 from project.engine.parts.part import Part
 
 
-def standard_parts(loading: ExactLoading) -> list[Part]:
-    """Every part, in the order in which they are taken and given back."""
+def all_parts(
+    positions: LoaderPositions,
+    buffers: PlainBuffers,
+    hyperparameters: StartingHyperparameters,
+    attributes: PlainAttributes,
+    further: Sequence[Part] = (),
+) -> list[Part]:
+    """Every part, in the order in which they are taken and given back.
+
+    Args:
+        positions: These four note something as training begins, so that the caller makes them.
+        buffers: See above.
+        hyperparameters: See above.
+        attributes: See above.
+        further: The user's own.
+    """
     return [
         # A module's own sums come first: to ask for them may add uncounted batches to its metrics.
         ModuleSums(),
@@ -33,15 +48,16 @@ def standard_parts(loading: ExactLoading) -> list[Part]:
         LoggedSums(),
         CallbackMetrics(),
         ValidatedBatches(),
-        LoaderPositions(loading),
-        PlainBuffers(),
-        PlainAttributes(),
+        positions,
+        buffers,
+        attributes,
         Gradients(),
         FrozenParameters(),
         EvalModes(),
         UntrackedStatistics(),
-        StartingHyperparameters(),
+        hyperparameters,
         EarlyStop(),
+        *further,
         # The generators come last: to give back another part may draw a random number.
         RandomGenerators(),
     ]

@@ -34,9 +34,6 @@ class EarlyStop(Part):
     name = "should_stop"
     of_each_rank = False
 
-    def __init__(self) -> None:
-        self.is_given_back = True
-
     def take(self, trainer: Trainer) -> bool:
         return trainer.should_stop
 
@@ -70,8 +67,8 @@ def clean_counters(fit: dict[str, Any], place: Place, validated: bool) -> None:
     if place != "validation":
         batches["is_last_batch"] = False
     if place == "batch" and validated:
-        # On restart Lightning thinks that this batch's validation is still due, and counts one step
-        # too many. Take it off in advance.
+        # Lightning's restart finds this batch's validation due again, and counts one step more for
+        # it. That step is taken off in advance.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":
         # The validation has begun and has done no batch: the resumed run starts it again.

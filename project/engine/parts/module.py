@@ -142,11 +142,13 @@ class PlainBuffers(Part):
 
 def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The dense buffers of a module that its state dict leaves out, by name."""
-    buffers = dict(module.named_buffers())
-    if buffers:
-        for name in module.state_dict():
-            buffers.pop(name, None)
-    return {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
+    buffers: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        for name in lightning_internals.buffers_left_out(part):
+            buffer = getattr(part, name, None)
+            if isinstance(buffer, Tensor) and buffer.layout == torch.strided:
+                buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers
 
 
 def give_plain_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:

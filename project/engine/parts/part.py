@@ -61,3 +61,6 @@ class Part:
 
         What the state refers to must be on the disk.
         """
+
+    def start_anew(self) -> None:
+        """Called where a run starts from the beginning. An earlier one may have left something."""

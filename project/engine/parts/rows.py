@@ -37,3 +37,7 @@ class MetricRows(Part):
 
     def flush(self) -> None:
         self.rows.save(to_disk=True)
+
+    def start_anew(self) -> None:
+        # A run that saved nothing may have left rows.
+        self.rows.keep_rows(0)
