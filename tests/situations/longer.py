@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
 from tests.situations.hooks import (
     ACTS,
     ExtraState,
@@ -9,14 +12,12 @@ from tests.situations.hooks import (
     OwnState,
     act_at,
 )
-from tests.situations.logged import LogsEveryWay, Wrapped
 from tests.situations.loaders import StreamWithState, reads
+from tests.situations.logged import LogsEveryWay, Wrapped
 from tests.situations.optimizers import Accumulates
 from tests.situations.schedules import follows
 from tests.situations.situation import Manual, Task, add
 from tests.situations.user_callbacks import counts_at
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader
 
 steps = {"max_steps": 10}
 
@@ -35,8 +36,11 @@ add("longer_logs_every_way", LogsEveryWay, shorter=steps)
 add("longer_metrics_around_metrics", Wrapped, shorter=steps)
 add("longer_stream_with_state", reads(lambda: DataLoader(StreamWithState(), 8)), shorter=steps)
 add("longer_schedule", follows(lambda o: StepLR(o, 1, 0.5)), shorter=steps)
-add("longer_plateau", follows(lambda o: ReduceLROnPlateau(o, patience=0), monitor="val_loss"),
-    shorter=steps)  # fmt: skip
+add(
+    "longer_plateau",
+    follows(lambda o: ReduceLROnPlateau(o, patience=0), monitor="val_loss"),
+    shorter=steps,
+)
 for act in ACTS:
     module_kind, callback_kind = act_at("on_train_epoch_end", act)
     add(f"longer_module_{act.__name__}_at_epoch_end", module_kind, shorter=steps)
