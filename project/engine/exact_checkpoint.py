@@ -38,7 +38,7 @@ from project.engine.checkpoint_files import (
 )
 from project.engine.files import write_atomically
 from project.engine.following import Best
-from project.engine.loading import ExactLoader, ExactLoading, Start
+from project.engine.loading import ExactLoader, ExactLoading, Start, WatchedLoader
 from project.engine.log_steps import SHARDING, is_optimizer_step
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
@@ -348,6 +348,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
             for kind, reason in NOT_EXACT.items():
                 if isinstance(callback, kind):
                     notes.append(f"a resume is not exact with {name}: {reason}.")
+        is_reloaded = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
+        if is_reloaded and any(isinstance(each, WatchedLoader) for each in self.loading.training):
+            what = "with a stream that is loaded anew for each epoch"
+            notes.append(f"a resume is not exact {what}: Lightning begins to read it twice.")
         if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
             what = "with --reload_dataloaders_every_n_epochs above 1: it counts anew."
             notes.append(f"a resume is not exact {what}")

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
 
+from project.engine.checkpoint_files import RUN_KEY
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
 
@@ -253,6 +254,8 @@ def saved_by(trainer: Trainer, part: Any) -> dict[str, Any]:
             part.on_save_checkpoint(trainer, trainer.lightning_module, added)
         else:
             part.on_save_checkpoint(added)
+        # A command's own record of the run is none of the training's state.
+        added.pop(RUN_KEY, None)
         return copy.deepcopy(recursive_detach(added))
     except Exception:
         # It changes entries of Lightning's, which are not there.
