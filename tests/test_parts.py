@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
 
 from project.engine.loading import ExactLoading
 from project.engine.parts import all_parts
+from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import RandomGenerators
 from project.engine.parts.hyperparameters import (
     StartingHyperparameters,
@@ -73,9 +75,9 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     loading = ExactLoading(0)
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     starting = StartingHyperparameters()
-    parts = all_parts(LoaderPositions(loading), PlainBuffers(), starting, [own])
+    parts = all_parts(LoaderPositions(loading), PlainBuffers(), starting, PlainAttributes(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == 16
     assert isinstance(parts[-1], RandomGenerators)
 
 
@@ -146,6 +148,49 @@ def test_only_buffers_that_have_changed_are_kept(one: Trainer, other: Trainer) -
     one.lightning_module.queue = torch.tensor([1.0, 2.0, 3.0])
     part.give_back(other, part.take(one))
     assert other.lightning_module.queue.tolist() == [1, 2, 3]
+
+
+class Collects(LightningModule):
+    """Keeps numbers, tensors and lists as plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+        self.lr = 0.1
+        self.outputs: list[torch.Tensor] = []
+        self.window: deque[float] = deque([1.0], maxlen=2)
+        self.weights = list(self.net.parameters())
+        self.path = "made for one process"
+
+
+def test_plain_attributes_that_have_changed_are_kept() -> None:
+    before = Collects()
+    part = PlainAttributes()
+    part.begin(trainer_of(before))
+    before.outputs.append(before.net(torch.ones(1, 2)).sum())
+    before.window.extend([2.0, 3.0])
+    before.net[1].p = 0.5
+    before.path = "another"
+    value = part.take(before.trainer)
+    assert value == {
+        "module.outputs": [before.outputs[0].detach()],
+        "module.window": [2.0, 3.0],
+        "module.net.1.p": 0.5,
+    }
+
+    after = Collects()
+    other = PlainAttributes()
+    other.begin(trainer_of(after))
+    # A hook of the start acts a second time.
+    after.lr = 7.0
+    other.give_back(after.trainer, value)
+    assert after.lr == 0.1
+    assert after.outputs == value["module.outputs"]
+    assert after.window == deque([2.0, 3.0], maxlen=2)
+    assert after.window.maxlen == 2
+    assert after.net[1].p == 0.5
+    assert after.path == "made for one process"
+    assert after.weights[0] is after.net[0].weight
 
 
 def test_batches_that_validations_have_read(one: Trainer, other: Trainer) -> None:

@@ -39,20 +39,27 @@ from project.engine.checkpoint_files import (
 from project.engine.files import write_atomically
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
-from project.engine.log_steps import is_optimizer_step
+from project.engine.log_steps import SHARDING, is_optimizer_step
 from project.engine.parts import all_parts
+from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
 from project.engine.parts.module import PlainBuffers, give_plain_buffers
 from project.engine.parts.part import Part
 from project.engine.ranks import of_all_ranks, say
-from project.engine.resume import Resume, call_epoch_start_again, share_buffers, uses_hooks
+from project.engine.resume import (
+    Resume,
+    call_epoch_start_again,
+    share_buffers,
+    share_buffers_in_next_pass,
+    uses_hooks,
+)
 from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import BeforeHooks, Snapshot
+from project.engine.snapshot import BeforeHooks, Snapshot, TrainingState
 from project.engine.stop import SAVE_DUE, Agreement
 from project.errors import UserError
 
@@ -125,9 +132,14 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading = ExactLoading()
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
+        self._attributes = PlainAttributes()
         self._positions = LoaderPositions(self.loading)
         self.parts = all_parts(
-            self._positions, self._buffers, self._hyperparameters, self._further_parts
+            self._positions,
+            self._buffers,
+            self._hyperparameters,
+            self._attributes,
+            self._further_parts,
         )
         # Agreed upon by all ranks: the signal to stop by, or SAVE_DUE.
         self._request = 0
@@ -140,12 +152,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._before_validation: Snapshot | None = None
         # Where the run ends inside an epoch.
         self._inside_epoch: Snapshot | None = None
+        self._at_epochs_end: TrainingState | None = None
         # Whether a validation has followed the last batch, which ended a step.
         self._validated = False
         # Whether validations log the followed metric. None before the first validation.
         self._followed: bool | None = None
-        # Weights and buffers as a validation began, where a hook may have changed them.
-        self._weights_before_validation: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What the training had as a validation began.
+        self._before_this_validation: TrainingState | None = None
+        # Whether a validation has changed weights by other ways than the hooks of its start.
+        self._validations_change_weights = False
         # What a resumed run still has to get back. None after its first batch.
         self._resume: Resume | None = None
         self._batches_validated_before: dict[int, int] = {}
@@ -346,11 +361,14 @@ class ExactCheckpoint(callbacks.Checkpoint):
         All hooks of the start are done: what they do must change nothing of it.
         """
         resume = self._resume
+        self._attributes.begin(trainer)
         if resume is not None and resume.place == "epoch":
             lightning_internals.end_restart(trainer)
         elif resume is not None:
             for loader in self.loading.training:
                 loader.set_epoch(trainer.current_epoch)
+            if resume.place == "batch":
+                lightning_internals.go_on_with_next_batch(trainer)
             call_epoch_start_again(trainer)
         if not self.loading.read_early:
             # The module's own hooks may have read whole epochs.
@@ -467,6 +485,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return
         self._inside_epoch = self._take(trainer, "batch")
         self._inside_epoch.add_entries(trainer)
+        self._inside_epoch.add_saved(trainer)
+        is_sharded = isinstance(trainer.strategy, SHARDING)
+        self._at_epochs_end = TrainingState(trainer, copies_weights=not is_sharded)
         loops = trainer.fit_loop.state_dict()
         # Lightning has counted the epoch as processed by now.
         for counters in loops["epoch_progress"].values():
@@ -494,7 +515,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """Put files right where nothing was left to train."""
         if self._resume is not None:
             # Nothing was left to train. Only the test is repeated.
-            self._resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
+            left = [each for each in self.parts if each.is_a_file or each.is_left_at_the_end]
+            self._resume.give_back(trainer, left)
             # The run was resumed from best.ckpt after its end: replace the damaged last.ckpt, for
             # nothing else would.
             is_damaged = trainer.is_global_zero and damage(self.last_path) is not None
@@ -527,6 +549,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         share_buffers(trainer, module, self.agreement.group)
         # Lightning may have begun to count anew.
         lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
+        copies_weights = not self._keeps_weights(trainer) and not trainer.sanity_checking
+        self._before_this_validation = TrainingState(trainer, copies_weights)
         if trainer.sanity_checking:
             return
         snapshot = Snapshot("validation")
@@ -535,14 +559,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.shared["followed"] = self._followed
         snapshot.add_entries(trainer)
         self._before_validation = snapshot
-        if not self._keeps_weights(trainer):
-            tensors = (*module.parameters(), *module.buffers())
-            self._weights_before_validation = [
-                (tensor, tensor.detach().clone()) for tensor in tensors
-            ]
 
     def _keeps_weights(self, trainer: Trainer) -> bool:
         """Whether no hook of the user's may validate other weights than are trained."""
+        if self._validations_change_weights:
+            return False
         for part in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
             for name in ("on_validation_start", "on_validation_epoch_start"):
                 hook = getattr(part, name)
@@ -578,10 +599,22 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(callback, callbacks.WeightAveraging):
                 # Put the trained weights back before they are saved.
                 callback.on_validation_epoch_end(trainer, module)
-        for tensor, value in self._weights_before_validation:
-            tensor.data = value
+        assert self._before_this_validation is not None
+        is_changed = self._changes_weights(trainer)
+        if is_changed:
+            say("this validation has changed weights: the run goes on from the checkpoint before.")
+        self._before_this_validation.give_back(trainer)
         snapshot.add(trainer, [part for part in self.parts if not part.changes_in_validation])
-        self._save_and_stop(trainer, snapshot)
+        self._save_and_stop(trainer, snapshot, saves=not is_changed)
+
+    def _changes_weights(self, trainer: Trainer) -> bool:
+        """Whether this validation has changed weights of which there is no copy.
+
+        Averaged weights are put in the place of the trained ones and back.
+        """
+        if self._before_this_validation is None or lightning_internals.averaged_models(trainer):
+            return False
+        return self._before_this_validation.has_changed_weights(trainer)
 
     def evaluation_ends(self, trainer: Trainer) -> None:
         """Compare the followed metric with the best so far."""
@@ -591,9 +624,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
             self._resume.steps_more = 0
-        self._weights_before_validation = []
+        if self._changes_weights(trainer):
+            # From now on a copy is made for each validation.
+            self._validations_change_weights = True
+        self._before_this_validation = None
         self._before_validation = None
         self._batches_validated_before = {}
+        share_buffers_in_next_pass(trainer)
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
@@ -616,8 +653,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         in_last_validation = place == "validation" and after_the_last
         self._positions.epoch_is_over = place == "epoch" or in_last_validation
 
-    def _save_and_stop(self, trainer: Trainer, snapshot: Snapshot) -> None:
-        """Save, and stop if asked to."""
+    def _save_and_stop(self, trainer: Trainer, snapshot: Snapshot, saves: bool = True) -> None:
+        """Save, unless ``saves`` is false, and stop if asked to."""
         stop = self._request if self._request > SAVE_DUE else 0
         with ExitStack() as pauses:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -626,7 +663,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
             can_go_on = snapshot.place == "epoch" or self.loading.anywhere
-            if self.saves and (can_go_on or self._best_due):
+            if self.saves and saves and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
             if stop and stop == self.requeue_signal:
                 if trainer.is_global_zero:
@@ -690,6 +727,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "state": self._state_of(inside),
                 "loops": inside.loops,
                 "entries": inside.entries,
+                "added": inside.added,
+                "training": self._at_epochs_end.as_data(trainer) if self._at_epochs_end else {},
             }
         record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state

@@ -46,7 +46,11 @@ NAMES = {
         "_ModuleMode.restore",
     ],
     "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
-    "lightning.pytorch.loops.training_epoch_loop": ["_TrainingEpochLoop._broadcast_sigterm_tensor"],
+    "lightning.pytorch.loops.training_epoch_loop": [
+        "_TrainingEpochLoop._broadcast_sigterm_tensor",
+        "_TrainingEpochLoop._should_accumulate",
+        "_TrainingEpochLoop._should_check_val_fx",
+    ],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
         "_ResultCollection.valid_items",
         "_ResultCollection.log",
@@ -193,6 +197,28 @@ def end_restart(trainer: Trainer) -> None:
     """
     trainer.fit_loop._restarting = False
     trainer.fit_loop.epoch_loop.restarting = False
+
+
+def go_on_with_next_batch(trainer: Trainer) -> None:
+    """Let a resumed epoch begin with its next batch, and not with the end of the batch before.
+
+    Where a validation was due after that batch, Lightning ends it a second time, without the
+    validation. Buys that a ReduceLROnPlateau which is stepped within epochs does not step twice.
+    Public way missing: nothing is called between the loop's counters and its first batch.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    further = loop.on_run_start
+
+    def start(data_fetcher: Any) -> None:
+        # The class's method shows again as soon as the instance has none of that name.
+        del loop.on_run_start
+        further(data_fetcher)
+        if loop._should_check_val_fx(data_fetcher) and not loop._should_accumulate():
+            # The second end would have counted this step. A checkpoint has it taken off.
+            loop._batches_that_stepped += 1
+        loop._restarting = False
+
+    loop.on_run_start = start
 
 
 def validated_batches(trainer: Trainer) -> dict[int, int]:

@@ -12,13 +12,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
 
 from project.engine import lightning_internals
 from project.engine.checkpoint_files import RUN_KEY
 from project.engine.loading import ExactLoading, Start
 from project.engine.parts.loops import Place
+from project.engine.parts.module import give_plain_buffers
 from project.engine.parts.part import Part
-from project.engine.snapshot import users_callbacks
+from project.engine.snapshot import EXTRA_STATE, give_extra_states, users_callbacks
 
 # These are called again by a resumed run, though the run that was killed had called them.
 START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
@@ -56,7 +58,7 @@ class Resume:
         if inside is not None and not should_stop and has_more_steps(trainer, checkpoint):
             state = inside["state"]
             checkpoint["loops"]["fit_loop"] = inside["loops"]
-            checkpoint["callbacks"].update(inside["entries"]["callbacks"])
+            put_back_inside(trainer, checkpoint, inside)
         ranks = state.pop("ranks")
         place = state.pop("place")
         samples_per_batch = state.pop("samples_per_batch")
@@ -116,6 +118,49 @@ class Resume:
         before = f"{ranks_before} and {size_before}"
         change = f"resumed with {now} instead of {before}"
         loading.notes.append(f"{change}: it goes on from the right sample, not exactly.")
+
+
+def put_back_inside(trainer: Trainer, checkpoint: dict[str, Any], inside: dict[str, Any]) -> None:
+    """Let Lightning's own entries be those of inside the epoch, also where they are loaded already.
+
+    Lightning loads callbacks last. The module and the data module have been loaded by now.
+    """
+    entries = inside["entries"]
+    checkpoint["callbacks"].update(entries["callbacks"])
+    module = trainer.lightning_module
+    buffers = dict(entries["state_dict"])
+    extra = {name: buffers.pop(name) for name in list(buffers) if name.endswith(EXTRA_STATE)}
+    give_plain_buffers(module, buffers)
+    give_extra_states(module, extra)
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None and entries.get(type(data).__qualname__):
+        data.load_state_dict(entries[type(data).__qualname__])
+    # Earlier code kept neither what hooks of the epoch's end change nor what the user's own
+    # on_save_checkpoint adds.
+    training = inside.get("training")
+    if training:
+        put_back_training(module, checkpoint, training)
+    added = inside.get("added")
+    if added:
+        checkpoint.update(added)
+        module.on_load_checkpoint(checkpoint)
+
+
+def put_back_training(
+    module: LightningModule, checkpoint: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """Let weights, rates and schedules be those before the hooks of the epoch's end.
+
+    Lightning loads optimizers and schedules later, from the checkpoint.
+    """
+    with torch.no_grad():
+        for name, value in training["weights"].items():
+            module.get_parameter(name).copy_(value)
+    states = checkpoint["optimizer_states"]
+    for state, groups in zip(states, training["groups"], strict=True):
+        for group, before in zip(state["param_groups"], groups, strict=False):
+            group.update(before)
+    checkpoint["lr_schedulers"] = training["schedules"]
 
 
 def as_written_now(saved: dict[str, Any]) -> dict[str, Any]:
@@ -195,3 +240,14 @@ def share_buffers(trainer: Trainer, module: LightningModule, cpu_group: Any) -> 
         for buffer in part.buffers():
             group = cpu_group if buffer.device.type == "cpu" else None
             torch.distributed.broadcast(buffer, src=0, group=group)
+
+
+def share_buffers_in_next_pass(trainer: Trainer) -> None:
+    """Let DDP share rank zero's buffers before the forward pass that follows a validation.
+
+    After a pass without gradients DDP leaves it out once. A checkpoint holds rank zero's buffers,
+    so that a resumed run would go on with others than the ranks had.
+    """
+    model = trainer.model
+    if isinstance(model, DistributedDataParallel):
+        model.require_forward_param_sync = True

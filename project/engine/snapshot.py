@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
+from torch import nn
 
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
+
+# How a state dict names what a part of a module gives it beside tensors.
+EXTRA_STATE = "_extra_state"
 
 
 @dataclass
@@ -27,6 +31,8 @@ class Snapshot:
     shared: dict[str, Any] = field(default_factory=dict)
     # Lightning's own entries as they are now. Empty where the save follows at once.
     entries: dict[str, Any] = field(default_factory=dict)
+    # What the module's and the user's callbacks' own on_save_checkpoint added at that moment.
+    added: dict[str, Any] = field(default_factory=dict)
     # The counters of the fit loop, where they are not those at the save.
     loops: dict[str, Any] | None = None
 
@@ -42,17 +48,24 @@ class Snapshot:
     def add_entries(self, trainer: Trainer) -> None:
         """Take what hooks may change before the save, of what Lightning saves itself.
 
-        Those are the states of callbacks and of the data module, and the buffers of the module.
+        Those are the states of callbacks and of the data module, and the buffers and extra states
+        of the module.
         """
         states = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             states[callback.state_key] = callback.state_dict()
         entries: dict[str, Any] = {"callbacks": states}
-        entries["state_dict"] = dict(trainer.lightning_module.named_buffers())
+        module = trainer.lightning_module
+        entries["state_dict"] = {**dict(module.named_buffers()), **extra_states(module)}
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             entries[type(data).__qualname__] = data.state_dict()
         self.entries = copy.deepcopy(recursive_detach(entries))
+
+    def add_saved(self, trainer: Trainer) -> None:
+        """Take what the user's own ``on_save_checkpoint`` adds."""
+        for _, saved in saved_by_users(trainer):
+            self.added |= saved
 
     def put_entries_into(self, checkpoint: dict[str, Any]) -> None:
         """Let Lightning's own entries in a checkpoint be those of this moment."""
@@ -79,7 +92,9 @@ class BeforeHooks:
         self.schedules: list[Any] = []
         self.callbacks: list[tuple[Any, Any]] = []
         self.data: dict[str, Any] = {}
-        self.own: dict[str, Any] = {}
+        # The module and callbacks, each with what its own on_save_checkpoint adds.
+        self.own: list[tuple[Any, dict[str, Any]]] = []
+        self.extra: dict[str, Any] = {}
 
     def take_weights(self, trainer: Trainer) -> None:
         """Note weights and buffers, on the CPU."""
@@ -101,7 +116,8 @@ class BeforeHooks:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             self.data = copy.deepcopy(data.state_dict())
-        self.own = saved_by_module(trainer)
+        self.own = saved_by_users(trainer)
+        self.extra = copy.deepcopy(extra_states(trainer.lightning_module))
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the hooks have changed."""
@@ -118,20 +134,137 @@ class BeforeHooks:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if self.data:
             data.load_state_dict(self.data)
-        if not same(saved_by_module(trainer), self.own):
-            # The hooks count something that the module itself saves and loads.
-            trainer.lightning_module.on_load_checkpoint(self.own)
+        give_extra_states(trainer.lightning_module, self.extra)
+        for part, saved in self.own:
+            # The hooks may count something that a part saves and loads itself.
+            if not same(saved_by(trainer, part), saved):
+                load_into(trainer, part, saved)
 
 
-def saved_by_module(trainer: Trainer) -> dict[str, Any]:
-    """What the module's own ``on_save_checkpoint`` adds to a checkpoint."""
+class TrainingState:
+    """What hooks of a validation or of an epoch's end may change of the training.
+
+    Before a stop inside a validation saves, it is given back: a resumed run begins the validation
+    again, and its hooks act a second time. Where a run ends inside an epoch, a longer run gets it.
+    Only references are kept of an optimizer's state, for it may be as large as the weights.
+    """
+
+    def __init__(self, trainer: Trainer, copies_weights: bool) -> None:
+        self.weights: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if copies_weights:
+            for tensor in tensors_of(trainer):
+                self.weights.append((tensor, tensor.detach().clone()))
+        self.versions = versions_of(trainer)
+        self.optimizers: list[tuple[Any, list[dict[str, Any]], dict[Any, Any]]] = []
+        for optimizer in trainer.optimizers:
+            groups = [dict(group) for group in optimizer.param_groups]
+            states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+            self.optimizers.append((optimizer, groups, states))
+        self.schedules: list[tuple[Any, Any]] = []
+        for config in trainer.lr_scheduler_configs:
+            state = copy.deepcopy(config.scheduler.state_dict())
+            self.schedules.append((config.scheduler, state))
+        # The module and callbacks, each with what its own on_save_checkpoint adds.
+        self.own = saved_by_users(trainer)
+
+    def as_data(self, trainer: Trainer) -> dict[str, Any]:
+        """What has been changed since, as it was before: plain data for a checkpoint."""
+        copies = {id(tensor): value for tensor, value in self.weights}
+        weights: dict[str, torch.Tensor] = {}
+        for name, parameter in trainer.lightning_module.named_parameters():
+            before = copies.get(id(parameter))
+            if before is not None and not torch.equal(before, parameter.detach()):
+                weights[name] = before.cpu()
+        groups: list[list[dict[str, Any]]] = []
+        for _, before_groups, _ in self.optimizers:
+            groups.append([without_parameters(group) for group in before_groups])
+        schedules = [state for _, state in self.schedules]
+        return {"weights": weights, "groups": groups, "schedules": schedules}
+
+    def has_changed_weights(self, trainer: Trainer) -> bool:
+        """Whether the validation has changed weights that :meth:`give_back` cannot give back."""
+        return not self.weights and versions_of(trainer) != self.versions
+
+    def give_back(self, trainer: Trainer) -> None:
+        """Undo what the validation has changed."""
+        for tensor, value in self.weights:
+            tensor.data = value
+        for scheduler, state in self.schedules:
+            scheduler.load_state_dict(state)
+        for optimizer, groups, states in self.optimizers:
+            del optimizer.param_groups[len(groups) :]
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+            optimizer.state.clear()
+            optimizer.state.update(states)
+        for part, saved in self.own:
+            if not same(saved_by(trainer, part), saved):
+                load_into(trainer, part, saved)
+
+
+def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of one group of an optimizer."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
+    """The parameters and buffers of the module."""
+    module = trainer.lightning_module
+    return [*module.parameters(), *module.buffers()]
+
+
+def versions_of(trainer: Trainer) -> list[tuple[int, int]]:
+    """Numbers that are others as soon as a parameter has been changed in place or replaced."""
+    return [
+        (parameter.data_ptr(), parameter._version)
+        for parameter in trainer.lightning_module.parameters()
+    ]
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """What parts of a module give a state dict beside tensors, by its names there."""
+    states: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            prefix = f"{name}." if name else ""
+            states[f"{prefix}{EXTRA_STATE}"] = part.get_extra_state()
+    return states
+
+
+def give_extra_states(module: nn.Module, states: dict[str, Any]) -> None:
+    """Put back what :func:`extra_states` has found."""
+    for name, value in states.items():
+        path = name.removesuffix(EXTRA_STATE).removesuffix(".")
+        module.get_submodule(path).set_extra_state(value)
+
+
+def saved_by_users(trainer: Trainer) -> list[tuple[Any, dict[str, Any]]]:
+    """The user's callbacks and the module, each with what its own ``on_save_checkpoint`` adds."""
+    parts = [*users_callbacks(trainer), trainer.lightning_module]
+    return [(part, saved_by(trainer, part)) for part in parts]
+
+
+def saved_by(trainer: Trainer, part: Any) -> dict[str, Any]:
+    """What the ``on_save_checkpoint`` of the module or of a callback adds to a checkpoint."""
     added: dict[str, Any] = {}
     try:
-        trainer.lightning_module.on_save_checkpoint(added)
-        return copy.deepcopy(added)
+        if isinstance(part, Callback):
+            part.on_save_checkpoint(trainer, trainer.lightning_module, added)
+        else:
+            part.on_save_checkpoint(added)
+        return copy.deepcopy(recursive_detach(added))
     except Exception:
         # It changes entries of Lightning's, which are not there.
         return {}
+
+
+def load_into(trainer: Trainer, part: Any, saved: dict[str, Any]) -> None:
+    """Give the module or a callback back what :func:`saved_by` has found."""
+    if isinstance(part, Callback):
+        part.on_load_checkpoint(trainer, trainer.lightning_module, saved)
+    else:
+        part.on_load_checkpoint(saved)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Hooks of a module, callback or data module that change rates, momenta, buffers, layers or data."""
+"""Hooks of modules, callbacks and data modules that change rates, buffers, layers or data."""
 
 from __future__ import annotations
 

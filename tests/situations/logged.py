@@ -87,8 +87,12 @@ class SeveralValidations(Task):
 
 
 add("several_validations", SeveralValidations, monitor="val_loss_epoch/dataloader_idx_0")
-add("several_validations_inside_epochs", SeveralValidations, val_check_interval=2,
-    monitor="val_own_1")  # fmt: skip
+add(
+    "several_validations_inside_epochs",
+    SeveralValidations,
+    val_check_interval=2,
+    monitor="val_own_1",
+)
 
 
 class Collected(Task):

@@ -24,13 +24,19 @@ add("limits_batches", Task, limit_train_batches=5, limit_val_batches=2)
 add("limits_fractions", Task, limit_train_batches=0.6, limit_val_batches=0.7)
 add("max_steps_inside_an_epoch", Task, max_steps=17, max_epochs=-1)
 add("max_steps_inside_an_accumulated_epoch", Task, max_steps=9, accumulate_grad_batches=2)
-add("max_time_far_away", Task, max_time="00:01:00:00")
+add("max_time_far_away", Task, max_time="00:01:00:00", ignores=("time_elapsed"))
 add("min_epochs", Task, min_epochs=2)
 add("no_sanity_check", Task, num_sanity_val_steps=0)
 add("sanity_check_of_all", Task, num_sanity_val_steps=-1)
 add("reloads_every_epoch", Task, reload_dataloaders_every_n_epochs=1)
-add("reloads_every_second_epoch", Task, reload_dataloaders_every_n_epochs=2, max_epochs=4,
-    says="not exact", is_exact=False)  # fmt: skip
+add(
+    "reloads_every_second_epoch",
+    Task,
+    reload_dataloaders_every_n_epochs=2,
+    max_epochs=4,
+    says="not exact",
+    is_exact=False,
+)
 add("double_precision", Task, precision="64-true")
 add("bf16_mixed", Task, precision="bf16-mixed")
 add("logs_every_step", Task, log_every_n_steps=1)
@@ -41,7 +47,7 @@ add("fits_twice_in_one_process", Task, fits=2)
 add("manual_fits_twice", Manual, fits=2)
 add("overfits_batches", Task, overfit_batches=3)
 add("one_batch_an_epoch", Task, limit_train_batches=1, max_epochs=6)
-add("gradient_norms_tracked", Task, profiler="simple")
+add("simple_profiler", Task, profiler="simple")
 
 
 class Compiled(Task):

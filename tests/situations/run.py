@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import tests.situations
 from project.engine import ExactCheckpoint
+from project.engine.parts.attributes import copied, plain_attributes
 from project.engine.parts.generators import random_state
 from project.engine.parts.rows import MetricRows
 from tests.situations.situation import SITUATIONS, Situation
@@ -121,9 +122,11 @@ class Disturbed:
 
 def train(situation: Situation, folder: Path, every: str, event: str, number: int) -> None:
     """Train a situation to its end, and write ``end.pt``: everything that there is then."""
+    # What a callback writes lies in this run's folder.
+    os.chdir(folder)
     rows = Rows(folder / "rows.txt")
     events = None if event else folder / "events.txt"
-    disturbed = Disturbed(rows, events, event, number)
+    Disturbed(rows, events, event, number)
     if "WORLD_SIZE" in os.environ:
         ranks: dict[str, Any] = {"devices": int(os.environ["WORLD_SIZE"]), "strategy": "ddp"}
     else:
@@ -145,6 +148,8 @@ def train(situation: Situation, folder: Path, every: str, event: str, number: in
             **ranks,
             **situation.flags,
         }
+        if event == "shorter":
+            flags |= situation.shorter
         callbacks = situation.callbacks()
         trainer = Trainer(callbacks=[*callbacks, keep], logger=rows, **flags)
         module = situation.make()
@@ -152,7 +157,6 @@ def train(situation: Situation, folder: Path, every: str, event: str, number: in
         trainer.fit(module, datamodule=data, ckpt_path=keep.resume_from)
     rank = os.environ.get("RANK", "0")
     end = {
-        "has_trained": any(each.endswith("training_step") for each in disturbed.seen),
         "buffers": dict(module.named_buffers()),
         "parameters": dict(module.named_parameters()),
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -160,7 +164,9 @@ def train(situation: Situation, folder: Path, every: str, event: str, number: in
         "callbacks": [callback.state_dict() for callback in callbacks],
         "modes": [name for name, part in module.named_modules() if part.training],
         "random": random_state(torch.device("cpu")),
-        "metrics": dict(trainer.callback_metrics),
+        "attributes": copied(dict(plain_attributes(trainer))),
+        # Of the latest values a checkpoint holds rank zero's.
+        "metrics": dict(trainer.callback_metrics) if rank == "0" else {},
     }
     torch.save(end, folder / f"end-{rank}.pt")
 

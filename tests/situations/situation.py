@@ -27,6 +27,8 @@ class Situation:
         is_exact: Whether the resumed run ends as the undisturbed one does.
         monitor: The metric that best.ckpt follows.
         ranks: How many processes train together.
+        ignores: What may differ, by parts of its name: measured times, states without effect.
+        shorter: What the Trainer is told at first, so that the run ends and goes on later.
         fits: How often one process calls ``fit``, each time with one more epoch.
     """
 
@@ -38,6 +40,8 @@ class Situation:
     is_exact: bool
     monitor: str | None
     ranks: int
+    ignores: tuple[str, ...]
+    shorter: Flags
     fits: int
 
 
@@ -54,12 +58,16 @@ def add(
     is_exact: bool = True,
     monitor: str | None = "val_loss",
     ranks: int = 1,
+    ignores: tuple[str, ...] = (),
+    shorter: Flags | None = None,
     fits: int = 1,
     **flags: Any,
 ) -> None:
     """Put a situation on the list. See :class:`Situation`."""
     assert name not in SITUATIONS, name
-    SITUATIONS[name] = Situation(make, flags, callbacks, data, says, is_exact, monitor, ranks, fits)
+    SITUATIONS[name] = Situation(
+        make, flags, callbacks, data, says, is_exact, monitor, ranks, ignores, shorter or {}, fits
+    )
 
 
 def table(count: int, seed: int = 0) -> TensorDataset:
@@ -95,7 +103,7 @@ class Task(LightningModule):
         return torch.optim.AdamW(self.parameters(), 0.02)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(table(50), 8, shuffle=True)
+        return DataLoader(table(52), 8, shuffle=True)
 
     def val_dataloader(self) -> Any:
         return DataLoader(table(20, 1), 8)

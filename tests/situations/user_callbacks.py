@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
-    DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -28,10 +27,17 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tests.situations.situation import Keeps, Task, add
 
 add("ema", Task, callbacks=lambda: [EMAWeightAveraging(decay=0.9)])
-add("ema_on_validations_inside_epochs", Task,
-    callbacks=lambda: [EMAWeightAveraging(decay=0.9)], val_check_interval=2)  # fmt: skip
-add("ema_every_3_steps", Task,
-    callbacks=lambda: [EMAWeightAveraging(decay=0.9, update_every_n_steps=3)])  # fmt: skip
+add(
+    "ema_on_validations_inside_epochs",
+    Task,
+    callbacks=lambda: [EMAWeightAveraging(decay=0.9)],
+    val_check_interval=2,
+)
+add(
+    "ema_every_3_steps",
+    Task,
+    callbacks=lambda: [EMAWeightAveraging(decay=0.9, update_every_n_steps=3)],
+)
 
 
 class AveragesEpochs(WeightAveraging):
@@ -42,10 +48,20 @@ class AveragesEpochs(WeightAveraging):
 
 
 add("averages_epochs", Task, callbacks=lambda: [AveragesEpochs()])
-add("averages_with_buffers", Task,
-    callbacks=lambda: [WeightAveraging(use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.8))])  # fmt: skip
-add("swa", Task, callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
-    says="resumes from its last epoch's end", max_epochs=4)  # fmt: skip
+add(
+    "averages_with_buffers",
+    Task,
+    callbacks=lambda: [WeightAveraging(use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.8))],
+)
+add(
+    "swa",
+    Task,
+    callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+    says="resumes from its last epoch's end",
+    max_epochs=4,
+    # Its own state and schedule have no effect any more in the last epoch, for batch norms.
+    ignores=("schedule", "callbacks", "param_groups"),
+)
 
 
 class Backboned(Task):
@@ -63,8 +79,11 @@ class Backboned(Task):
         return torch.optim.Adam(trained, 0.02)
 
 
-add("backbone_finetuning", Backboned,
-    callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)])  # fmt: skip
+add(
+    "backbone_finetuning",
+    Backboned,
+    callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)],
+)
 
 
 class Thaws(BaseFinetuning):
@@ -88,28 +107,66 @@ class StopsItself(Task):
         self.log("val_loss", float(self.global_step > 9) + 1.0)
 
 
-add("early_stopping", StopsItself, max_epochs=6,
-    callbacks=lambda: [EarlyStopping("val_loss", patience=1)])  # fmt: skip
-add("early_stopping_inside_an_epoch", StopsItself, max_epochs=6, val_check_interval=2,
-    callbacks=lambda: [EarlyStopping("val_loss", patience=5)])  # fmt: skip
-add("early_stopping_of_training", Task, max_epochs=5,
-    callbacks=lambda: [EarlyStopping("train_loss_epoch", patience=1, check_on_train_epoch_end=True,
-                                     min_delta=0.5)])  # fmt: skip
-add("accumulation_by_epoch", Task, max_epochs=4,
-    callbacks=lambda: [GradientAccumulationScheduler({1: 2, 2: 3})])  # fmt: skip
+add(
+    "early_stopping",
+    StopsItself,
+    max_epochs=6,
+    callbacks=lambda: [EarlyStopping("val_loss", patience=1)],
+)
+add(
+    "early_stopping_inside_an_epoch",
+    StopsItself,
+    max_epochs=6,
+    val_check_interval=2,
+    callbacks=lambda: [EarlyStopping("val_loss", patience=5)],
+)
+add(
+    "early_stopping_of_training",
+    Task,
+    max_epochs=5,
+    callbacks=lambda: [
+        EarlyStopping("train_loss_epoch", patience=1, check_on_train_epoch_end=True, min_delta=0.5)
+    ],
+)
+add(
+    "accumulation_by_epoch",
+    Task,
+    max_epochs=4,
+    callbacks=lambda: [GradientAccumulationScheduler({1: 2, 2: 3})],
+)
 add("learning_rate_monitor", Task, callbacks=lambda: [LearningRateMonitor("step", True, True)])
 add("learning_rate_monitor_of_epochs", Task, callbacks=lambda: [LearningRateMonitor("epoch")])
-add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")])
-add("device_stats", Task, callbacks=lambda: [LambdaCallback()])
-add("model_checkpoint_beside", Task,
-    callbacks=lambda: [ModelCheckpoint("theirs", monitor="val_loss", save_top_k=2,
-                                       enable_version_counter=False)])  # fmt: skip
-add("model_checkpoint_every_2_steps", Task,
-    callbacks=lambda: [ModelCheckpoint("theirs", every_n_train_steps=2, save_top_k=-1)])  # fmt: skip
-add("spike_detection", Task, says="not exact with SpikeDetection", is_exact=False,
-    callbacks=lambda: [SpikeDetection(exclude_batches_path="spikes.json")])  # fmt: skip
-add("pruning", Task, says="not exact with ModelPruning", is_exact=False,
-    callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.2)])  # fmt: skip
+add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")], ignores=("callbacks"))
+add("lambda_callback", Task, callbacks=lambda: [LambdaCallback()])
+theirs = ("_path", "dirpath", "best_k_models")
+add(
+    "model_checkpoint_beside",
+    Task,
+    ignores=theirs,
+    callbacks=lambda: [
+        ModelCheckpoint("theirs", monitor="val_loss", save_top_k=2, enable_version_counter=False)
+    ],
+)
+add(
+    "model_checkpoint_every_2_steps",
+    Task,
+    ignores=theirs,
+    callbacks=lambda: [ModelCheckpoint("theirs", every_n_train_steps=2, save_top_k=-1)],
+)
+add(
+    "spike_detection",
+    Task,
+    says="not exact with SpikeDetection",
+    is_exact=False,
+    callbacks=lambda: [SpikeDetection(exclude_batches_path="spikes.json")],
+)
+add(
+    "pruning",
+    Task,
+    says="not exact with ModelPruning",
+    is_exact=False,
+    callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.2)],
+)
 
 HOOKS = [
     "on_fit_start",
@@ -200,8 +257,12 @@ class AddsInValidation(KeepsTensors):
         self.best = torch.cat([self.best, value]).sort().values[-5:]
 
 
-add("callback_adds_to_the_checkpoint_in_validation", Task, val_check_interval=3,
-    callbacks=lambda: [AddsInValidation()])  # fmt: skip
+add(
+    "callback_adds_to_the_checkpoint_in_validation",
+    Task,
+    val_check_interval=3,
+    callbacks=lambda: [AddsInValidation()],
+)
 
 
 class StopsByChance(Callback):
@@ -241,6 +302,9 @@ class SwapsWeights(Callback):
 
 
 add("validates_other_weights", Task, callbacks=lambda: [SwapsWeights()])
-add("validates_other_weights_inside_epochs", Task, callbacks=lambda: [SwapsWeights()],
-    val_check_interval=2)  # fmt: skip
-assert DeviceStatsMonitor
+add(
+    "validates_other_weights_inside_epochs",
+    Task,
+    callbacks=lambda: [SwapsWeights()],
+    val_check_interval=2,
+)

@@ -9,6 +9,7 @@ value)`` one below the other. A part of your own, for state that your code keeps
 
 from collections.abc import Sequence
 
+from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import RandomGenerators
 from project.engine.parts.hyperparameters import StartingHyperparameters
 from project.engine.parts.loaders import LoaderPositions
@@ -28,14 +29,16 @@ def all_parts(
     positions: LoaderPositions,
     buffers: PlainBuffers,
     hyperparameters: StartingHyperparameters,
+    attributes: PlainAttributes,
     further: Sequence[Part] = (),
 ) -> list[Part]:
     """Every part, in the order in which they are taken and given back.
 
     Args:
-        positions: These three note something as training begins, so that the caller makes them.
+        positions: These four note something as training begins, so that the caller makes them.
         buffers: See above.
         hyperparameters: See above.
+        attributes: See above.
         further: The user's own.
     """
     return [
@@ -47,6 +50,7 @@ def all_parts(
         ValidatedBatches(),
         positions,
         buffers,
+        attributes,
         Gradients(),
         FrozenParameters(),
         EvalModes(),

@@ -17,6 +17,7 @@ class RandomGenerators(Part):
     """
 
     name = "random"
+    is_left_at_the_end = True
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         device = trainer.strategy.root_device

@@ -43,6 +43,7 @@ class MetricStates(Part):
     """
 
     name = "metrics"
+    is_left_at_the_end = True
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         states: dict[str, Any] = {}
@@ -149,6 +150,7 @@ class CallbackMetrics(Part):
     """
 
     name = "callback_metrics"
+    is_left_at_the_end = True
     of_each_rank = False
 
     def take(self, trainer: Trainer) -> dict[str, Tensor]:

@@ -53,7 +53,6 @@ class FrozenParameters(Part):
 
     name = "frozen"
     of_each_rank = False
-    changes_in_validation = False
 
     def take(self, trainer: Trainer) -> list[str]:
         parameters = trainer.lightning_module.named_parameters()
@@ -93,7 +92,6 @@ class UntrackedStatistics(Part):
 
     name = "untracked"
     of_each_rank = False
-    changes_in_validation = False
 
     def take(self, trainer: Trainer) -> list[str]:
         return [name for name, part in tracking(trainer) if not part.track_running_stats]
@@ -119,6 +117,7 @@ class PlainBuffers(Part):
     """
 
     name = "buffers"
+    is_left_at_the_end = True
 
     def __init__(self) -> None:
         self.fresh: dict[str, Tensor] = {}

@@ -33,12 +33,15 @@ class Part:
         is_a_file: Whether its state lies in a file beside the checkpoint, such as the rows of
             metrics.csv. Such parts are given back last, for what cannot be restored is refused
             before any file is changed. They are given back also where nothing is left to train.
+        is_left_at_the_end: Whether it is given back also where nothing is left to train, since code
+            after the training reads it.
     """
 
     name: str
     of_each_rank = True
     changes_in_validation = True
     is_a_file = False
+    is_left_at_the_end = False
 
     def take(self, trainer: Trainer) -> Any:
         """The state as plain data: numbers, text, lists, dictionaries and tensors.

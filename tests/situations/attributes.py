@@ -1,0 +1,143 @@
+"""State in plain attributes, which no state dict holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.situations.situation import Task, add, table
+
+
+class Collects(Task):
+    """Collects the outputs of an epoch and of a validation in lists, as Lightning's guide says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.validated: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.outputs.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("median", torch.stack(self.outputs).median().detach())
+        self.outputs.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        super().validation_step(batch, batch_idx)
+        self.validated.append(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_median", torch.stack(self.validated).median())
+        self.validated.clear()
+
+
+add("collects_outputs_in_lists", Collects)
+add("collects_outputs_in_lists_and_validates_inside_epochs", Collects, val_check_interval=3)
+add("collects_outputs_and_accumulates", Collects, accumulate_grad_batches=2)
+add("longer_collects_outputs", Collects, shorter={"max_steps": 10})
+
+
+class Counts(Task):
+    """Counts steps and epochs, and weighs its loss by them."""
+
+    seen = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+        self.best = float("inf")
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
+        loss = super().training_step(batch, batch_idx)
+        self.best = min(self.best, float(loss))
+        self.log("best", self.best)
+        return loss * (1 + 0.01 * self.seen + 0.1 * self.epochs)
+
+    def on_validation_start(self) -> None:
+        self.seen += 10
+
+
+add("counts_in_attributes", Counts)
+add("counts_in_attributes_and_validates_inside_epochs", Counts, val_check_interval=2)
+add("two_ranks_count_in_attributes", Counts, ranks=2)
+
+
+class Window(Task):
+    """Keeps the last losses in a queue, a running mean in a tensor, and sums in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window: deque[float] = deque(maxlen=5)
+        self.mean = torch.zeros(())
+        self.sums: dict[str, list[float]] = {"losses": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.window.append(float(loss))
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        self.sums["losses"].append(float(loss))
+        self.log("window", sum(self.window) / len(self.window))
+        self.log("sum", sum(self.sums["losses"]))
+        return loss * (1 + self.mean)
+
+
+add("windows_and_means_in_attributes", Window)
+
+
+class Dropout(Task):
+    """Raises the dropout of a layer with each batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[2].p = min(0.5, self.net[2].p + 0.02)
+
+
+add("dropout_by_batch_and_not_saved", Dropout)
+
+
+class CountingData(LightningDataModule):
+    """Counts its batches, and changes them by the count."""
+
+    count = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(table(50), 8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(table(20, 1), 8)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training:
+            self.count += 1
+        return [batch[0] + 0.01 * self.count, batch[1]]
+
+
+add("data_module_counts_in_an_attribute", Task, data=CountingData)
+
+
+class Teacher(Task):
+    """A teacher that follows the weights, kept out of the module's parts in a list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher: list[Tensor] = [p.detach().clone() for p in self.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for mine, weight in zip(self.teacher, self.parameters(), strict=True):
+            mine.mul_(0.9).add_(weight.detach(), alpha=0.1)
+        return loss + 0.1 * self.teacher[0].norm() * self.net[0].weight.norm()
+
+
+add("teacher_in_a_list", Teacher)
