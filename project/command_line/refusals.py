@@ -25,7 +25,7 @@ LIGHTNING = ("lightning.",)
 STARTS_A_RUN = ("lightning", f"{OURS}.engine", f"{OURS}.run_record")
 RESTORES = (*STARTS_A_RUN, "torch", "numpy", "random", "packaging")
 OPTIMIZERS = ("torch.optim",)
-LOADERS = ("torch.", "multiprocessing.")
+LOADERS = ("torch.utils.data", "torch.multiprocessing", "multiprocessing.")
 ANYWHERE = ("",)
 
 
@@ -81,7 +81,8 @@ TABLE = (
         "a process that loads data has died ({text}). Often the machine's memory was used up:"
         " use fewer --data.num_workers. --ckpt_path auto goes on with the run.",
         raised_in=LOADERS,
-        text=r"DataLoader worker \(pid",
+        # The second is what a worker's end of a connection says, where it died as it was asked.
+        text=r"DataLoader worker \(pid|Connection (reset by peer|refused)",
     ),
     Refusal(
         "--ckpt_path: {text}",

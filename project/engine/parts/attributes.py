@@ -49,10 +49,16 @@ class PlainAttributes(Part):
         # An epoch's start may have changed what had not changed when the state was taken.
         for name, saved in {**self.fresh, **value}.items():
             path, _, attribute = name.rpartition(".")
-            if path in owners:
+            if path in owners and may_be_set(owners[path], attribute):
                 now = vars(owners[path]).get(attribute)
                 if not is_same(now, saved):
                     vars(owners[path])[attribute] = like(now, copied(saved))
+
+
+def may_be_set(owner: Any, attribute: str) -> bool:
+    """Whether a checkpoint may set an attribute: nothing of Lightning's, and no method."""
+    is_method = callable(getattr(type(owner), attribute, None))
+    return attribute not in OF_EVERY_MODULE and not is_method
 
 
 def owners_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
