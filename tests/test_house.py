@@ -155,6 +155,7 @@ def test_every_private_name_of_lightning_internals_is_looked_up_at_start() -> No
     of_instances = {
         "_accelerator_connector",
         "_average_model",
+        "_batches_that_stepped",
         "_child_processes",
         "_combined_loader",
         "_device",

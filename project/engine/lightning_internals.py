@@ -59,6 +59,7 @@ NAMES = {
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
     "torchmetrics": ["Metric.update_count"],
+    "torch": ["Tensor._version"],
     "torch.utils.data": ["DataLoader._get_iterator"],
     "jsonargparse._optionals": ["_config_read_mode"],
     "jsonargparse._util": ["check_import_path"],
@@ -279,6 +280,15 @@ def buffers_left_out(part: nn.Module) -> set[str]:
     module, and gathers all weights.
     """
     return part._non_persistent_buffers_set
+
+
+def versions_of(module: nn.Module) -> list[tuple[int, int]]:
+    """Numbers that are others as soon as a parameter has been changed in place or replaced.
+
+    Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
+    tensor tells its version under this name alone.
+    """
+    return [(parameter.data_ptr(), parameter._version) for parameter in module.parameters()]
 
 
 # Averaged weights

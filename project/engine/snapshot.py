@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
 
+from project.engine import lightning_internals
 from project.engine.checkpoint_files import RUN_KEY
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
@@ -155,7 +156,7 @@ class TrainingState:
         if copies_weights:
             for tensor in tensors_of(trainer):
                 self.weights.append((tensor, tensor.detach().clone()))
-        self.versions = versions_of(trainer)
+        self.versions = lightning_internals.versions_of(trainer.lightning_module)
         self.optimizers: list[tuple[Any, list[dict[str, Any]], dict[Any, Any]]] = []
         for optimizer in trainer.optimizers:
             groups = [dict(group) for group in optimizer.param_groups]
@@ -184,7 +185,10 @@ class TrainingState:
 
     def has_changed_weights(self, trainer: Trainer) -> bool:
         """Whether the validation has changed weights that :meth:`give_back` cannot give back."""
-        return not self.weights and versions_of(trainer) != self.versions
+        return (
+            not self.weights
+            and lightning_internals.versions_of(trainer.lightning_module) != self.versions
+        )
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the validation has changed."""
@@ -213,14 +217,6 @@ def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     """The parameters and buffers of the module."""
     module = trainer.lightning_module
     return [*module.parameters(), *module.buffers()]
-
-
-def versions_of(trainer: Trainer) -> list[tuple[int, int]]:
-    """Numbers that are others as soon as a parameter has been changed in place or replaced."""
-    return [
-        (parameter.data_ptr(), parameter._version)
-        for parameter in trainer.lightning_module.parameters()
-    ]
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
