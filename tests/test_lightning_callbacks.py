@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from project import fit
 from project.command_line import start as entry
-from project.engine.exact_checkpoint import NOT_EXACT
+from project.engine.not_exact import NOT_EXACT
 from tests.commands import (
     TIMED,
     checkpoint,

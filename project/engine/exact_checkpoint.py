@@ -31,15 +31,12 @@ from lightning.pytorch.plugins import DoublePrecision
 from project.engine import contract, lightning_internals, signals
 from project.engine.checkpoint_files import (
     RUN_KEY,
-    AtomicCheckpointIO,
     buffers_left_out,
-    damage,
-    read,
 )
-from project.engine.files import write_atomically
 from project.engine.following import Best
-from project.engine.loading import ExactLoader, ExactLoading, Start, WatchedLoader
+from project.engine.loading import ExactLoader, ExactLoading, Start
 from project.engine.log_steps import SHARDING, is_optimizer_step
+from project.engine.not_exact import mend_states_of_lightnings_callbacks, what_is_not_exact
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
@@ -55,6 +52,7 @@ from project.engine.resume import (
     share_buffers_in_next_pass,
     uses_hooks,
 )
+from project.engine.run_files import RunFiles
 from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
@@ -65,13 +63,6 @@ from project.errors import UserError
 
 # The modules whose validation hooks never put other weights in.
 KEEPS_WEIGHTS = ("lightning.", __name__.rpartition(".")[0])
-# Lightning's callbacks with which a resume is not exact, and why.
-NOT_EXACT: dict[type[Callback], str] = {
-    callbacks.BatchSizeFinder: "it searches again at every start",
-    callbacks.LearningRateFinder: "it searches again at every start",
-    callbacks.ModelPruning: "a checkpoint holds the pruned weights without their masks",
-    callbacks.SpikeDetection: "Lightning cannot load its state, so its mean begins anew",
-}
 
 
 class ExactCheckpoint(callbacks.Checkpoint):
@@ -112,6 +103,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.saves = folder is not None
         # W&B and others may change the working folder later.
         self.folder = Path(folder if folder is not None else ".").absolute()
+        self.files = RunFiles(self.folder)
         self.best = Best.of(None, monitor, mode)
         self.every_seconds, self.every_steps = parse_interval(every)
         self.run_id = run_id
@@ -172,11 +164,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def best_path(self) -> Path:
-        return self.folder / "best.ckpt"
+        return self.files.best
 
     @property
     def last_path(self) -> Path:
-        return self.folder / "last.ckpt"
+        return self.files.last
 
     @property
     def dirpath(self) -> str:
@@ -209,13 +201,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
         A damaged file is skipped, and a line says so.
         """
-        for path in (self.last_path, self.best_path):
-            if path.exists():
-                reason = damage(path)
-                if reason is None:
-                    return str(path)
-                say(f"skipped: {reason}")
-        return None
+        path = self.files.newest_whole()
+        return None if path is None else str(path)
 
     def state_dict(self) -> dict[str, Any]:
         return self.best.state_dict()
@@ -270,7 +257,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Its state dict lacks buffers that are not persistent.
             give_plain_buffers(module, buffers_left_out(checkpoint, trainer.global_rank))
             return
-        self._mend_states_of_lightnings_callbacks(trainer, checkpoint)
+        mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         if saved.get("state") is None:
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             self.loading.start = Start(checkpoint["epoch"], batches["current"]["ready"])
@@ -292,19 +279,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.start = resume.start
         # It had stopped early, and nothing was changed since.
         trainer.should_stop = resume.should_stop
-
-    def _mend_states_of_lightnings_callbacks(
-        self, trainer: Trainer, checkpoint: dict[str, Any]
-    ) -> None:
-        """Mend states of Lightning's own callbacks that it could not load, or that would hide what
-        the user typed.
-        """
-        states = checkpoint["callbacks"]
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, callbacks.SpikeDetection):
-                states.pop(callback.state_key, None)
-            if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
-                states[callback.state_key]["patience"] = callback.patience
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Note what optimizers and schedules start with, before a checkpoint's states come."""
@@ -334,28 +308,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         notes = self.loading.notes
         if self.best.asked and self.best.named_mode is None:
             notes.append(f"--mode {self.best.mode} is taken for {self.best.monitor}, by its name.")
-        notes += self._what_is_not_exact(trainer)
-
-    def _what_is_not_exact(self, trainer: Trainer) -> list[str]:
-        """A line for everything with which a resume is not exact, or not exact inside an epoch."""
-        notes: list[str] = []
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            name = type(callback).__name__
-            if isinstance(callback, callbacks.StochasticWeightAveraging):
-                # It acts at an epoch's start, which is not repeated.
-                self.loading.anywhere = False
-                notes.append(f"with {name} a run resumes from its last epoch's end.")
-            for kind, reason in NOT_EXACT.items():
-                if isinstance(callback, kind):
-                    notes.append(f"a resume is not exact with {name}: {reason}.")
-        is_reloaded = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
-        if is_reloaded and any(isinstance(each, WatchedLoader) for each in self.loading.training):
-            what = "with a stream that is loaded anew for each epoch"
-            notes.append(f"a resume is not exact {what}: Lightning begins to read it twice.")
-        if trainer.reload_dataloaders_every_n_epochs > 1:  # type: ignore[attr-defined]
-            what = "with --reload_dataloaders_every_n_epochs above 1: it counts anew."
-            notes.append(f"a resume is not exact {what}")
-        return notes
+        notes += what_is_not_exact(trainer, self.loading)
 
     # The restore
 
@@ -393,21 +346,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         say(*dict.fromkeys(self.loading.notes))
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
-        """Rename a ``best.ckpt`` that is damaged or belongs to another run, and look for the best
-        anew.
-        """
+        """Look for the best anew, where ``best.ckpt`` is not what the state says."""
         reason = None
-        path = self.best_path
         if self.best.score is not None and trainer.is_global_zero:
-            if not path.exists():
-                reason = f"{path} is missing;"
-            else:
-                reason = damage(path)
-                if reason is None and run_id_in(path) != self.run_id:
-                    reason = f"{path} belongs to another run."
-                if reason is not None:
-                    os.replace(path, path.with_suffix(".ckpt.set-aside"))
-                    reason += " It was set aside;"
+            reason = self.files.set_aside_unusable_best(self.run_id)
         reason = trainer.strategy.broadcast(reason)
         if reason:
             say(f"{reason} the best is looked for anew.")
@@ -521,11 +463,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Nothing was left to train. Only the test is repeated.
             left = [each for each in self.parts if each.is_a_file or each.is_left_at_the_end]
             self._resume.give_back(trainer, left)
-            # The run was resumed from best.ckpt after its end: replace the damaged last.ckpt, for
-            # nothing else would.
-            is_damaged = trainer.is_global_zero and damage(self.last_path) is not None
-            if self.saves and is_damaged and self.best_path.exists():
-                write_atomically(self.best_path.read_bytes(), self.last_path)
+            if self.saves and trainer.is_global_zero:
+                # The run may have been resumed from best.ckpt after its end.
+                self.files.replace_damaged_last()
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
@@ -680,36 +620,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
             raise signals.Stopped(stop)
 
     def _save(self, trainer: Trainer, snapshot: Snapshot, can_go_on: bool) -> None:
-        """Write the files. What goes wrong on rank zero ends all ranks, with one line."""
+        """Write the files. Lightning's save asks :meth:`write_state` for what it lacks."""
         assert self.agreement is not None
-        path = self.best_path if self._best_due else self.last_path
-        failure = None
-        is_saved = False
         self._saving = snapshot
-        theirs = trainer.strategy.checkpoint_io
         try:
-            if not isinstance(theirs, AtomicCheckpointIO):
-                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-            trainer.save_checkpoint(path, weights_only=False)
-            is_saved = True
-            if self._best_due and trainer.is_global_zero and can_go_on:
-                # A new best is written once and copied to last.ckpt, for damage to one file must
-                # not damage the other. The best comes first: a run that is killed in between
-                # repeats the steps to the best.
-                write_atomically(self.best_path.read_bytes(), self.last_path)
-        except (UserError, TypeError) as error:
-            # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
-            # write failed, rank zero must still meet them at that barrier.
-            failure = str(error)
-            if not is_saved:
-                trainer.strategy.barrier()
+            self.files.write(trainer, self._best_due, can_go_on, self.agreement.group)
         finally:
             self._saving = None
-            trainer.strategy.checkpoint_io = theirs
-        failures = [reason for reason in of_all_ranks(failure, self.agreement.group) if reason]
-        if failures:
-            reason = failures[0].rstrip(".")
-            raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
         self._last_save = time.monotonic()
 
     def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -870,12 +787,6 @@ class Hooks(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.evaluation_ends(trainer)
-
-
-def run_id_in(path: Path) -> str | None:
-    """The id of the run that a checkpoint belongs to; None where it names none."""
-    record = read(path).get(RUN_KEY)
-    return record.get("run_id") if isinstance(record, dict) else None
 
 
 def has_equal_batches(loader: Any) -> bool:

@@ -1,0 +1,50 @@
+"""What cannot be resumed exactly, in a line each: a run says so at its start."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer, callbacks
+
+from project.engine.loading import ExactLoading, WatchedLoader
+
+# Lightning's callbacks with which a resume is not exact, and why.
+NOT_EXACT: dict[type[Callback], str] = {
+    callbacks.BatchSizeFinder: "it searches again at every start",
+    callbacks.LearningRateFinder: "it searches again at every start",
+    callbacks.ModelPruning: "a checkpoint holds the pruned weights without their masks",
+    callbacks.SpikeDetection: "Lightning cannot load its state, so its mean begins anew",
+}
+
+
+def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
+    """A line for everything with which a resume is not exact, or not exact inside an epoch.
+
+    Where a run can only go on from an epoch's end, ``loading`` is told.
+    """
+    notes: list[str] = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            # It acts at an epoch's start, which is not repeated.
+            loading.anywhere = False
+            notes.append(f"with {name} a run resumes from its last epoch's end.")
+        for kind, reason in NOT_EXACT.items():
+            if isinstance(callback, kind):
+                notes.append(f"a resume is not exact with {name}: {reason}.")
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    has_streams = any(isinstance(each, WatchedLoader) for each in loading.training)
+    if every > 0 and has_streams:
+        what = "with a stream that is loaded anew for each epoch"
+        notes.append(f"a resume is not exact {what}: Lightning begins to read it twice.")
+    if every > 1:
+        what = "with --reload_dataloaders_every_n_epochs above 1"
+        notes.append(f"a resume is not exact {what}: it counts anew.")
+    return notes
+
+
+def mend_states_of_lightnings_callbacks(trainer: Trainer, states: dict[str, Any]) -> None:
+    """Mend saved states that Lightning could not load, or that would hide what the user typed."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.SpikeDetection):
+            states.pop(callback.state_key, None)
+        if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
+            states[callback.state_key]["patience"] = callback.patience

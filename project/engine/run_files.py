@@ -1,0 +1,91 @@
+"""The two checkpoints of a run, ``last.ckpt`` and ``best.ckpt``: how they are written and kept."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from project.engine.checkpoint_files import RUN_KEY, AtomicCheckpointIO, damage, read
+from project.engine.files import write_atomically
+from project.engine.ranks import of_all_ranks, say
+from project.errors import UserError
+
+
+class RunFiles:
+    """The checkpoints in a run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.best = folder / "best.ckpt"
+        self.last = folder / "last.ckpt"
+
+    def newest_whole(self) -> Path | None:
+        """The checkpoint to go on from. A damaged one is skipped, and a line says so."""
+        for path in (self.last, self.best):
+            if path.exists():
+                reason = damage(path)
+                if reason is None:
+                    return path
+                say(f"skipped: {reason}")
+        return None
+
+    def write(self, trainer: Trainer, is_best: bool, is_last: bool, group: Any) -> None:
+        """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
+
+        Args:
+            trainer: Its own CheckpointIO is left alone.
+            is_best: Whether ``best.ckpt`` is written. Else ``last.ckpt`` is.
+            is_last: Whether a new best becomes ``last.ckpt``, too.
+            group: The ranks' group in CPU memory.
+
+        Raises:
+            UserError: On all ranks, with one line, where rank zero could not write.
+        """
+        failure = None
+        is_saved = False
+        theirs = trainer.strategy.checkpoint_io
+        try:
+            if not isinstance(theirs, AtomicCheckpointIO):
+                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            trainer.save_checkpoint(self.best if is_best else self.last, weights_only=False)
+            is_saved = True
+            if is_best and is_last and trainer.is_global_zero:
+                # A new best is written once and copied to last.ckpt, for damage to one file must
+                # not damage the other. The best comes first: a run that is killed in between
+                # repeats the steps to the best.
+                write_atomically(self.best.read_bytes(), self.last)
+        except (UserError, TypeError) as error:
+            # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
+            # write failed, rank zero must still meet them at that barrier.
+            failure = str(error)
+            if not is_saved:
+                trainer.strategy.barrier()
+        finally:
+            trainer.strategy.checkpoint_io = theirs
+        failures = [reason for reason in of_all_ranks(failure, group) if reason]
+        if failures:
+            reason = failures[0].rstrip(".")
+            raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
+
+    def set_aside_unusable_best(self, run_id: str | None) -> str | None:
+        """Rename a ``best.ckpt`` that is damaged or belongs to another run; returns why."""
+        if not self.best.exists():
+            return f"{self.best} is missing;"
+        reason = damage(self.best)
+        if reason is None and run_id_in(self.best) != run_id:
+            reason = f"{self.best} belongs to another run."
+        if reason is None:
+            return None
+        os.replace(self.best, self.best.with_suffix(".ckpt.set-aside"))
+        return f"{reason} It was set aside;"
+
+    def replace_damaged_last(self) -> None:
+        """Copy ``best.ckpt`` where ``last.ckpt`` is damaged, for nothing else would do so."""
+        if damage(self.last) is not None and self.best.exists():
+            write_atomically(self.best.read_bytes(), self.last)
+
+
+def run_id_in(path: Path) -> str | None:
+    """The id of the run that a checkpoint belongs to; None where it names none."""
+    record = read(path).get(RUN_KEY)
+    return record.get("run_id") if isinstance(record, dict) else None
