@@ -145,7 +145,7 @@ def load_average() -> float | None:
 
 
 def _text_of(cpuinfo: Path) -> str:
-    return cpuinfo.read_text() if cpuinfo.exists() else ""
+    return cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
 
 
 def _sysctl(name: str) -> str:

@@ -208,7 +208,9 @@ class Waiting:
         """Whether GNU's OpenMP is what torch, which has been imported, computes with."""
         # There may be no /proc.
         with contextlib.suppress(OSError):
-            mapped = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
+            mapped = re.search(
+                r"/\S*libgomp\S*", Path("/proc/self/maps").read_text(encoding="utf-8")
+            )
             if mapped is not None:
                 self.openmp = ctypes.CDLL(mapped.group())
         return self.openmp is not None
@@ -254,7 +256,7 @@ def time_used() -> dict[int, float]:
     ``/proc/stat``.
     """
     try:
-        text = Path("/proc/stat").read_text()
+        text = Path("/proc/stat").read_text(encoding="utf-8")
     except OSError:
         return {}
     ticks_per_second = os.sysconf("SC_CLK_TCK")

@@ -284,7 +284,9 @@ def _peak_rss() -> int:
     """Peak resident bytes of this process; 0 where there is no ``/proc``."""
     # Not ru_maxrss, which begins with the size of the process that started this one.
     with suppress(OSError):
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        found = re.search(
+            r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")
+        )
         if found is not None:
             return int(found[1]) * 1024
     return 0

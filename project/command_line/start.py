@@ -187,7 +187,7 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             # Without this, the next file to be opened would get the number of the stream.
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            stream = open(number, "w", closefd=False)  # noqa: SIM115 - it lives as long as the process
+            stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - it lives as long as the process
             setattr(sys, name, stream)
         getattr(sys, name).reconfigure(errors="replace")  # characters that a terminal cannot show
 

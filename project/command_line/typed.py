@@ -159,7 +159,7 @@ def _read_config(name: str) -> dict[str, Any]:
     """The settings of a config file. A UserError for what is no such file, or belongs elsewhere."""
     option = f"--config {name}"
     try:
-        content = load_yaml(Path(name).read_text())
+        content = load_yaml(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{option} cannot be read: {reason or error}.") from None

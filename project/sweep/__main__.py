@@ -141,7 +141,9 @@ def claim(
         busy = "another process is sweeping there"
         raise UserError(f"--name {folder.name}: {busy}. Wait or choose another.") from None
     try:
-        begun_with = same_as_begun(record, {"fit": fit_arguments, "space": space.read_text()})
+        begun_with = same_as_begun(
+            record, {"fit": fit_arguments, "space": space.read_text(encoding="utf-8")}
+        )
     except BaseException:
         lock.release()
         raise
@@ -157,7 +159,7 @@ def same_as_begun(record: Path, now: dict[str, Any]) -> list[str]:
         write_atomically(json.dumps(now, indent=2), record)
     name = f"--name {record.parent.name}"
     try:
-        begun = json.loads(record.read_text())
+        begun = json.loads(record.read_text(encoding="utf-8"))
         space = begun["space"]
         fit_arguments = [str(word) for word in begun["fit"]]
     except (ValueError, TypeError, KeyError):

@@ -125,7 +125,7 @@ def read_space(path: Path) -> Space:
 def read_sections(path: Path) -> dict[str, Any]:
     """The sections of a sweep file that hold anything; none where the file holds something else."""
     try:
-        content = load_yaml(path.read_text())
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror}"
         raise UserError(f"--space: {reason}. Name a file in W&B's format.") from None
