@@ -72,5 +72,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main: Any = fit.mai
     """The one line that a command prints which refuses its arguments."""
     capsys.readouterr()
     assert entry.exit_code(main, list(argv)) == 2
-    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.strip()]
+    lines = [text for text in capsys.readouterr().err.splitlines() if text.strip()]
+    assert len(lines) == 1, lines
+    (line,) = lines
     return line

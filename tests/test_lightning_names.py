@@ -69,7 +69,7 @@ def printed(code: str, python_path: str, fresh: bool = False) -> list[str]:
 def test_without_the_other_names_the_package_is_missing_where_it_is_not_installed(
     python_path: str,
 ) -> None:
-    done = python("import pytorch_lightning", python_path=python_path)
+    done = python("import pytorch_lightning", python_path=python_path, fresh=True)
     assert (done.returncode == 0) == (python_path == str(ROOT))
 
 
@@ -163,7 +163,7 @@ def test_a_name_in_a_config_or_checkpoint_is_translated(name: str, real: str) ->
 
 
 def test_a_package_that_was_imported_too_early_is_reported() -> None:
-    done = python(f"import pytorch_lightning\n{SWITCHED_ON}", python_path=str(ROOT))
+    done = python(f"import pytorch_lightning\n{SWITCHED_ON}", python_path=str(ROOT), fresh=True)
     assert "pytorch_lightning was imported before project.engine" in done.stderr
     assert "Import project.engine first." in done.stderr
 

@@ -373,7 +373,7 @@ def made_of(names: list[str]) -> dict[str, int]:
                 self.refuse_what_was_not_made(arguments)
                 return
             super().check_made(kind, arguments)
-            made.append(trust.one_spelling(trust.defining_name(kind) or ""))
+            made.append(trust.name_in_lightning(trust.defining_name(kind) or ""))
 
     for name in names:
         for place, shapes in SHAPES.items():

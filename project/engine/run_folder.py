@@ -27,6 +27,7 @@ ROOT = Path("checkpoints")
 LATEST = "latest"
 RUN_ID = "run-id.txt"
 LOCK = ".lock"
+WANDB_LOG = "debug-core.log"
 # Written when a run starts to train, also when it goes on. Its time tells which run is the newest.
 CONFIG = "config.yaml"
 # What systems answer where a file system has no locks, such as some network drives
@@ -150,14 +151,17 @@ def read_run_id(folder: Path) -> str:
 
 
 def refuse_links_that_leave(folder: Path) -> None:
-    """A UserError if a link in a run's folder leads out of it: the run would write there. W&B's own
-    links stay inside.
+    """A UserError if a link in a run's folder leads out of it: the run would write there.
+
+    W&B makes links of its own to its log in the user's cache. A run writes through none of them.
     """
     inside = folder.resolve()
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(place, name)
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+            is_wandbs_log = path.name == WANDB_LOG and path.parent.name == "logs"
+            leaves = path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside)
+            if leaves and not is_wandbs_log:
                 raise UserError(
                     f"{path} is a link out of the run's folder, and a run writes only into its"
                     " folder. Remove the link."
