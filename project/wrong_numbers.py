@@ -28,11 +28,18 @@ class WrongNumbers(Callback):
         self.bad_metrics: dict[str, int] = {}  # name → the first epoch in which it was not finite
         self.bad_weights_since: int | None = None  # an epoch
         self._has_validated = False
+        self._is_test = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_test = stage != "fit"
 
     def state_dict(self) -> dict[str, Any]:
         return {"metrics": dict(self.bad_metrics), "weights": self.bad_weights_since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # The test at a run's end loads best.ckpt, which does not know what came after it.
+        if self._is_test:
+            return
         self.bad_metrics = dict(state_dict["metrics"])
         self.bad_weights_since = state_dict["weights"]
 
