@@ -52,8 +52,10 @@ class WrongNumbers(Callback):
         self._look(trainer, pl_module)
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
-        """Add a note for each thing that is wrong."""
+        """Add a note for each thing that is wrong. Then nobody needs advice how to be faster."""
         summary = result.summary
+        if self.bad_metrics or self.bad_weights_since is not None:
+            summary.advice = None
         for name, value in summary.metrics.items():
             if name.startswith("test") and not math.isfinite(value):
                 summary.notes.append(f"{name} is not a number ({value}).")

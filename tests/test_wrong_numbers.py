@@ -98,6 +98,20 @@ def test_the_seconds_of_a_run_are_those_of_all_its_epochs(
     assert summary(FOLDER)["fit_seconds"] >= 0.5
 
 
+# feature: throughput
+def test_numbers_that_are_not_finite_leave_no_room_for_advice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    advice = " a batch, "
+    assert fit.main([*QUICK]) == 0
+    assert advice in capsys.readouterr().out
+    assert fit.main([*QUICK, "--run_name", "wrong", "--model.lr", "1e30"]) == 0
+    assert advice not in capsys.readouterr().out
+
+
+# end feature: throughput
+
+
 def test_a_loss_that_is_never_a_number_makes_no_best(capsys: pytest.CaptureFixture[str]) -> None:
     notes = notes_of(capsys, "--model.lr", "1e30", "--monitor", "val/loss")
     assert "best.ckpt is only the last: val/loss never had a value." in notes
