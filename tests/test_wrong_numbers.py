@@ -38,6 +38,11 @@ def test_a_run_in_which_all_is_well_has_no_notes(capsys: pytest.CaptureFixture[s
     assert notes_of(capsys) == []
 
 
+def test_a_run_that_leaves_its_test_out_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--limit_test_batches", "0"]
+    assert notes_of(capsys, *flags) == ["not tested: --limit_test_batches is 0."]
+
+
 def test_a_followed_metric_that_never_came_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--check_val_every_n_epoch", "5", "--monitor", "val/loss"]
     assert notes_of(capsys, *flags) == [
