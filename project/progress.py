@@ -46,6 +46,10 @@ class RunTimer(Callback):
     begun = False
     _started_at: float | None = None  # of this part; None outside of training
     _before = 0.0  # seconds of the parts that have ended
+    _is_test = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_test = stage != "fit"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started_at = time.perf_counter()
@@ -79,7 +83,9 @@ class RunTimer(Callback):
         return {"seconds": self.fit_seconds}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        self._before = float(state_dict["seconds"])
+        # The test at a run's end loads best.ckpt, whose epoch ended earlier than the run.
+        if not self._is_test:
+            self._before = float(state_dict["seconds"])
 
 
 def _first_line(trainer: Trainer, module: LightningModule) -> list[str]:

@@ -52,6 +52,7 @@ class RunRecord(Callback):
         }
         self.deleted_in: int | None = None  # the epoch in which the folder was deleted
         self._resumes = False
+        self._has_written = False  # config.yaml
         self._notes: list[str] = []
 
     def on_save_checkpoint(
@@ -91,6 +92,7 @@ class RunRecord(Callback):
             return
         point_latest_at(self.folder)
         write_config(self.folder, self.config)
+        self._has_written = True
         if not self._resumes and trainer.global_step == 0:
             for name in OF_AN_END:
                 (self.folder / name).unlink(missing_ok=True)
@@ -109,14 +111,20 @@ class RunRecord(Callback):
     def _make_again(self, trainer: Trainer) -> None:
         """Make the folder again if somebody deleted it. A checkpoint alone would be half a run."""
         has_begun = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if not (trainer.is_global_zero and has_begun) or self.folder.exists():
+        if not (trainer.is_global_zero and has_begun) or not self._is_deleted():
             return
         self.deleted_in = trainer.current_epoch
         say(_deleted(self.deleted_in))
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(f"{self.facts['run_id']}\n", self.folder / RUN_ID)
         write_config(self.folder, self.config)
         point_latest_at(self.folder)
+
+    def _is_deleted(self) -> bool:
+        """Whether the folder is gone, or was made again by a logger that had something to save."""
+        if not self.folder.exists():
+            return True
+        return self._has_written and not (self.folder / "config.yaml").exists()
 
 
 def forget_groups(state: dict[str, Any] | None) -> None:

@@ -28,11 +28,18 @@ class WrongNumbers(Callback):
         self.bad_metrics: dict[str, int] = {}  # name → the first epoch in which it was not finite
         self.bad_weights_since: int | None = None  # an epoch
         self._has_validated = False
+        self._is_test = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_test = stage != "fit"
 
     def state_dict(self) -> dict[str, Any]:
         return {"metrics": dict(self.bad_metrics), "weights": self.bad_weights_since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # The test at a run's end loads best.ckpt, which does not know what came after it.
+        if self._is_test:
+            return
         self.bad_metrics = dict(state_dict["metrics"])
         self.bad_weights_since = state_dict["weights"]
 
@@ -45,8 +52,12 @@ class WrongNumbers(Callback):
         self._look(trainer, pl_module)
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
-        """Add a note for each thing that is wrong."""
+        """Add a note for each thing that is wrong. Then nobody needs advice how to be faster."""
         summary = result.summary
+        if self.bad_metrics or self.bad_weights_since is not None:
+            summary.advice = None
+        if result.stopped_by is None and trainer.limit_test_batches == 0:  # type: ignore[attr-defined]
+            summary.notes.append("not tested: --limit_test_batches is 0.")
         for name, value in summary.metrics.items():
             if name.startswith("test") and not math.isfinite(value):
                 summary.notes.append(f"{name} is not a number ({value}).")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import (
@@ -533,6 +534,17 @@ def test_a_metric_that_cannot_be_logged_is_told_at_the_first_batch(
     with pytest.raises(UserError, match=f"^--model.metrics.mine {message}"):
         plain_trainer(tmp_path, num_sanity_val_steps=0).fit(module, Rows(torch.arange(64) % 3))
     assert module.trained == []
+
+
+# Its schedule needs more steps than this training has.
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+def test_metrics_are_tried_also_while_a_profiler_that_cannot_be_copied_watches_them(
+    tmp_path: Path,
+) -> None:
+    module = Still(metrics={"mae": MeanAbsoluteError()})
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile", export_to_chrome=False)
+    plain_trainer(tmp_path, profiler=profiler).fit(module, Rows(torch.arange(64.0)))
+    assert module.tried_metrics
 
 
 def test_a_metric_that_needs_more_than_one_batch_is_no_fault(tmp_path: Path) -> None:

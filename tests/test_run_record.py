@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from project import fit
 from project.run_record import RunRecord
 from tests.commands import checkpoint
 from tests.typed_settings import Numbers, Typed
@@ -113,3 +114,27 @@ def test_a_folder_that_is_deleted_during_the_run_is_said_and_made_again(
     names = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "run-id.txt", "last.ckpt"} <= names
     assert (folder / "run-id.txt").read_text() == "id1\n"
+
+
+class DeletesFolderInAStep(Callback):
+    """Deletes the folder while rows of metrics.csv wait to be saved."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            shutil.rmtree(trainer.default_root_dir)
+
+
+def test_a_folder_that_is_deleted_before_rows_are_saved_ends_no_run(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    flags = ["--model.class_path", "tests.typed_settings.Typed", "--accelerator", "cpu"]
+    flags += ["--data.class_path", "tests.typed_settings.Numbers", "--max_epochs", "2"]
+    flags += ["--trainer.callbacks", "tests.test_run_record.DeletesFolderInAStep"]
+    flags += ["--checkpoint_every", "1", "--log_every_n_steps", "1", "--run_name", "r"]
+    assert fit.main(flags) == 0
+    line = "the run's folder was deleted in epoch 1, and made again"
+    assert capsys.readouterr().out.count(line) == 2, "at once, and in the closing lines"
+    folder = Path("checkpoints/r")
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "run-id.txt", "last.ckpt", "metrics.csv", "summary.json"} <= names

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import fit
 from project.command_line import start as entry
@@ -34,6 +36,11 @@ def notes_of(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
 
 def test_a_run_in_which_all_is_well_has_no_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert notes_of(capsys) == []
+
+
+def test_a_run_that_leaves_its_test_out_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--limit_test_batches", "0"]
+    assert notes_of(capsys, *flags) == ["not tested: --limit_test_batches is 0."]
 
 
 def test_a_followed_metric_that_never_came_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +73,48 @@ def test_numbers_that_are_not_finite_are_said_at_once_and_at_the_end(
     assert "val/loss is not a finite number since epoch 1." in notes
     assert "weights are not finite numbers since epoch 1." in notes
     assert "best.ckpt holds such weights: it predicts nothing." in notes
+
+
+def test_what_is_wrong_after_the_best_epoch_is_noted_though_the_test_loads_the_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--model.lr", "1e3", "--monitor", "train/loss", "--mode", "min", "--max_epochs", "3"]
+    notes = notes_of(capsys, *flags)
+    assert summary(FOLDER)["best_epoch"] == 0
+    assert "train/loss is not a finite number since epoch 2." in notes
+    assert "weights are not finite numbers since epoch 3." in notes
+
+
+class FirstIsBest(Callback):
+    """Lets the first epoch be the best, and the others last longer than it."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log("val/epoch", float(trainer.current_epoch))
+        if trainer.current_epoch > 0:
+            time.sleep(0.5)
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_epochs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--trainer.callbacks", "tests.test_wrong_numbers.FirstIsBest"]
+    notes_of(capsys, *flags, "--monitor", "val/epoch", "--mode", "min")
+    assert summary(FOLDER)["best_epoch"] == 0
+    assert summary(FOLDER)["fit_seconds"] >= 0.5
+
+
+# feature: throughput
+def test_numbers_that_are_not_finite_leave_no_room_for_advice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    advice = " a batch, "
+    assert fit.main([*QUICK]) == 0
+    assert advice in capsys.readouterr().out
+    assert fit.main([*QUICK, "--run_name", "wrong", "--model.lr", "1e30"]) == 0
+    assert advice not in capsys.readouterr().out
+
+
+# end feature: throughput
 
 
 def test_a_loss_that_is_never_a_number_makes_no_best(capsys: pytest.CaptureFixture[str]) -> None:

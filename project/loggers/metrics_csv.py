@@ -137,6 +137,8 @@ class MetricsCSV(Logger):
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
         """Write the whole file anew, a line per step."""
+        # Somebody may delete the folder of a run that trains. RunRecord fills it again and says so.
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         heading = dict(zip(self._columns, self._columns, strict=True))
         write_atomically(self._as_text([heading, *joined(rows)]), self.path)
         self._has_line = bool(rows)

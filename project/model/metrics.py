@@ -26,7 +26,7 @@ def gather_metrics(metrics: dict[str, Metric]) -> MetricCollection:
         raise UserError(f"--model.metrics: {told}. Choose another name.") from None
 
 
-def check_metrics(metrics: Metric | MetricCollection, predictions: Tensor, targets: Tensor) -> None:
+def check_metrics(metrics: MetricCollection, predictions: Tensor, targets: Tensor) -> None:
     """Try metrics on a batch. Neither their sums nor any random generator change.
 
     torchmetrics updates a metric in every step, but computes it only when the epoch is over. A
@@ -41,8 +41,6 @@ def check_metrics(metrics: Metric | MetricCollection, predictions: Tensor, targe
     Raises:
         UserError: A metric refuses such a batch, or gives something else than a number.
     """
-    if isinstance(metrics, Metric):
-        return  # one of the user's own, which is in no configuration
     copies = metrics.clone()
     with isolate_rng(), warnings.catch_warnings(), torch.no_grad():
         # The run itself will repeat what torchmetrics says of its data.

@@ -132,6 +132,9 @@ class SupervisedModule(LightningModule):
 
         self.train_metrics = gather_metrics(metrics)
         self.eval_metrics = self.train_metrics.clone()
+        # In a tuple, so that it is no part of the module: a profiler registers hooks on each part,
+        # and a part with such hooks cannot be copied.
+        self.metrics_to_try = (self.train_metrics.clone(),)
         self.sums = RunningSums(self)
         self.tried_metrics = False  # whether they have seen a batch since setup()
 
@@ -336,7 +339,8 @@ class SupervisedModule(LightningModule):
         """Try the configured metrics on the first batch: what cannot be logged is an error now."""
         self.tried_metrics = True
         predictions, wanted = self.sums.as_metrics_take_them(outputs, targets)
-        check_metrics(self.train_metrics, predictions, wanted)
+        (metrics,) = self.metrics_to_try
+        check_metrics(metrics.to(outputs.device), predictions, wanted)
 
     def losses_to_log(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """The values whose mean is ``train/loss``: those that were trained, or others without
