@@ -671,6 +671,36 @@ def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
     assert not list(tmp_path.rglob("elsewhere"))
 
 
+@pytest.mark.parametrize(
+    "filename",
+    [
+        "new/{epoch].__class__.__name__[0:.>2.0}/x",
+        # The name of a metric is written into the file's name, too.
+        "{/tmp/elsewhere}",
+        "{../elsewhere}",
+        # Lightning replaces {epoch wherever it stands.
+        "{epoch}.{epoch.__doc__:.0}./x",
+        # At epoch 46, this is a point.
+        "new/{epoch:c}{epoch:c}/x",
+        "{{epoch}}",
+        "{",
+    ],
+)
+def test_a_file_name_that_could_be_formatted_into_any_path_is_refused(
+    filename: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = forge(trained, "trainer.callbacks", [spec("ModelCheckpoint", filename=filename)])
+    line = error_of(capsys, fit.main, "--ckpt_path", path, "--max_epochs", "2")
+    assert "in its configuration could become any file's name" in line
+
+
+def test_a_file_name_with_metrics_in_it_is_written(trained: Path) -> None:
+    name = "{epoch:02d}-{val/loss:.3f}-{step}"
+    path = forge(trained, "trainer.callbacks", [spec("ModelCheckpoint", filename=name)])
+    assert fit.main(["--ckpt_path", path, "--run_name", "new", "--max_epochs", "2"]) == 0
+    assert list(Path("checkpoints/new").rglob("epoch=01-val/loss=*-step=*.ckpt"))
+
+
 def test_what_is_typed_goes_on_where_it_was(trained: Path, tmp_path: Path) -> None:
     logger = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "mine")]
     assert (
