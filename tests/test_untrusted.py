@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -904,6 +905,17 @@ def large(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
 
 
+def hidden(contents: dict[str, Any]) -> None:
+    """Many values in dictionaries whose methods say that there are none."""
+    item: Any = ["x"] * 10
+    for _ in range(40):
+        item = OrderedDict(a=item, b=item)
+        item.values = Counter
+        item.items = Counter
+    contents["callbacks"]["more"] = item
+    torch.save(contents, STRANGE)
+
+
 def truncated(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
     whole = Path(STRANGE).read_bytes()
@@ -920,7 +932,8 @@ def sparse(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
 
 
-FILES = {f.__name__: f for f in (compressed, huge, multiplied, hashed, large, truncated, sparse)}
+KINDS = (compressed, huge, multiplied, hidden, hashed, large, truncated, sparse)
+FILES = {kind.__name__: kind for kind in KINDS}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures as Linux does")
@@ -942,6 +955,22 @@ def test_no_file_takes_more_than_three_times_its_size(
     assert "--ckpt_path" in line
     with capsys.disabled():
         print(f"\n{kind}: {size / 1e6:.1f} MB, {taken / 1e6:.1f} MB taken, {seconds:.1f} s")
+
+
+def test_a_dictionary_in_a_file_hides_none_of_its_methods(tmp_path: Path) -> None:
+    value: Any = OrderedDict(a=1)
+    value.values = Counter
+    contents = {"state_dict": {}, "loops": {}, "callbacks": {"x": [value]}}
+    torch.save(contents, tmp_path / STRANGE)
+    with pytest.raises(UserError, match="hides a method"):
+        read(tmp_path / STRANGE)
+
+
+def test_what_a_state_dict_knows_of_its_versions_is_read(tmp_path: Path) -> None:
+    weights = nn.BatchNorm1d(2).state_dict()
+    torch.save({"state_dict": weights, "loops": {}}, tmp_path / "x.ckpt")
+    versions = read(tmp_path / "x.ckpt")["state_dict"]._metadata
+    assert versions == weights._metadata  # type: ignore[attr-defined]
 
 
 def memory(name: str) -> int:
