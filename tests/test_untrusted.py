@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -671,6 +672,36 @@ def test_a_checkpoint_writes_nothing_outside_its_runs_folder(
     assert not list(tmp_path.rglob("elsewhere"))
 
 
+@pytest.mark.parametrize(
+    "filename",
+    [
+        "new/{epoch].__class__.__name__[0:.>2.0}/x",
+        # The name of a metric is written into the file's name, too.
+        "{/tmp/elsewhere}",
+        "{../elsewhere}",
+        # Lightning replaces {epoch wherever it stands.
+        "{epoch}.{epoch.__doc__:.0}./x",
+        # At epoch 46, this is a point.
+        "new/{epoch:c}{epoch:c}/x",
+        "{{epoch}}",
+        "{",
+    ],
+)
+def test_a_file_name_that_could_be_formatted_into_any_path_is_refused(
+    filename: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = forge(trained, "trainer.callbacks", [spec("ModelCheckpoint", filename=filename)])
+    line = error_of(capsys, fit.main, "--ckpt_path", path, "--max_epochs", "2")
+    assert "in its configuration could become any file's name" in line
+
+
+def test_a_file_name_with_metrics_in_it_is_written(trained: Path) -> None:
+    name = "{epoch:02d}-{val/loss:.3f}-{step}"
+    path = forge(trained, "trainer.callbacks", [spec("ModelCheckpoint", filename=name)])
+    assert fit.main(["--ckpt_path", path, "--run_name", "new", "--max_epochs", "2"]) == 0
+    assert list(Path("checkpoints/new").rglob("epoch=01-val/loss=*-step=*.ckpt"))
+
+
 def test_what_is_typed_goes_on_where_it_was(trained: Path, tmp_path: Path) -> None:
     logger = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "mine")]
     assert (
@@ -874,6 +905,17 @@ def large(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
 
 
+def hidden(contents: dict[str, Any]) -> None:
+    """Many values in dictionaries whose methods say that there are none."""
+    item: Any = ["x"] * 10
+    for _ in range(40):
+        item = OrderedDict(a=item, b=item)
+        item.values = Counter
+        item.items = Counter
+    contents["callbacks"]["more"] = item
+    torch.save(contents, STRANGE)
+
+
 def truncated(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
     whole = Path(STRANGE).read_bytes()
@@ -890,7 +932,8 @@ def sparse(contents: dict[str, Any]) -> None:
     torch.save(contents, STRANGE)
 
 
-FILES = {f.__name__: f for f in (compressed, huge, multiplied, hashed, large, truncated, sparse)}
+KINDS = (compressed, huge, multiplied, hidden, hashed, large, truncated, sparse)
+FILES = {kind.__name__: kind for kind in KINDS}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures as Linux does")
@@ -912,6 +955,22 @@ def test_no_file_takes_more_than_three_times_its_size(
     assert "--ckpt_path" in line
     with capsys.disabled():
         print(f"\n{kind}: {size / 1e6:.1f} MB, {taken / 1e6:.1f} MB taken, {seconds:.1f} s")
+
+
+def test_a_dictionary_in_a_file_hides_none_of_its_methods(tmp_path: Path) -> None:
+    value: Any = OrderedDict(a=1)
+    value.values = Counter
+    contents = {"state_dict": {}, "loops": {}, "callbacks": {"x": [value]}}
+    torch.save(contents, tmp_path / STRANGE)
+    with pytest.raises(UserError, match="hides a method"):
+        read(tmp_path / STRANGE)
+
+
+def test_what_a_state_dict_knows_of_its_versions_is_read(tmp_path: Path) -> None:
+    weights = nn.BatchNorm1d(2).state_dict()
+    torch.save({"state_dict": weights, "loops": {}}, tmp_path / "x.ckpt")
+    versions = read(tmp_path / "x.ckpt")["state_dict"]._metadata
+    assert versions == weights._metadata  # type: ignore[attr-defined]
 
 
 def memory(name: str) -> int:

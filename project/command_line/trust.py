@@ -110,6 +110,11 @@ TRAINER_PARTS = (
 FILE_ENDING = re.compile(
     r"\.(csv|tsv|txt|json|jsonl|yaml|yml|npy|npz|parquet|pt|pth|ckpt|png|jpg)$", re.IGNORECASE
 )
+# What a text that a part of the Trainer formats into a file's name may hold in braces, such as
+# {epoch} and {val/loss:.3f}: a metric's name and how its number is written. A point or a bracket in
+# the name would lead to attributes, whose texts can become "..", and :c turns a number into any
+# letter.
+PLAIN_FIELD = re.compile(r"\{[\w-]+(/[\w-]+)*(:\d*(\.\d+)?[dfFeEgG%]?)?\}")
 # A text that can only be the import path of something. The expression does not backtrack.
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 # Python has a module ``test``, whose names look like those of metrics: test.loss
@@ -265,11 +270,16 @@ class Guard:
                 text = str(item)
                 if text in self.typed or text == default_of(kind, key):
                     continue
+                shown = without_control_characters(f"{key}: {text}")
                 if is_place(key, text) and not is_inside(text, folder):
-                    shown = without_control_characters(f"{key}: {text}")
                     raise Refused(
                         f"--ckpt_path {self.path}: {shown} in its configuration is outside the"
                         " run's folder. Type that setting again if it is right."
+                    )
+                if "{" in PLAIN_FIELD.sub("", text):
+                    raise Refused(
+                        f"--ckpt_path {self.path}: {shown} in its configuration could become any"
+                        " file's name. Type that setting again if it is right."
                     )
 
     def _refuse_unknown(self, name: str) -> None:

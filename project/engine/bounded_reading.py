@@ -147,6 +147,9 @@ def refuse_too_much(contents: Any, pickled_bytes: int, file_bytes: int) -> None:
             raise TooMuch("it is nested too deeply")
         if steps > pickled_bytes:
             raise TooMuch("it has more values than bytes")
+        attributes = getattr(value, "__dict__", {})
+        refuse_hidden_methods(value, attributes)
+        waiting.extend((item, depth + 1) for item in attributes.values())
         if isinstance(value, dict):
             waiting.extend((key, depth + 1) for key in value)
             waiting.extend((item, depth + 1) for item in value.values())
@@ -154,6 +157,16 @@ def refuse_too_much(contents: Any, pickled_bytes: int, file_bytes: int) -> None:
             waiting.extend((item, depth + 1) for item in value)
         elif isinstance(value, Tensor) and claimed_bytes(value) > file_bytes:
             raise TooMuch("a tensor is larger than the file")
+
+
+def refuse_hidden_methods(value: Any, attributes: dict[str, Any]) -> None:
+    """Raise where an attribute of a value stands in place of a method of its class.
+
+    torch gives an OrderedDict the attributes that the file holds. With an attribute ``values``,
+    whoever walks through the dictionary would see what that one returns, and not what is in it.
+    """
+    if any(hasattr(type(value), name) for name in attributes):
+        raise TooMuch("an attribute hides a method")
 
 
 def claimed_bytes(tensor: Tensor) -> int:
