@@ -101,6 +101,7 @@ def test_a_monitor_passes_torchrun_behind_two_dashes() -> None:
     ("flags", "part"),
     [
         (["--gradient_clip_val", "-1"], "--gradient_clip_val must be at least 0, got -1"),
+        (["--num_sanity_val_steps", "-5"], "--num_sanity_val_steps must be at least 0, or -1 for"),
         (
             ["--sync_batchnorm", "true", "--devices", "2", "--accelerator", "cpu"],
             "--sync_batchnorm needs GPUs",
