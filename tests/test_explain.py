@@ -83,6 +83,22 @@ def test_a_literal_inside_another_type_names_its_values() -> None:
     assert with_choices("anything else", hints) == "anything else"
 
 
+# feature: mnist
+def test_what_a_class_inside_another_refuses_is_told() -> None:
+    sizes = {"d_model": 8, "nhead": 2, "activation": "torch.nn.functional.relu"}
+    layer = {"class_path": "torch.nn.TransformerEncoderLayer", "init_args": sizes}
+    layers = {"encoder_layer": layer, "num_layers": 2}
+    network = {"class_path": "torch.nn.TransformerEncoder", "init_args": layers}
+    model = {"class_path": "project.model.MNISTClassifier", "init_args": {"network": network}}
+    base = {"model": model, "data": {"class_path": "project.data.MNISTDataModule"}}
+    with pytest.raises(UserError) as error:
+        configure(["--data.source", "sample"], "project.test", base)
+    assert str(error.value) == "activation should be relu/gelu, not torch.nn.functional.relu"
+
+
+# end feature: mnist
+
+
 def test_an_unknown_sentence_is_shown_as_it_is() -> None:
     assert explain("something  new\nhappened", []) == "something new happened"
 
