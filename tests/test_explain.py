@@ -99,6 +99,16 @@ def test_what_a_class_inside_another_refuses_is_told() -> None:
 # end feature: mnist
 
 
+@pytest.mark.parametrize("text", ["{a: b}", "a: b", "[1, 2]"])
+def test_a_text_that_looks_like_a_mapping_or_a_list_stays_text(text: str) -> None:
+    words = [*CLASSES, "--model.text", text, f"--data.root={text}"]
+    config = configure(words, "project.fit")
+    assert config.module.given["text"] == text  # type: ignore[index]
+    assert config.datamodule.root == text  # type: ignore[union-attr]
+    assert config.resolved["model"]["init_args"]["text"] == text
+    assert config.lost_in_record() == []
+
+
 def test_an_unknown_sentence_is_shown_as_it_is() -> None:
     assert explain("something  new\nhappened", []) == "something new happened"
 
