@@ -56,7 +56,7 @@ class WrongNumbers(Callback):
         summary = result.summary
         if self.bad_metrics or self.bad_weights_since is not None:
             summary.advice = None
-        if result.stopped_by is None and trainer.limit_test_batches == 0:  # type: ignore[attr-defined]
+        if result.stopped_by is None and trainer.limit_test_batches == 0:
             summary.notes.append("not tested: --limit_test_batches is 0.")
         for name, value in summary.metrics.items():
             if name.startswith("test") and not math.isfinite(value):
