@@ -83,6 +83,7 @@ def main(argv: list[str]) -> int:
         say(f"run {run.name} is already finished: see {shown}/summary.json.")
         return 0
     if config.trainer["fast_dev_run"]:  # it leaves no run behind
+        refuse_rehearsal_of_a_checkpoint(run, config)
         with tempfile.TemporaryDirectory() as elsewhere:
             train_in(run.elsewhere(elsewhere), config)
         return 0
@@ -238,6 +239,15 @@ def finish(trainer: Trainer, result: RunResult) -> None:
                 part.save()
                 result.series = read_series(part.path, result.summary.epochs)
         leave_everything(trainer, result)
+
+
+def refuse_rehearsal_of_a_checkpoint(run: RunFolder, config: Configuration) -> None:
+    """A UserError for a training of one step that begins with a checkpoint, which has made it."""
+    if run.checkpoint is not None and config.trainer["fast_dev_run"] == 1:
+        raise UserError(
+            "--fast_dev_run true trains the first step alone, and that checkpoint has made it."
+            " Add --fast_dev_run false to go on with it."
+        )
 
 
 def refuse_training_of_no_step(

@@ -83,6 +83,32 @@ def test_a_literal_inside_another_type_names_its_values() -> None:
     assert with_choices("anything else", hints) == "anything else"
 
 
+# feature: mnist
+def test_what_a_class_inside_another_refuses_is_told() -> None:
+    sizes = {"d_model": 8, "nhead": 2, "activation": "torch.nn.functional.relu"}
+    layer = {"class_path": "torch.nn.TransformerEncoderLayer", "init_args": sizes}
+    layers = {"encoder_layer": layer, "num_layers": 2}
+    network = {"class_path": "torch.nn.TransformerEncoder", "init_args": layers}
+    model = {"class_path": "project.model.MNISTClassifier", "init_args": {"network": network}}
+    base = {"model": model, "data": {"class_path": "project.data.MNISTDataModule"}}
+    with pytest.raises(UserError) as error:
+        configure(["--data.source", "sample"], "project.test", base)
+    assert str(error.value) == "activation should be relu/gelu, not torch.nn.functional.relu"
+
+
+# end feature: mnist
+
+
+@pytest.mark.parametrize("text", ["{a: b}", "a: b", "[1, 2]"])
+def test_a_text_that_looks_like_a_mapping_or_a_list_stays_text(text: str) -> None:
+    words = [*CLASSES, "--model.text", text, f"--data.root={text}"]
+    config = configure(words, "project.fit")
+    assert config.module.given["text"] == text  # type: ignore[index]
+    assert config.datamodule.root == text  # type: ignore[union-attr]
+    assert config.resolved["model"]["init_args"]["text"] == text
+    assert config.lost_in_record() == []
+
+
 def test_an_unknown_sentence_is_shown_as_it_is() -> None:
     assert explain("something  new\nhappened", []) == "something new happened"
 
@@ -101,6 +127,7 @@ def test_a_monitor_passes_torchrun_behind_two_dashes() -> None:
     ("flags", "part"),
     [
         (["--gradient_clip_val", "-1"], "--gradient_clip_val must be at least 0, got -1"),
+        (["--num_sanity_val_steps", "-5"], "--num_sanity_val_steps must be at least 0, or -1 for"),
         (
             ["--sync_batchnorm", "true", "--devices", "2", "--accelerator", "cpu"],
             "--sync_batchnorm needs GPUs",

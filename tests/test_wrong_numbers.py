@@ -136,3 +136,13 @@ def test_a_new_run_that_trains_no_step_is_told_why(
     assert flags[0] in told
     assert "that checkpoint" not in told
     assert not FOLDER.exists()
+
+
+def test_a_rehearsal_that_goes_on_from_a_checkpoint_is_told_what_leaves_no_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert fit.main(QUICK) == 0
+    again = ["--run_name", "r", "--ckpt_path", "auto", "--max_epochs", "3"]
+    capsys.readouterr()
+    assert entry.exit_code(fit.main, [*again, "--fast_dev_run", "true"]) == 2
+    assert "Add --fast_dev_run false to go on with it." in capsys.readouterr().err

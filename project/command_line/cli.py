@@ -30,7 +30,12 @@ from project.command_line.options import (
     TRAINER_DEFAULTS,
 )
 from project.command_line.parser import option_names
-from project.command_line.plain_values import put_into_mappings, use_for_parsing
+from project.command_line.plain_values import (
+    mark_texts,
+    put_into_mappings,
+    use_for_parsing,
+    without_mark,
+)
 from project.command_line.shown_warnings import silence_unfounded_advice
 from project.command_line.typed import CommandLine, leave_out_added, merged
 from project.engine import contract
@@ -146,8 +151,12 @@ class ProjectCLI(LightningCLI):
             warnings.simplefilter("ignore")
             try:
                 given = merged(self.base or {}, self.line.settings)
-                typed = put_into_mappings(words, given)
-                self.config = parser.parse_args(typed, self._parse_base(parser))
+                typed = mark_texts(put_into_mappings(words, given), self._text_options())
+                config = parser.parse_args(typed, self._parse_base(parser))
+                for name, value in config.items():
+                    if isinstance(value, str):
+                        config[name] = without_mark(value)
+                self.config = config
             except UserError as error:
                 raise UserError(with_choices(str(error), self._hints())) from None
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
@@ -161,12 +170,22 @@ class ProjectCLI(LightningCLI):
 
     def _hints(self) -> dict[str, Any]:
         """The types of the arguments of the named module and data module."""
-        hints: dict[str, Any] = {}
-        for part in ("model", "data"):
-            with suppress(Exception):  # a class that is not there, or a type that cannot be read
-                kind = resolve_name(str(self.line.value(f"{part}.class_path")))
-                hints |= get_type_hints(kind.__init__)
-        return hints
+        return self._hints_of("model") | self._hints_of("data")
+
+    def _hints_of(self, part: str) -> dict[str, Any]:
+        with suppress(Exception):  # a class that is not there, or a type that cannot be read
+            kind = resolve_name(str(self.line.value(f"{part}.class_path")))
+            return get_type_hints(kind.__init__)
+        return {}
+
+    def _text_options(self) -> set[str]:
+        """The options of the named module and data module that take text, or None, alone."""
+        return {
+            f"--{part}.{name}"
+            for part in ("model", "data")
+            for name, hint in self._hints_of(part).items()
+            if hint in (str, str | None)
+        }
 
     def _parse_base(self, parser: LightningArgumentParser) -> Namespace | None:
         """The settings of a resumed run, which typed words change, also with ``+=``."""

@@ -127,6 +127,8 @@ def _refused_by_constructor(message: str) -> str | None:
         "Subclass types expect",
         "a class path",
         "a dict with",
+        # It stands before the reasons of an argument that is a class as well.
+        "Does not validate against any of the Union",
     )
     own = [each for each in reasons.split(" - ") if not each.startswith(of_parser)]
     if not own:

@@ -18,6 +18,9 @@ from lightning.fabric.utilities.enums import LightningEnum
 EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$")
 FLOAT = "tag:yaml.org,2002:float"
 NOTHING = ("", "null")
+# Stands before a typed text that YAML would read as a mapping or a list. YAML allows no such
+# character, so the parser keeps the text as it is.
+MARK = "\x01"
 
 
 class PlainDumper(yaml.SafeDumper):
@@ -57,6 +60,41 @@ def _reader(read: Any) -> Any:
         return value
 
     return read_text
+
+
+def mark_texts(words: list[str], options: set[str]) -> list[str]:
+    """Words of a command line, in which each text that YAML would read as a mapping or a list is
+    marked, so that it stays text. :func:`without_mark` takes the mark away.
+
+    Args:
+        words: The command line. Names are full.
+        options: The options that take text alone.
+    """
+    result: list[str] = []
+    before = ""
+    for word in words:
+        name, equals, text = word.partition("=")
+        if before in options:
+            result.append(_marked(word))
+        elif equals and name in options:
+            result.append(f"{name}={_marked(text)}")
+        else:
+            result.append(word)
+        before = word
+    return result
+
+
+def without_mark(text: str) -> str:
+    """A text as it was typed."""
+    return text.removeprefix(MARK)
+
+
+def _marked(text: str) -> str:
+    try:
+        value = get_loader("yaml")(text)
+    except yaml.YAMLError:
+        return text
+    return MARK + text if isinstance(value, dict | list) else text
 
 
 def put_into_mappings(words: list[str], settings: dict[str, Any]) -> list[str]:

@@ -92,6 +92,7 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
         _refuse_what_fsdp_cannot(flags)
     for name, further in COUNTS.items():
         _require_count(name, flags[name], further)
+    _require_sanity_steps(flags["num_sanity_val_steps"])
     _require_clip_value(flags["gradient_clip_val"])
     if flags["val_check_interval"] in (0, "0"):
         fix = "--limit_val_batches 0 turns validation off."
@@ -145,6 +146,13 @@ def _require_count(name: str, value: Any, further: int | None) -> None:
         must += f", or {further}"
     fits = not isinstance(value, int) or 0 < value <= MOST or value == further
     require(fits, f"--{name}", must, value)
+
+
+def _require_sanity_steps(value: Any) -> None:
+    """A UserError for a number below -1, which Lightning takes for none."""
+    if isinstance(value, int):
+        must = "be at least 0, or -1 for the whole validation set"
+        require(value >= -1, "--num_sanity_val_steps", must, value)
 
 
 def _require_clip_value(value: Any) -> None:
