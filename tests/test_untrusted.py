@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 import yaml
 from torch import nn
 
@@ -31,6 +32,7 @@ from project.command_line.cli import configure
 from project.command_line.read_checkpoint import load
 from project.command_line.trust import Guard, guarded, trusted_names
 from project.engine import own_runs
+from project.engine.bounded_reading import BoundedMaking, length_of_range
 from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     drop_states_that_leave,
@@ -955,6 +957,55 @@ def test_no_file_takes_more_than_three_times_its_size(
     assert "--ckpt_path" in line
     with capsys.disabled():
         print(f"\n{kind}: {size / 1e6:.1f} MB, {taken / 1e6:.1f} MB taken, {seconds:.1f} s")
+
+
+MADE_IN_PASSING: dict[str, tuple[str, Any]] = {
+    "a row of thresholds": (
+        "metrics",
+        {"x": spec("torchmetrics.classification.BinaryAUROC", thresholds=1_500_000_000)},
+    ),
+    "a state for each place": (
+        "metrics",
+        {"x": spec("torchmetrics.aggregation.RunningMean", window=10**9)},
+    ),
+    "a thousand million layers": (
+        "network",
+        spec("torch.nn.LSTM", input_size=1, hidden_size=1, num_layers=10**9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_IN_PASSING)
+def test_what_a_configuration_makes_is_bounded_by_the_file(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, value = MADE_IN_PASSING[name]
+    forge(trained, f"model.init_args.{key}", value)
+    start = time.monotonic()
+    line = error_of(capsys, test_command.main, "--ckpt_path", STRANGE)
+    assert "makes larger layers than the file holds" in line
+    assert time.monotonic() - start < 20
+
+
+def test_loaders_prepare_no_thousand_million_batches_ahead(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = forge(trained, "data.init_args.prefetch_factor", 10**9)
+    line = error_of(capsys, test_command.main, "--ckpt_path", path, "--data.num_workers", "1")
+    assert "--data.prefetch_factor must be at most 1000, got 1000000000." in line
+
+
+@pytest.mark.parametrize("name", ["swin_v2_t", "densenet121", "efficientnet_b0"])
+def test_a_network_saved_in_half_precision_is_made(name: str) -> None:
+    network = torchvision.models.get_model_builder(name)
+    size = sum(weight.nbytes for weight in network().state_dict().values()) // 2
+    with BoundedMaking(size, AssertionError("refused")):
+        network()
+
+
+def test_a_range_is_as_long_as_torch_makes_it() -> None:
+    for words in ((5,), (2, 9), (0, 1, 0.25), (9, 2, -2)):
+        assert length_of_range(*words) == len(torch.arange(*words))
 
 
 def test_a_dictionary_in_a_file_hides_none_of_its_methods(tmp_path: Path) -> None:
