@@ -753,19 +753,21 @@ def test_a_callbacks_state_deletes_nothing_outside_the_runs_folder(
         "the folder itself": {"last_model_path": str(home.absolute())},
         "home": {"x": "~/precious"},
         "inside": {"best_model_path": str(inside.absolute())},
+        "its place": {"dirpath": str(home.absolute())},
         "no path": {"monitor": "val/loss", "metrics": {"val/loss": 1.0}, "mode": "min"},
     }
-    kept = ["inside", "no path"] if is_a_runs else ["no path"]
+    kept = ["inside", "its place", "no path"] if is_a_runs else ["no path"]
     contents = {"callbacks": dict(states)}
     lines = drop_states_that_leave(contents, home / "last.ckpt")
     assert list(contents["callbacks"]) == kept
     assert len(lines) == len(states) - len(kept)
     forged = checkpoint(trained)
-    forged["callbacks"]["ModelCheckpoint{}"] = states["above"]
+    name = "ModelCheckpoint{'monitor': 'val/loss', 'mode': 'min', 'every_n_train_steps': 0}"
+    forged["callbacks"][name] = states["above"]
     torch.save(forged, home / "last.ckpt")
     loaded = AtomicCheckpointIO().load_checkpoint(home / "last.ckpt")
-    assert "ModelCheckpoint{}" not in loaded["callbacks"]
-    assert "names a path outside of the run's folder" in capsys.readouterr().out
+    assert name not in loaded["callbacks"]
+    assert "the state of ModelCheckpoint in given/last.ckpt names" in capsys.readouterr().out
     assert Path("precious").is_dir()
 
 
