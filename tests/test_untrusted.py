@@ -30,12 +30,14 @@ from project.command_line import start as entry
 from project.command_line import trust
 from project.command_line.cli import configure
 from project.command_line.read_checkpoint import load
+from project.command_line.refusals import refusals_as_errors
 from project.command_line.trust import Guard, guarded, trusted_names
 from project.engine import own_runs
 from project.engine.bounded_reading import BoundedMaking, length_of_range
 from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     drop_states_that_leave,
+    outline,
     read,
     record,
 )
@@ -1035,3 +1037,58 @@ def memory(name: str) -> int:
 
 def test_a_file_that_only_just_holds_what_it_claims_is_read(trained: Path) -> None:
     assert read(trained)["run"]["run_name"] == "r"
+
+
+# Entries of odd types
+
+
+ODD_CALLBACKS: dict[str, dict[str, Any]] = {
+    "a number": {"RunTimer": 7},
+    "a text for seconds": {"RunTimer": {"seconds": "text\x1b[2J"}},
+    "a number for metrics": {"WrongNumbers": {"metrics": 7, "weights": None}},
+}
+ODD_STATES: dict[str, Any] = {
+    "callback_metrics": {"a": "b"},
+    "metric_rows": "x",
+    "ranks.module": [[7]],
+}
+
+
+def refused_resume(contents: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a training prints that should go on from such a file."""
+    contents["run"]["state"]["outline"] = outline(contents)
+    torch.save(contents, STRANGE)
+    return error_of(capsys, fit.main, "--ckpt_path", STRANGE, "--max_epochs", "2")
+
+
+@pytest.mark.parametrize("name", ODD_CALLBACKS)
+def test_an_odd_state_of_our_callbacks_is_one_line(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["callbacks"] |= ODD_CALLBACKS[name]
+    line = refused_resume(contents, capsys)
+    assert "cannot be resumed: it holds something else than such a run saves" in line
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("name", ODD_STATES)
+def test_an_odd_entry_of_the_state_is_one_line(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    entries = contents["run"]["state"]
+    if name.startswith("ranks."):
+        entries = entries["ranks"][0]
+    entries[name.removeprefix("ranks.")] = ODD_STATES[name]
+    line = refused_resume(contents, capsys)
+    assert "cannot be resumed: it holds something else than such a run saves" in line
+
+
+@pytest.mark.filterwarnings("ignore:Device capability of x unknown")
+def test_a_strategy_with_an_odd_backend_is_one_line() -> None:
+    # What DDPStrategy(process_group_backend="x") calls
+    store = torch.distributed.HashStore()
+    refused = pytest.raises(UserError, match="refuses the strategy: Unknown backend type x")
+    with refused, refusals_as_errors(None, lambda: False):
+        torch.distributed.init_process_group("x", store=store, rank=0, world_size=1)
