@@ -1092,3 +1092,15 @@ def test_a_strategy_with_an_odd_backend_is_one_line() -> None:
     refused = pytest.raises(UserError, match="refuses the strategy: Unknown backend type x")
     with refused, refusals_as_errors(None, lambda: False):
         torch.distributed.init_process_group("x", store=store, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_root_with_a_zero_byte_is_one_line(  # feature: mnist
+    command: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["run"]["config"]["data"]["init_args"] |= {"root": "a\0b", "source": "mnist"}
+    torch.save(contents, STRANGE)
+    main, words = COMMANDS[command]
+    line = error_of(capsys, main, *words, "--ckpt_path", STRANGE)
+    assert "--data.root must be a folder's name" in line
