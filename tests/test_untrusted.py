@@ -1095,7 +1095,7 @@ def test_a_strategy_with_an_odd_backend_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("command", ["fit", "test"])
-def test_a_root_with_a_zero_byte_is_one_line(  # feature: mnist
+def test_a_root_with_a_zero_byte_is_one_line(
     command: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     contents = checkpoint(trained)

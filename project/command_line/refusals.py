@@ -112,7 +112,7 @@ TABLE = (
         kinds=REFUSED,
     ),
     # The running sums of the metrics
-    Refusal(  # feature: supervised
+    Refusal(
         MISFIT,
         phase=Phase.STARTING,
         passed_through=f"{OURS}.engine.resume",
