@@ -53,7 +53,7 @@ def copied(finished: Path, workplace: Path) -> Path:
     return Path("checkpoints/r")
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "{"])
+@pytest.mark.parametrize("text", ["[]", "null", "{", "[" * 100_000])
 def test_a_summary_that_is_none_leaves_the_run_unfinished(
     copied: Path, finished: Path, text: str
 ) -> None:
@@ -61,6 +61,18 @@ def test_a_summary_that_is_none_leaves_the_run_unfinished(
     assert not choose(Path("checkpoints"), "r", "auto").finished
     shutil.copy(finished / "summary.json", copied)
     assert choose(Path("checkpoints"), "r", "auto").finished
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["run-id.txt", "metrics.csv", "summary.json"])
+def test_a_run_does_not_wait_for_a_named_pipe(
+    name: str, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / name).unlink(missing_ok=True)
+    os.mkfifo(copied / name)
+    assert entry.exit_code(fit.main, ["--run_name", "r", "--ckpt_path", "auto"]) == 2
+    assert f"{copied / name} is a named pipe" in capsys.readouterr().err
 
 
 def test_a_truncated_last_is_named_and_skipped_for_the_best(

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 import yaml
 from torch import nn
 
@@ -29,11 +30,14 @@ from project.command_line import start as entry
 from project.command_line import trust
 from project.command_line.cli import configure
 from project.command_line.read_checkpoint import load
+from project.command_line.refusals import refusals_as_errors
 from project.command_line.trust import Guard, guarded, trusted_names
 from project.engine import own_runs
+from project.engine.bounded_reading import BoundedMaking, length_of_range
 from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     drop_states_that_leave,
+    outline,
     read,
     record,
 )
@@ -751,19 +755,21 @@ def test_a_callbacks_state_deletes_nothing_outside_the_runs_folder(
         "the folder itself": {"last_model_path": str(home.absolute())},
         "home": {"x": "~/precious"},
         "inside": {"best_model_path": str(inside.absolute())},
+        "its place": {"dirpath": str(home.absolute())},
         "no path": {"monitor": "val/loss", "metrics": {"val/loss": 1.0}, "mode": "min"},
     }
-    kept = ["inside", "no path"] if is_a_runs else ["no path"]
+    kept = ["inside", "its place", "no path"] if is_a_runs else ["no path"]
     contents = {"callbacks": dict(states)}
     lines = drop_states_that_leave(contents, home / "last.ckpt")
     assert list(contents["callbacks"]) == kept
     assert len(lines) == len(states) - len(kept)
     forged = checkpoint(trained)
-    forged["callbacks"]["ModelCheckpoint{}"] = states["above"]
+    name = "ModelCheckpoint{'monitor': 'val/loss', 'mode': 'min', 'every_n_train_steps': 0}"
+    forged["callbacks"][name] = states["above"]
     torch.save(forged, home / "last.ckpt")
     loaded = AtomicCheckpointIO().load_checkpoint(home / "last.ckpt")
-    assert "ModelCheckpoint{}" not in loaded["callbacks"]
-    assert "names a path outside of the run's folder" in capsys.readouterr().out
+    assert name not in loaded["callbacks"]
+    assert "the state of ModelCheckpoint in given/last.ckpt names" in capsys.readouterr().out
     assert Path("precious").is_dir()
 
 
@@ -957,6 +963,55 @@ def test_no_file_takes_more_than_three_times_its_size(
         print(f"\n{kind}: {size / 1e6:.1f} MB, {taken / 1e6:.1f} MB taken, {seconds:.1f} s")
 
 
+MADE_IN_PASSING: dict[str, tuple[str, Any]] = {
+    "a row of thresholds": (
+        "metrics",
+        {"x": spec("torchmetrics.classification.BinaryAUROC", thresholds=1_500_000_000)},
+    ),
+    "a state for each place": (
+        "metrics",
+        {"x": spec("torchmetrics.aggregation.RunningMean", window=10**9)},
+    ),
+    "a thousand million layers": (
+        "network",
+        spec("torch.nn.LSTM", input_size=1, hidden_size=1, num_layers=10**9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_IN_PASSING)
+def test_what_a_configuration_makes_is_bounded_by_the_file(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, value = MADE_IN_PASSING[name]
+    forge(trained, f"model.init_args.{key}", value)
+    start = time.monotonic()
+    line = error_of(capsys, test_command.main, "--ckpt_path", STRANGE)
+    assert "makes larger layers than the file holds" in line
+    assert time.monotonic() - start < 20
+
+
+def test_loaders_prepare_no_thousand_million_batches_ahead(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = forge(trained, "data.init_args.prefetch_factor", 10**9)
+    line = error_of(capsys, test_command.main, "--ckpt_path", path, "--data.num_workers", "1")
+    assert "--data.prefetch_factor must be at most 1000, got 1000000000." in line
+
+
+@pytest.mark.parametrize("name", ["swin_v2_t", "densenet121", "efficientnet_b0"])
+def test_a_network_saved_in_half_precision_is_made(name: str) -> None:
+    network = torchvision.models.get_model_builder(name)
+    size = sum(weight.nbytes for weight in network().state_dict().values()) // 2
+    with BoundedMaking(size, AssertionError("refused")):
+        network()
+
+
+def test_a_range_is_as_long_as_torch_makes_it() -> None:
+    for words in ((5,), (2, 9), (0, 1, 0.25), (9, 2, -2)):
+        assert length_of_range(*words) == len(torch.arange(*words))
+
+
 def test_a_dictionary_in_a_file_hides_none_of_its_methods(tmp_path: Path) -> None:
     value: Any = OrderedDict(a=1)
     value.values = Counter
@@ -982,3 +1037,70 @@ def memory(name: str) -> int:
 
 def test_a_file_that_only_just_holds_what_it_claims_is_read(trained: Path) -> None:
     assert read(trained)["run"]["run_name"] == "r"
+
+
+# Entries of odd types
+
+
+ODD_CALLBACKS: dict[str, dict[str, Any]] = {
+    "a number": {"RunTimer": 7},
+    "a text for seconds": {"RunTimer": {"seconds": "text\x1b[2J"}},
+    "a number for metrics": {"WrongNumbers": {"metrics": 7, "weights": None}},
+}
+ODD_STATES: dict[str, Any] = {
+    "callback_metrics": {"a": "b"},
+    "metric_rows": "x",
+    "ranks.module": [[7]],
+}
+
+
+def refused_resume(contents: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a training prints that should go on from such a file."""
+    contents["run"]["state"]["outline"] = outline(contents)
+    torch.save(contents, STRANGE)
+    return error_of(capsys, fit.main, "--ckpt_path", STRANGE, "--max_epochs", "2")
+
+
+@pytest.mark.parametrize("name", ODD_CALLBACKS)
+def test_an_odd_state_of_our_callbacks_is_one_line(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["callbacks"] |= ODD_CALLBACKS[name]
+    line = refused_resume(contents, capsys)
+    assert "cannot be resumed: it holds something else than such a run saves" in line
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("name", ODD_STATES)
+def test_an_odd_entry_of_the_state_is_one_line(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    entries = contents["run"]["state"]
+    if name.startswith("ranks."):
+        entries = entries["ranks"][0]
+    entries[name.removeprefix("ranks.")] = ODD_STATES[name]
+    line = refused_resume(contents, capsys)
+    assert "cannot be resumed: it holds something else than such a run saves" in line
+
+
+@pytest.mark.filterwarnings("ignore:Device capability of x unknown")
+def test_a_strategy_with_an_odd_backend_is_one_line() -> None:
+    # What DDPStrategy(process_group_backend="x") calls
+    store = torch.distributed.HashStore()
+    refused = pytest.raises(UserError, match="refuses the strategy: Unknown backend type x")
+    with refused, refusals_as_errors(None, lambda: False):
+        torch.distributed.init_process_group("x", store=store, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_root_with_a_zero_byte_is_one_line(
+    command: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["run"]["config"]["data"]["init_args"] |= {"root": "a\0b", "source": "mnist"}
+    torch.save(contents, STRANGE)
+    main, words = COMMANDS[command]
+    line = error_of(capsys, main, *words, "--ckpt_path", STRANGE)
+    assert "--data.root must be a folder's name" in line

@@ -23,7 +23,9 @@ OURS = __name__.split(".")[0]
 RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 LIGHTNING = ("lightning.",)
 STARTS_A_RUN = ("lightning", f"{OURS}.engine", f"{OURS}.run_record")
-RESTORES = (*STARTS_A_RUN, "torch", "numpy", "random", "packaging")
+# Callbacks of ours that keep a state
+OUR_CALLBACKS = (f"{OURS}.progress", f"{OURS}.wrong_numbers")
+RESTORES = (*STARTS_A_RUN, *OUR_CALLBACKS, "torch", "numpy", "random", "packaging")
 OPTIMIZERS = ("torch.optim",)
 LOADERS = ("torch.utils.data", "torch.multiprocessing", "multiprocessing.")
 ANYWHERE = ("",)
@@ -108,6 +110,21 @@ TABLE = (
         phase=Phase.BEFORE_A_STEP,
         raised_in=LIGHTNING,
         kinds=REFUSED,
+    ),
+    # The running sums of the metrics
+    Refusal(
+        MISFIT,
+        phase=Phase.STARTING,
+        passed_through=f"{OURS}.engine.resume",
+        raised_in=(f"{OURS}.model.supervised", f"{OURS}.model.running_sums"),
+        needs_checkpoint=True,
+    ),
+    Refusal(
+        "the Trainer refuses the strategy: {text}.",
+        phase=Phase.BEFORE_A_STEP,
+        raised_in=("torch.distributed",),
+        kinds=(AssertionError, ValueError),
+        text="nknown backend|nvalid backend",
     ),
     Refusal(MISFIT, phase=Phase.STARTING, raised_in=STARTS_A_RUN, needs_checkpoint=True),
     Refusal(MISFIT, passed_through=RESTORING, raised_in=RESTORES, needs_checkpoint=True),

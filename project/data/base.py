@@ -29,6 +29,9 @@ SPLITS_OF_STAGE: dict[str, list[Split]] = {
 # More worker processes per core than this are a mistake.
 MOST_WORKERS_PER_CORE = 16
 
+# More batches ahead than this are a mistake: a worker holds that many in memory.
+MOST_BATCHES_AHEAD = 1000
+
 # "auto" keeps a split on the device if it takes at most this share of the device's memory.
 SHARE_OF_DEVICE = 1 / 10
 
@@ -104,7 +107,7 @@ class SplitDataModule(LightningDataModule):
             split of at most a tenth of its memory.
         pin_memory: Page-locked batches, for copies that overlap with computing. Default: with a
             CUDA device only.
-        prefetch_factor: Batches each worker prepares ahead.
+        prefetch_factor: Batches each worker prepares ahead, at most 1000.
         train_samples: Keep the first N training samples (default: all).
         val_samples: Keep the first N validation samples (default: all).
         test_samples: Keep the first N test samples (default: all).
@@ -135,6 +138,12 @@ class SplitDataModule(LightningDataModule):
         }
         for name, size in sizes.items():
             require(size is None or size >= 1, f"--data.{name}", "be at least 1", size)
+        require(
+            prefetch_factor <= MOST_BATCHES_AHEAD,
+            "--data.prefetch_factor",
+            f"be at most {MOST_BATCHES_AHEAD}",
+            prefetch_factor,
+        )
         check_workers(num_workers or 0, on_device)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size

@@ -14,6 +14,7 @@ import math
 import pickletools
 import warnings
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,14 @@ DEEPEST = 200
 # are not saved. For a small one, some memory is free.
 MOST_TIMES = 3
 FREE_BYTES = 64 * 2**20
+# A tensor counts for this many bytes at least: its bookkeeping takes memory and time, however few
+# values it has.
+LEAST_BYTES = 4096
 # What makes tensors of a given size. Layers make their weights by these.
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full, torch.eye)
+# What makes a row of numbers. Metrics make their thresholds by these.
+ROWS = (torch.linspace, torch.logspace)
+RANGES = (torch.arange, torch.range)
 # Opcodes of pickle that take something out of its memory, or put it there
 GETS = ("GET", "BINGET", "LONG_BINGET")
 PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
@@ -191,8 +198,9 @@ class BoundedMaking(TorchFunctionMode):
     """Inside, layers are made whose weights a file of ``file_bytes`` bytes can hold, and no larger
     ones.
 
-    A configuration can name a layer of any size in few bytes. ``refusal`` is raised before its
-    memory is taken.
+    A configuration can name a layer of any size in few bytes, and any number of small ones.
+    ``refusal`` is raised before the memory of a large one is taken, and once all that was made
+    together is too much.
     """
 
     def __init__(self, file_bytes: int, refusal: BaseException) -> None:
@@ -209,26 +217,57 @@ class BoundedMaking(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         arguments = kwargs or {}
-        if function in FACTORIES:
-            self.bytes_left -= bytes_of_new_tensor(function, args, arguments)
-            if self.bytes_left < 0:
-                raise self.refusal
+        if bytes_of_new_tensor(function, args, arguments) > self.bytes_left:
+            raise self.refusal
         for argument in args:
             # Made in another way: its memory is taken as something is written into it.
             if isinstance(argument, Tensor) and claimed_bytes(argument) > self.most_bytes:
                 raise self.refusal
-        return function(*args, **arguments)
+        result = function(*args, **arguments)
+        given = [*args, *arguments.values()]
+        if isinstance(result, Tensor) and not shares_memory(result, given):
+            # What compares weights, as a truncated normal start does, is thrown away at once.
+            is_mask = result.dtype == torch.bool and function not in FACTORIES
+            self.bytes_left -= LEAST_BYTES if is_mask else max(LEAST_BYTES, claimed_bytes(result))
+            if self.bytes_left < 0:
+                raise self.refusal
+        return result
+
+
+def shares_memory(result: Tensor, given: Iterable[Any]) -> bool:
+    """Whether a function has returned one of the tensors that it was given, or a view of one."""
+    if result.layout != torch.strided:
+        return False
+    place = result.untyped_storage().data_ptr()
+    for item in given:
+        is_dense = isinstance(item, Tensor) and item.layout == torch.strided
+        if is_dense and item.untyped_storage().data_ptr() == place:
+            return True
+    return False
 
 
 def bytes_of_new_tensor(function: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> int:
-    """The bytes of a tensor that a factory is asked for: its size is a list, or each number of the
-    call.
-    """
+    """The bytes of a tensor that a factory is asked for; 0 for any other function."""
+    kind = arguments.get("dtype") or torch.get_default_dtype()
+    if function in ROWS:
+        steps = arguments.get("steps", args[2] if len(args) > 2 else 0)
+        return int(steps) * int(kind.itemsize)
+    if function in RANGES:
+        return length_of_range(*args, **arguments) * int(kind.itemsize)
+    if function not in FACTORIES:
+        return 0
+    # A size is a list, or each number of the call.
     size = arguments.get("size", args)
     if len(args) > 0 and isinstance(args[0], (list, tuple)):
         size = args[0]
     numbers = [number for number in size if isinstance(number, int)]
     if function is torch.eye and len(numbers) == 1:
         numbers *= 2
-    kind = arguments.get("dtype") or torch.get_default_dtype()
     return math.prod(numbers) * int(kind.itemsize)
+
+
+def length_of_range(start: float, end: float | None = None, step: float = 1, **_: Any) -> int:
+    """How many numbers ``torch.arange`` makes. With one number, that is the end."""
+    first = 0 if end is None else start
+    last = start if end is None else end
+    return math.ceil(abs(last - first) / abs(step))

@@ -404,14 +404,15 @@ def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
     states = checkpoint.get("callbacks", {})
     for name in list(states):
         if any(
-            isinstance(text, str) and is_path(place, text) and _leaves_folder(text, path)
+            isinstance(text, str) and is_path(place, text) and _leaves_folder(place, text, path)
             for place, text in _leaves(states[name])
         ):
             del states[name]
-            shown = without_control_characters(str(name))[:80]
+            # Lightning adds the arguments of a ModelCheckpoint to its name.
+            shown = without_control_characters(str(name).partition("{")[0])[:80]
             lines.append(
-                f"the state of {shown} in {path} names a path outside of the run's folder: it was"
-                " not taken over."
+                f"the state of {shown} in {path} names a path outside of the run's folder, or the"
+                " folder as a file: it was not taken over."
             )
     return lines
 
@@ -430,12 +431,16 @@ def is_path(place: str, text: str) -> bool:
     return "\0" not in text and os.path.lexists(text)
 
 
-def _leaves_folder(text: str, path: Path) -> bool:
-    """Whether a path lies outside of the checkpoint's folder, or that is no run's folder."""
+def _leaves_folder(place: str, text: str, path: Path) -> bool:
+    """Whether a path lies outside of the checkpoint's folder, or that is no run's folder. The
+    folder itself is the place of a callback's files, but none of the files that it may delete.
+    """
     folder = path.resolve().parent
     if "\0" in text or not (folder / "config.yaml").is_file():
         return True
     target = Path(os.path.realpath(os.path.expanduser(text)))
+    if place == "['dirpath']" and target == folder:
+        return False
     return folder not in target.parents
 
 

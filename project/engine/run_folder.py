@@ -84,6 +84,7 @@ class RunFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             is_new = not any(self.folder.iterdir())
             refuse_links_that_leave(self.folder)
+            refuse_pipes(self.folder)
             self._acquire_lock()
         except Timeout:
             raise UserError(
@@ -144,8 +145,12 @@ class RunFolder:
 
 def read_run_id(folder: Path) -> str:
     """The id that a run's folder holds, or an empty text."""
+    file = folder / RUN_ID
+    # To open a named pipe would wait for ever.
+    if not file.is_file():
+        return ""
     try:
-        return (folder / RUN_ID).read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -165,6 +170,17 @@ def refuse_links_that_leave(folder: Path) -> None:
                 raise UserError(
                     f"{path} is a link out of the run's folder, and a run writes only into its"
                     " folder. Remove the link."
+                )
+
+
+def refuse_pipes(folder: Path) -> None:
+    """A UserError if a named pipe is in a run's folder: a run that opens it waits for ever."""
+    for place, _, files in os.walk(folder):
+        for name in files:
+            path = Path(place, name)
+            if path.is_fifo():
+                raise UserError(
+                    f"{path} is a named pipe, and a run reads and writes files. Remove it."
                 )
 
 
@@ -323,11 +339,12 @@ def _new(root: Path, run_name: str | None) -> RunFolder:
 
 def _is_finished(checkpoint: Path) -> bool:
     """Whether this is the last.ckpt of a finished run, whose step summary.json holds."""
-    if checkpoint.name != "last.ckpt":
+    file = checkpoint.parent / "summary.json"
+    if checkpoint.name != "last.ckpt" or not file.is_file():
         return False
     try:
-        summary = json.loads((checkpoint.parent / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
     if not isinstance(summary, dict) or not summary.get("finished"):
         return False

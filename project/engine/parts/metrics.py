@@ -160,4 +160,7 @@ class CallbackMetrics(Part):
         return metrics
 
     def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
+        for name, number in value.items():
+            if not isinstance(number, Tensor):
+                raise TypeError(f"the metric {name} is no tensor")
         trainer.callback_metrics.update(value)

@@ -33,6 +33,8 @@ class MetricRows(Part):
         return self.rows.save()
 
     def give_back(self, trainer: Trainer, value: int) -> None:
+        if not isinstance(value, int):
+            raise TypeError("the number of rows is no whole number")
         self.rows.keep_rows(value)
 
     def flush(self) -> None:
