@@ -84,7 +84,7 @@ class MNISTDataModule(BatchedDataModule):
             got = f"{source}: {type(self).__name__} ships no files"
             require(False, "--data.source", "be auto or mnist", got)
         # A checkpoint may hold a text that no system takes for a path.
-        require("\0" not in root, "--data.root", "be a folder's name", repr(root))
+        require("\0" not in str(root), "--data.root", "be a folder's name", repr(root))
         self.root = root
         self.source = source
         # "auto" until it is known what there is; then "mnist" or "sample".

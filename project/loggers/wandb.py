@@ -7,6 +7,8 @@ honoured.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
 import signal
@@ -364,7 +366,9 @@ def disabled_run() -> Any:
     try:
         import wandb
 
-        return wandb.init(mode="disabled", reinit="finish_previous")
+        # Whatever W&B says of a run that does nothing, nobody needs to read.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return wandb.init(mode="disabled", reinit="finish_previous")
     except Exception:
         # W&B cannot even do nothing, such as where its settings are refused.
         return DummyExperiment()

@@ -1,6 +1,7 @@
 """The trials of a sweep: each is a process of ``fit``, watched through the files that it writes."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -169,6 +170,10 @@ class RunningTrial:
         """Seconds of training, in all parts of an interrupted trial; None where no checkpoint
         tells.
         """
+        # A run that has ended has written them down.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+            return float(summary["fit_seconds"])
         import torch
 
         # The trial may have saved nothing, or a file may be damaged.
