@@ -38,16 +38,17 @@ class Dies:
 
 
 KILLED_WORKER = """
+import sys
 from torch.utils.data import DataLoader
 from project.command_line.refusals import refusals_as_errors
-from project.errors import UserError
+from project.command_line.start import exit_code
 from tests.test_refusals import Dies
 
-try:
+def main(argv):
     with refusals_as_errors(None, HAS_BEGUN):
         list(DataLoader(Dies(), num_workers=1, multiprocessing_context="fork"))
-except UserError as error:
-    print("told:", error)
+
+sys.exit(exit_code(main, []))
 """
 
 
@@ -56,8 +57,9 @@ def test_a_killed_worker_is_told_in_one_line(has_begun: str) -> None:
     # In a process of its own: torch raises from a signal handler, wherever the process is then.
     code = KILLED_WORKER.replace("HAS_BEGUN", has_begun)
     done = complete([sys.executable, "-c", code])
-    assert "told: a process that loads data has died" in done.stdout, done.stderr
-    assert "--data.num_workers" in done.stdout
+    assert done.returncode == 2, done.stderr
+    assert "error: a process that loads data has died" in done.stderr
+    assert "--data.num_workers" in done.stderr
 
 
 def raise_as(module: str, error: Exception) -> None:

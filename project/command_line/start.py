@@ -49,6 +49,8 @@ NUMBERED = (
 )
 # What torch on the CPU and the loader of libraries say where memory is used up
 NO_MEMORY = "t allocate memory|failed to map segment"
+# What torch says where a process that loads data was killed
+DEAD_WORKER = "DataLoader worker (pid"
 # Seconds that a worker process has to end itself when the command has ended
 CHILD_PATIENCE = 2.0
 # Characters of an error. A value of a thousand characters is not shown whole.
@@ -167,6 +169,12 @@ def _what_the_user_can_do(error: BaseException) -> str | None:
         return f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}"
     if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
         return f"not enough memory; a smaller --data.batch_size or network takes less. {error}"
+    if isinstance(error, RuntimeError) and DEAD_WORKER in str(error):
+        # Torch raises it from a signal handler, also while another error is being told.
+        return (
+            f"a process that loads data has died ({error}). Often the machine's memory was used"
+            " up: use fewer --data.num_workers. --ckpt_path auto goes on with the run."
+        )
     return None
 
 

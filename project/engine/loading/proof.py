@@ -3,6 +3,7 @@ believed.
 """
 
 import copy
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -50,6 +51,9 @@ def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
     Returns:
         The end of a sentence whose subject is the owner, such as "cannot be copied (...)".
     """
+    # Loaders that nobody holds any more are let go of first. They may wait for their workers for
+    # seconds, and that is not the time of this trial.
+    gc.collect()
     end = time.monotonic() + PATIENCE_SECONDS
     with isolate_rng(include_cuda=False):
         try:
