@@ -366,6 +366,8 @@ def disabled_run() -> Any:
     try:
         import wandb
 
+        # W&B's session, which a later run of this process uses as well, begins here.
+        keep_wandb_quiet()
         # Whatever W&B says of a run that does nothing, nobody needs to read.
         with contextlib.redirect_stderr(io.StringIO()):
             return wandb.init(mode="disabled", reinit="finish_previous")
