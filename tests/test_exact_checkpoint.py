@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -171,6 +172,21 @@ def test_what_the_trainer_was_given_stays_and_its_own_modelcheckpoint_works(
     ]
     assert "convert_input" not in vars(trainer.precision_plugin)
     assert trainer.validate(Regression(), ckpt_path=keep.best_model_path, verbose=False)
+
+
+def test_checkpoints_that_were_copied_alone_go_on_with_their_best(workplace: Path) -> None:
+    fit("whole", epochs=1)
+    Path("copied").mkdir()
+    for name in ("last.ckpt", "best.ckpt"):
+        shutil.copy(f"whole/{name}", f"copied/{name}")
+    keep = fit("copied", epochs=2)
+    assert not Path("copied/best.ckpt.set-aside").exists()
+    fit("whole", epochs=2)
+    assert (
+        keep.best.score
+        == checkpoint(Path("whole/best.ckpt"))["callbacks"]["ExactCheckpoint"]["score"]
+    )
+    assert_same_end(Path("whole"), Path("copied"))
 
 
 def test_a_folder_that_another_process_writes_is_refused(workplace: Path) -> None:

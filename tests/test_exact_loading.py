@@ -33,8 +33,9 @@ from torch.utils.data import (
 )
 
 from project.engine.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
-from project.engine.loading.proof import fault_of_state, is_same
+from project.engine.loading.proof import fault_of_state
 from project.engine.ranks import of_all_ranks
+from project.engine.same_values import is_same
 from project.engine.seams import Seams
 from project.errors import UserError
 from tests.commands import complete, rows, run_ranks

@@ -14,7 +14,6 @@ validation and its logging are done, and no hook of the next step has been calle
 from __future__ import annotations
 
 import math
-import os
 import re
 import signal
 import time
@@ -57,12 +56,9 @@ from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import BeforeHooks, Snapshot, TrainingState
+from project.engine.snapshot import NOT_THE_USERS, BeforeHooks, Snapshot, TrainingState
 from project.engine.stop import SAVE_DUE, Agreement
 from project.errors import UserError
-
-# The modules whose validation hooks never put other weights in.
-KEEPS_WEIGHTS = ("lightning.", __name__.rpartition(".")[0])
 
 
 class ExactCheckpoint(callbacks.Checkpoint):
@@ -142,7 +138,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._saving: Snapshot | None = None
         # The state at the start of the validation that runs, for a stop inside it.
         self._before_validation: Snapshot | None = None
-        # Where the run ends inside an epoch.
+        # Where the run ends inside an epoch: the parts, and what hooks of its end may change.
         self._inside_epoch: Snapshot | None = None
         self._at_epochs_end: TrainingState | None = None
         # Whether a validation has followed the last batch, which ended a step.
@@ -150,7 +146,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # Whether validations log the followed metric. None before the first validation.
         self._followed: bool | None = None
         # What the training had as a validation began.
-        self._before_this_validation: TrainingState | None = None
+        self._training_before_validation: TrainingState | None = None
         # Whether a validation has changed weights by other ways than the hooks of its start.
         self._validations_change_weights = False
         # What a resumed run still has to get back. None after its first batch.
@@ -237,7 +233,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
-        if self.saves and self._id_was_given is False and trainer.is_global_zero:
+        if self.saves and not self._id_was_given and trainer.is_global_zero:
             self._folder = RunFolder(self.folder)
             self._folder.create()
             self.run_id = self._folder.run_id
@@ -275,7 +271,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # its check, and what those hooks did then is in the checkpoint.
         self._sanity_steps = trainer.num_sanity_val_steps
         trainer.num_sanity_val_steps = 0
-        self.run_id = self.run_id or resume.run_id
+        if not self._id_was_given and resume.run_id is not None:
+            # The folder may have lost its own, as where the checkpoints alone were copied.
+            self.run_id = resume.run_id
         self.loading.start = resume.start
         # It had stopped early, and nothing was changed since.
         trainer.should_stop = resume.should_stop
@@ -494,7 +492,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # Lightning may have begun to count anew.
         lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
         copies_weights = not self._keeps_weights(trainer) and not trainer.sanity_checking
-        self._before_this_validation = TrainingState(trainer, copies_weights)
+        self._training_before_validation = TrainingState(trainer, copies_weights)
         if trainer.sanity_checking:
             return
         snapshot = Snapshot("validation")
@@ -508,14 +506,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """Whether no hook of the user's may validate other weights than are trained."""
         if self._validations_change_weights:
             return False
-        for part in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
-            for name in ("on_validation_start", "on_validation_epoch_start"):
-                hook = getattr(part, name)
-                if not hook.__module__.startswith(KEEPS_WEIGHTS) and not keeps_trained_weights(
-                    part
-                ):
-                    return False
-        return True
+        everyone = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
+        return all(keeps_trained_weights(part) for part in everyone)
 
     def evaluation_batch_ends(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
         """Stop inside a validation or test, if asked to; add up over the ranks what was logged."""
@@ -543,11 +535,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(callback, callbacks.WeightAveraging):
                 # Put the trained weights back before they are saved.
                 callback.on_validation_epoch_end(trainer, module)
-        assert self._before_this_validation is not None
+        assert self._training_before_validation is not None
         is_changed = self._changes_weights(trainer)
         if is_changed:
             say("this validation has changed weights: the run goes on from the checkpoint before.")
-        self._before_this_validation.give_back(trainer)
+        self._training_before_validation.give_back(trainer)
         snapshot.add(trainer, [part for part in self.parts if not part.changes_in_validation])
         self._save_and_stop(trainer, snapshot, saves=not is_changed)
 
@@ -556,9 +548,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
         Averaged weights are put in the place of the trained ones and back.
         """
-        if self._before_this_validation is None or lightning_internals.averaged_models(trainer):
+        if self._training_before_validation is None or lightning_internals.averaged_models(trainer):
             return False
-        return self._before_this_validation.has_changed_weights(trainer)
+        return self._training_before_validation.has_changed_weights(trainer)
 
     def evaluation_ends(self, trainer: Trainer) -> None:
         """Compare the followed metric with the best so far."""
@@ -571,7 +563,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._changes_weights(trainer):
             # From now on a copy is made for each validation.
             self._validations_change_weights = True
-        self._before_this_validation = None
+        self._training_before_validation = None
         self._before_validation = None
         self._batches_validated_before = {}
         share_buffers_in_next_pass(trainer)
@@ -653,7 +645,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             }
         record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state
-        record["run_id"] = self._id()
+        record["run_id"] = self.run_id
 
     def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
         """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of
@@ -666,12 +658,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
             "samples_per_batch": self.loading.samples_per_batch,
             **snapshot.shared,
         }
-
-    def _id(self) -> str:
-        """The run's id. A run without one gets it at its first save."""
-        if self.run_id is None:
-            self.run_id = os.urandom(4).hex()
-        return self.run_id
 
     # The end
 
@@ -795,8 +781,11 @@ def has_equal_batches(loader: Any) -> bool:
 
 
 def keeps_trained_weights(part: Any) -> bool:
-    """Whether a module or callback says that it validates the weights that are trained."""
-    return isinstance(part, contract.ValidatesTrainedWeights) and part.validates_trained_weights
+    """Whether no hook of a module or callback puts other weights in for a validation."""
+    if isinstance(part, contract.ValidatesTrainedWeights) and part.validates_trained_weights:
+        return True
+    hooks = (part.on_validation_start, part.on_validation_epoch_start)
+    return all(hook.__module__.startswith(NOT_THE_USERS) for hook in hooks)
 
 
 def parse_interval(text: str) -> tuple[float, int | None]:

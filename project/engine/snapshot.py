@@ -16,11 +16,15 @@ from torch import nn
 
 from project.engine import lightning_internals
 from project.engine.checkpoint_files import RUN_KEY
+from project.engine.parts.hyperparameters import plain_groups
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
+from project.engine.same_values import is_same
 
 # How a state dict names what a part of a module gives it beside tensors.
 EXTRA_STATE = "_extra_state"
+# The modules whose classes are neither the user's nor features of this project.
+NOT_THE_USERS = ("lightning.", __name__.rpartition(".")[0])
 
 
 @dataclass
@@ -139,7 +143,7 @@ class BeforeHooks:
         give_extra_states(trainer.lightning_module, self.extra)
         for part, saved in self.own:
             # The hooks may count something that a part saves and loads itself.
-            if not same(saved_by(trainer, part), saved):
+            if not is_same(saved_by(trainer, part), saved):
                 load_into(trainer, part, saved)
 
 
@@ -177,9 +181,7 @@ class TrainingState:
             before = copies.get(id(parameter))
             if before is not None and not torch.equal(before, parameter.detach()):
                 weights[name] = before.cpu()
-        groups: list[list[dict[str, Any]]] = []
-        for _, before_groups, _ in self.optimizers:
-            groups.append([without_parameters(group) for group in before_groups])
+        groups = [plain_groups(before) for _, before, _ in self.optimizers]
         schedules = [state for _, state in self.schedules]
         return {"weights": weights, "groups": groups, "schedules": schedules}
 
@@ -204,13 +206,8 @@ class TrainingState:
             optimizer.state.clear()
             optimizer.state.update(states)
         for part, saved in self.own:
-            if not same(saved_by(trainer, part), saved):
+            if not is_same(saved_by(trainer, part), saved):
                 load_into(trainer, part, saved)
-
-
-def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of one group of an optimizer."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -266,22 +263,7 @@ def load_into(trainer: Trainer, part: Any, saved: dict[str, Any]) -> None:
         part.on_load_checkpoint(saved)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested values are equal, tensors by their numbers."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        if len(one) != len(other):
-            return False
-        return all(same(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
-
-
 def users_callbacks(trainer: Trainer) -> list[Any]:
     """The callbacks that neither Lightning nor the engine brings."""
-    ours = __name__.rpartition(".")[0]
-    not_theirs = ("lightning.", ours)
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in everyone if not type(each).__module__.startswith(not_theirs)]
+    return [each for each in everyone if not type(each).__module__.startswith(NOT_THE_USERS)]

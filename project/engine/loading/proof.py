@@ -5,19 +5,16 @@ believed.
 import copy
 import gc
 import time
-from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 
 from project.engine.loading.passes import Start
 from project.engine.loading.samplers import has_state, is_stream
 from project.engine.loading.watched_loader import WatchedLoader
 from project.engine.loading.workers import workers_end_with_block
+from project.engine.same_values import is_same
 
 # The states after so many batches of an epoch are tried. Some loaders are right at first, and wrong
 # when a buffer of theirs has been filled anew.
@@ -126,45 +123,6 @@ def copied(loader: Any, owner: Any) -> tuple[Any, Any]:
     if dataset is not None and not is_stream(dataset) and not has_state(dataset):
         shared[id(dataset)] = dataset
     return copy.deepcopy((loader, owner), shared)
-
-
-def is_same(a: Any, b: Any) -> bool:
-    """Whether two batches hold the same values; a value that is not a number equals another one."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return _is_same_tensor(a, b)
-    if isinstance(a, np.ndarray):
-        return _is_same_array(a, b)
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
-    if isinstance(a, (str, bytes)):
-        return bool(a == b)
-    if isinstance(a, Sequence):
-        return len(a) == len(b) and all(map(is_same, a, b))
-    if "__eq__" not in _names_of_classes(a) and hasattr(a, "__dict__"):
-        # An object of the user's own without a comparison.
-        return is_same(vars(a), vars(b))
-    return bool(a == b) or (a != a and b != b)
-
-
-def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
-        return False
-    if a.layout != torch.strided:
-        return _is_same_tensor(a.to_dense(), b.to_dense())
-    return bool(torch.equal(a, b)) or bool(torch.all((a == b) | ((a != a) & (b != b))))
-
-
-def _is_same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    if a.dtype.kind in "fc":
-        return np.array_equal(a, b, equal_nan=True)
-    return np.array_equal(a, b)
-
-
-def _names_of_classes(value: Any) -> set[str]:
-    """What a value's classes define, other than what every object has."""
-    return {name for each in type(value).__mro__[:-1] for name in vars(each)}
 
 
 def _in_one_line(error: Exception) -> str:

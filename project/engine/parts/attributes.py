@@ -1,6 +1,5 @@
 """Numbers, tensors and lists that a module or data module keeps as plain attributes."""
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from torchmetrics import Metric
 
 from project.engine import contract
 from project.engine.parts.part import Part
+from project.engine.same_values import is_same
 
 # What every module has. Other parts, and Lightning itself, see to it.
 OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule()), "track_running_stats"}
@@ -40,8 +40,9 @@ class PlainAttributes(Part):
     def take(self, trainer: Trainer) -> dict[str, Any]:
         changed: dict[str, Any] = {}
         for name, value in plain_attributes(trainer):
-            if name not in self.fresh or not is_same(value, self.fresh[name]):
-                changed[name] = copied(value)
+            now = copied(value)
+            if name not in self.fresh or not is_same(now, self.fresh[name]):
+                changed[name] = now
         return changed
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ class PlainAttributes(Part):
             path, _, attribute = name.rpartition(".")
             if path in owners and may_be_set(owners[path], attribute):
                 now = vars(owners[path]).get(attribute)
-                if not is_same(now, saved):
+                if not is_same(copied(now), saved):
                     vars(owners[path])[attribute] = like(now, copied(saved))
 
 
@@ -126,20 +127,3 @@ def like(now: Any, saved: Any) -> Any:
     if type(now) is deque:
         return deque(saved, now.maxlen)
     return saved
-
-
-def is_same(value: Any, other: Any) -> bool:
-    """Whether a value is what :func:`copied` made of it earlier."""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        same_form = value.shape == other.shape and value.dtype == other.dtype
-        return same_form and bool((value.detach().cpu() == other).all())
-    if type(value) in (list, deque, tuple) and type(other) in (list, tuple):
-        if len(value) != len(other):
-            return False
-        return all(is_same(*pair) for pair in zip(value, other, strict=True))
-    if type(value) is dict and type(other) is dict:
-        return value.keys() == other.keys() and all(is_same(value[k], other[k]) for k in value)
-    if type(value) is not type(other):
-        return False
-    both_nan = isinstance(value, float) and math.isnan(value) and math.isnan(other)
-    return both_nan or bool(value == other)

@@ -31,7 +31,7 @@ class StartingHyperparameters(Part):
 
     def begin(self, trainer: Trainer) -> None:
         """Note what has been made, before a checkpoint's states are loaded over it."""
-        groups = [plain_groups(optimizer) for optimizer in trainer.optimizers]
+        groups = [plain_groups(optimizer.param_groups) for optimizer in trainer.optimizers]
         schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         self.now = copy.deepcopy({"groups": groups, "schedules": schedules})
 
@@ -42,12 +42,12 @@ class StartingHyperparameters(Part):
         """They are applied earlier, as training starts. See :func:`apply_changes`."""
 
 
-def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The parameter groups of an optimizer without their parameters."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    for group in groups:
+    plain = [dict(group) for group in groups]
+    for group in plain:
         del group["params"]
-    return groups
+    return plain
 
 
 def apply_changes(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from project.engine import lightning_internals
 from project.engine.parts.part import Part
+from project.engine.same_values import is_same
 
 
 class Gradients(Part):
@@ -158,10 +159,3 @@ def give_plain_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
         if name in there:
             path, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(path), attribute, value.to(there[name].device))
-
-
-def is_same(value: Tensor, other: Tensor | None) -> bool:
-    """Whether two tensors on the CPU hold the same numbers."""
-    if other is None or value.shape != other.shape or value.dtype != other.dtype:
-        return False
-    return torch.equal(value, other)
