@@ -38,7 +38,6 @@ from project.command_line.read_checkpoint import read_configuration, start_from
 from project.command_line.refusals import refusals_as_errors
 from project.command_line.trainer_flags import as_list, build_trainer, trainer_flags
 from project.engine import ExactCheckpoint, contract, signals
-from project.engine.following import Best
 from project.engine.lightning_internals import release_child_processes
 from project.engine.parts.rows import MetricRows
 from project.engine.ranks import is_rank_zero, say
@@ -74,7 +73,7 @@ def main(argv: list[str]) -> int:
     # From now on a signal ends the process also while it waits for other ranks inside a library.
     signals.watch()
     config, run = read_configuration(argv, "project.fit")
-    say(*run.notes)
+    say(*run.notes, *config.notes)
     if run.changes:
         say(f"resuming {run.name} with {', '.join(run.changes)}")
     is_made_longer = any(line.startswith("trainer.max_") for line in run.changes)
@@ -119,19 +118,20 @@ def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ())
     """The Trainer of a run with its callbacks and loggers; callbacks in ``extra`` come last."""
     flags = trainer_flags(config)
     options = config.options
-    best = Best.of(config.module, options.monitor, options.mode)
     csv = MetricsCSV(run.folder / "metrics.csv")
-    wandb = make_wandb_logger(config, run, best)  # feature: wandb
     saves = config.trainer["enable_checkpointing"] is not False
     keep = ExactCheckpoint(
         run.folder if saves else None,
+        options.monitor,
+        options.mode,
         every=options.checkpoint_every,
         parts=[MetricRows(csv)],
         run_id=run.run_id,
         changed=bool(run.changes),
         requeue_signal=requeue_signal(as_list(config.trainer["plugins"])),
     )
-    keep.best = best
+    keep.best.ask(config.module)
+    wandb = make_wandb_logger(config, run, keep.best)  # feature: wandb
     signals.watch(run.discard)
 
     callbacks: list[Callback | None] = [

@@ -483,7 +483,9 @@ def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
         3,
         pytest.approx(min(Told.errors)),
     )
-    assert Best.of(Told(), None, "max").mode == "max"
+    named = Best.of(None, "max")
+    named.ask(Told())
+    assert named.mode == "max"
     by_default = Best(named_mode="max")
     by_default.take({"val/loss": 0.5}, 0)
     assert (by_default.monitor, by_default.mode) == ("val/loss", "max")
@@ -495,7 +497,8 @@ def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(
 ) -> None:
     module: Any = Told()
     module.monitor, module.mode = monitor, "min"
-    best = Best.of(module, None, None)
+    best = Best.of(None, None)
+    best.ask(module)
     assert (best.monitor, best.named_mode, best.asked) == (
         None,
         None,

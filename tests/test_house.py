@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
 import project
-from project.engine import lightning_internals, seams
+from configs.examples.autoencoder import LitAutoEncoder, Waves
+from project.engine import ExactCheckpoint, lightning_internals, seams
 from project.errors import UserError
 
 PACKAGE = Path(project.__file__).parent
@@ -149,8 +150,9 @@ def test_every_private_name_of_lightning_internals_is_looked_up_at_start() -> No
     """Attributes that only instances have cannot be; the file of their class stands for them, by
     another name.
     """
-    listed = {part for module in lightning_internals.NAMES for part in module.split(".")}
-    for names in lightning_internals.NAMES.values():
+    modules = lightning_internals.NAMES | lightning_internals.NAMES_OF_THE_PARSER
+    listed = {part for module in modules for part in module.split(".")}
+    for names in modules.values():
         listed |= {part for name in names for part in name.split(".")}
     of_instances = {
         "_accelerator_connector",
@@ -242,3 +244,18 @@ def test_a_missing_name_is_told_in_one_line_with_the_versions_that_have_it(
     ) as error:
         lightning_internals.check()
     assert "\n" not in str(error.value)
+
+
+def test_a_plain_script_is_told_of_a_missing_name_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(lightning_internals.NAMES, "torch.nn", ["Module._gone"])
+    trainer = Trainer(
+        max_epochs=1,
+        callbacks=[ExactCheckpoint(tmp_path / "run")],
+        logger=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(UserError, match=r"lacks a name .*_gone"):
+        trainer.fit(LitAutoEncoder(), Waves())
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,6 @@
-"""Half precision that is slow on this CPU is said in a run's first lines and in its summary."""
+"""Half precision that is slow on this CPU is said in a run's first lines and in its summary, and
+``--precision auto`` does not choose it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from project import hardware
 from project.callbacks.slow_precision import SlowPrecision, slow_line
+from project.command_line.cli import configure
 
 # These play a CPU with AVX2 alone on a newer one.
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
@@ -130,3 +133,37 @@ def test_on_a_cpu_with_avx2_alone_half_precision_is_measured_to_be_slow() -> Non
     words = [sys.executable, "-c", code]
     told = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     assert float(told.stdout) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "has_instructions", "cost", "chosen"),
+    [
+        ("cpu", True, 0.5, "bf16-mixed"),
+        # The environment keeps PyTorch from using the instructions.
+        ("cpu", True, 6.0, "32-true"),
+        ("cpu", False, 0.5, "32-true"),
+        ("gpu", True, 0.5, "32-true"),
+    ],
+)
+@pytest.mark.parametrize("words", [["--precision", "auto"], ["--config", "configs/fast.yaml"]])
+def test_auto_is_half_precision_where_it_is_faster_and_what_it_is_gets_recorded(
+    words: list[str],
+    accelerator: str,
+    has_instructions: bool,
+    cost: float,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "cpu_computes", lambda _: has_instructions)
+    monkeypatch.setattr(hardware, "cost_on_cpu", lambda _: cost)
+    config = configure([*words, "--accelerator", accelerator], "project.fit")
+    assert config.trainer["precision"] == chosen
+    assert config.resolved["trainer"]["precision"] == chosen
+    assert config.notes == [f"--precision auto is {chosen} on this machine."]
+
+
+def test_a_typed_precision_wins_over_auto() -> None:
+    words = ["--config", "configs/fast.yaml", "--precision", "64-true"]
+    config = configure(words, "project.fit")
+    assert config.trainer["precision"] == "64-true"
+    assert config.notes == []

@@ -36,6 +36,7 @@ from project.command_line.plain_values import (
     use_for_parsing,
     without_mark,
 )
+from project.command_line.precision import TrainerFlags, choose_precision
 from project.command_line.shown_warnings import silence_unfounded_advice
 from project.command_line.typed import CommandLine, leave_out_added, merged
 from project.engine import contract
@@ -88,6 +89,8 @@ class ProjectCLI(LightningCLI):
     def __init__(self, line: CommandLine, prog: str, base: dict[str, Any] | None = None) -> None:
         self.line = line
         self.base = base
+        # What the user is told of a choice that was made for him.
+        self.notes: list[str] = []
         defaults = dict(TRAINER_DEFAULTS)
         if line.sets_a_length:
             defaults["max_epochs"] = -1  # only the typed limit counts
@@ -96,6 +99,7 @@ class ProjectCLI(LightningCLI):
         # No classes are given: any may be named, and no data module where the module has its
         # loaders.
         super().__init__(
+            trainer_class=TrainerFlags,
             trainer_defaults=defaults,
             seed_everything_default=DEFAULT_SEED,
             parser_kwargs={
@@ -157,6 +161,7 @@ class ProjectCLI(LightningCLI):
                     if isinstance(value, str):
                         config[name] = without_mark(value)
                 self.config = config
+                self._choose_precision()
             except UserError as error:
                 raise UserError(with_choices(str(error), self._hints())) from None
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
@@ -167,6 +172,13 @@ class ProjectCLI(LightningCLI):
         elif isinstance(seed, int):
             must = f"be between 0 and {2**32 - 1}"
             require(0 <= seed < 2**32, "--seed_everything", must, seed)
+
+    def _choose_precision(self) -> None:
+        """Put what ``--precision auto`` stands for in its place, so that the record has it."""
+        flags = self.config.trainer
+        if flags.precision == "auto":
+            flags.precision = choose_precision(flags.accelerator)
+            self.notes.append(f"--precision auto is {flags.precision} on this machine.")
 
     def _hints(self) -> dict[str, Any]:
         """The types of the arguments of the named module and data module."""
@@ -236,6 +248,7 @@ class Configuration:
     trainer: dict[str, Any]  # the Trainer's arguments
     options: Any  # namespace of our own flags
     resolved: dict[str, Any]  # everything as plain values, as config.yaml holds it
+    notes: list[str]  # what the user is told of choices that were made for him
     _make: Callable[[], Any] = field(repr=False)  # a namespace with a new module
     _reread: Callable[[], list[str]] = field(repr=False)
 
@@ -280,7 +293,16 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         data.may_download = cli.line.value("data.root") is not None
     resolved = plain(cli)
     reread = partial(_differs_when_read_again, cli, resolved)
-    return Configuration(made.model, data, dict(made.trainer), cli.config, resolved, make, reread)
+    return Configuration(
+        module=made.model,
+        datamodule=data,
+        trainer=dict(made.trainer),
+        options=cli.config,
+        resolved=resolved,
+        notes=cli.notes,
+        _make=make,
+        _reread=reread,
+    )
 
 
 def plain(cli: ProjectCLI) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from lightning.pytorch.strategies import FSDPStrategy  # feature: fsdp
 
 from project import threads
 from project.command_line.cli import Configuration
+from project.command_line.precision import is_on_cpu
 from project.engine.checkpoint_files import AtomicCheckpointIO
-from project.engine.lightning_internals import check
+from project.engine.lightning_internals import NAMES_OF_THE_PARSER, check
 from project.engine.ranks import launched_world
 from project.errors import UserError, require
 from project.waiting import waiting  # feature: waiting
@@ -38,7 +39,7 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
     """The Trainer's arguments as typed, made to agree with torchrun or SLURM and this machine, or
     refused.
     """
-    check()
+    check(NAMES_OF_THE_PARSER)
     flags = dict(config.trainer)
     _, world_size, local_size = launched_world()
     _agree_with_launcher(flags, world_size, local_size)
@@ -99,16 +100,10 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
         raise UserError(f"--val_check_interval must be above 0, got 0. {fix}")
 
 
-def _is_on_cpu(flags: dict[str, Any]) -> bool:
-    if flags["accelerator"] == "auto":
-        return not torch.accelerator.is_available()
-    return flags["accelerator"] == "cpu"
-
-
 def _refuse_devices(flags: dict[str, Any], world_size: int) -> None:
     devices = str(flags["devices"])
     count = int(devices) if devices.isdigit() else 1
-    if _is_on_cpu(flags):
+    if is_on_cpu(flags["accelerator"]):
         cores = threads.available_cores()
         most = PROCESSES_PER_CORE * cores
         must = f"be at most {most} on this machine's {cores} CPU cores"

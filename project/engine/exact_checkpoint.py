@@ -100,7 +100,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # W&B and others may change the working folder later.
         self.folder = Path(folder if folder is not None else ".").absolute()
         self.files = RunFiles(self.folder)
-        self.best = Best.of(None, monitor, mode)
+        self.best = Best.of(monitor, mode)
         self.every_seconds, self.every_steps = parse_interval(every)
         self.run_id = run_id
         self._id_was_given = run_id is not None
@@ -211,6 +211,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "predict":
             return
+        lightning_internals.check()
         # Of a stage before that ended without a teardown.
         self._put_everything_back(trainer)
         if stage == "fit":

@@ -41,13 +41,10 @@ class Best:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: LightningModule | None, monitor: str | None, mode: Any) -> Best:
-        """The metric that is named by the user (``monitor``, ``mode``), else by the module."""
+    def of(cls, monitor: str | None, mode: Any) -> Best:
+        """The metric that the user names, and its direction; None where he leaves it open."""
         require(mode in ("min", "max", None), "--mode", "be min or max", mode)
-        best = cls(monitor or None, mode, "typed" if monitor else None)
-        if module is not None:
-            best.ask(module)
-        return best
+        return cls(monitor or None, mode, "typed" if monitor else None)
 
     def ask(self, module: LightningModule) -> None:
         """Take over what the module names, where the user has named nothing."""

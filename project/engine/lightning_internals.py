@@ -61,10 +61,6 @@ NAMES = {
     "torchmetrics": ["Metric.update_count"],
     "torch": ["Tensor._version"],
     "torch.utils.data": ["DataLoader._get_iterator"],
-    "jsonargparse._optionals": ["_config_read_mode"],
-    "jsonargparse._util": ["check_import_path"],
-    "jsonargparse._typehints": ["check_import_path", "get_class_instantiator"],
-    "jsonargparse._signatures": ["get_class_instantiator"],
     # feature: profiler
     "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],
     # end feature: profiler
@@ -77,11 +73,19 @@ NAMES = {
     # end feature: tune, memory
 }
 
+# The same of the command line. A Trainer in a script of the user's own needs none of them.
+NAMES_OF_THE_PARSER = {
+    "jsonargparse._optionals": ["_config_read_mode"],
+    "jsonargparse._util": ["check_import_path"],
+    "jsonargparse._typehints": ["check_import_path", "get_class_instantiator"],
+    "jsonargparse._signatures": ["get_class_instantiator"],
+}
 
-def check() -> None:
-    """Look up every private name that this file uses; a UserError where one is missing."""
+
+def check(modules: dict[str, list[str]] = NAMES) -> None:
+    """Look up private names that this file uses; a UserError where one is missing."""
     try:
-        for module, names in NAMES.items():
+        for module, names in modules.items():
             attrgetter(*names)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         version = importlib.metadata.version("lightning")
