@@ -23,7 +23,7 @@ from project.engine import ranks
 from project.engine.checkpoint_files import AtomicCheckpointIO
 from project.engine.exact_checkpoint import ExactCheckpoint
 from project.engine.lightning_internals import average_on_the_device, averaged_models
-from project.engine.resume import share_buffers
+from project.engine.shared_buffers import share_buffers
 from project.engine.snapshot import Snapshot
 from project.engine.stop import Agreement
 from project.errors import UserError

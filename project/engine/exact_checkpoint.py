@@ -44,16 +44,11 @@ from project.engine.parts.loops import Place, clean_counters
 from project.engine.parts.module import PlainBuffers, give_plain_buffers
 from project.engine.parts.part import Part
 from project.engine.ranks import of_all_ranks, say
-from project.engine.resume import (
-    Resume,
-    call_epoch_start_again,
-    share_buffers,
-    share_buffers_in_next_pass,
-    uses_hooks,
-)
+from project.engine.resume import Resume, call_epoch_start_again, uses_hooks
 from project.engine.run_files import RunFiles
 from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
+from project.engine.shared_buffers import share_buffers, share_buffers_in_next_pass
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
 from project.engine.snapshot import NOT_THE_USERS, BeforeHooks, Snapshot, TrainingState

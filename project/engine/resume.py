@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.nn.parallel import DistributedDataParallel
 
 from project.engine import lightning_internals
 from project.engine.checkpoint_files import RUN_KEY
@@ -226,28 +225,3 @@ def call_epoch_start_again(trainer: Trainer) -> None:
     for callback in again:
         callback.on_train_epoch_start(trainer, module)
     lightning_internals.call_module_hook(trainer, "on_train_epoch_start")
-
-
-def share_buffers(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
-    """Give all ranks rank zero's buffers before a validation, as a resumed run has them.
-
-    DDP does so before a forward pass, but not while gradients accumulate, and not for averaged
-    weights. NCCL takes nothing from the CPU; ``cpu_group`` does.
-    """
-    if trainer.world_size == 1:
-        return
-    for part in (module, *lightning_internals.averaged_models(trainer)):
-        for buffer in part.buffers():
-            group = cpu_group if buffer.device.type == "cpu" else None
-            torch.distributed.broadcast(buffer, src=0, group=group)
-
-
-def share_buffers_in_next_pass(trainer: Trainer) -> None:
-    """Let DDP share rank zero's buffers before the forward pass that follows a validation.
-
-    After a pass without gradients DDP leaves it out once. A checkpoint holds rank zero's buffers,
-    so that a resumed run would go on with others than the ranks had.
-    """
-    model = trainer.model
-    if isinstance(model, DistributedDataParallel):
-        model.require_forward_param_sync = True
