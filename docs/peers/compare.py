@@ -155,22 +155,21 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
         cells = []
         for column in COLUMNS:
             values = [facts[column] for facts in taken]
-            shown = [as_text(value) for value in (statistics.median(values), *span(values))]
-            cells.append(f"{shown[0]} ({shown[1]}–{shown[2]})")
+            median = as_text(column, statistics.median(values))
+            lowest = as_text(column, min(values))
+            highest = as_text(column, max(values))
+            cells.append(f"{median} ({lowest}–{highest})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def span(values: list[float]) -> tuple[float, float]:
-    """The lowest and the highest."""
-    return min(values), max(values)
-
-
-def as_text(value: float) -> str:
-    """Four digits for a share, none behind the point of a large number."""
-    if value >= 100:
+def as_text(column: str, value: float) -> str:
+    """A value as its column shows it."""
+    if column == "test_accuracy":
+        return f"{value:.2%}"
+    if column == "samples_per_sec":
         return f"{value:,.0f}"
-    return f"{value:.4f}" if value <= 1 else f"{value:.1f}"
+    return f"{value:.1f}" if column == "command_s" else f"{value:.2f}"
 
 
 def main() -> None:
