@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from project.engine.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
 from project.engine.loading.proof import fault_of_state
@@ -770,6 +773,24 @@ def test_workers_of_a_stream_that_outlive_an_epoch_are_seeded_for_each(training:
     (resumed,) = epochs(1)
     assert all(map(torch.equal, resumed, second))
     assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("rows", [Numbers(8), NoisyStream()], ids=["exact", "stream"])
+def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(rows: Any) -> None:
+    loader = DataLoader(rows, 4, num_workers=2, persistent_workers=True)
+    found = ExactLoading(seed=0).exact(loader, rank_of(0, 1))
+    earlier = multiprocessing.active_children()
+    list(found)
+    workers = [each for each in multiprocessing.active_children() if each not in earlier]
+    assert len(workers) == 2
+    found.circle = found
+    del found
+    began = time.monotonic()
+    gc.collect()
+    assert not any(worker.is_alive() for worker in workers)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    # PyTorch waits for so long for each worker that does not end.
+    assert time.monotonic() - began < MP_STATUS_CHECK_INTERVAL
 
 
 class OwnIteration(DataLoader[Any]):

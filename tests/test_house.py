@@ -162,6 +162,7 @@ def test_every_private_name_of_lightning_internals_is_looked_up_at_start() -> No
         "_combined_loader",
         "_device",
         "_first_loop_iter",
+        "_index_queues",
         "_iterator",
         "_lightning_module",
         "_logger_connector",

@@ -61,6 +61,7 @@ NAMES = {
     "torchmetrics": ["Metric.update_count"],
     "torch": ["Tensor._version"],
     "torch.utils.data": ["DataLoader._get_iterator"],
+    "torch.utils.data.dataloader": ["_MultiProcessingDataLoaderIter._mark_worker_as_unavailable"],
     # feature: profiler
     "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],
     # end feature: profiler
@@ -180,6 +181,17 @@ def iterator_of(part: str) -> property:
         owner(self)._iterator = value
 
     return property(read, write)
+
+
+def queues_to_workers(batches: Any) -> list[Any]:
+    """The queues through which a loader's iterator asks its workers for batches; none for other
+    iterators.
+
+    Buys that the garbage collector leaves them open until the iterator has told its workers to end
+    (see :func:`project.engine.loading.workers.iterate`). Public way missing: they are attributes of
+    the iterator alone.
+    """
+    return getattr(batches, "_index_queues", [])
 
 
 # Loops

@@ -13,7 +13,7 @@ from project.engine.lightning_internals import iterator_of
 from project.engine.loading.batches import ExactBatches, equally_many
 from project.engine.loading.fetch import Fetch
 from project.engine.loading.samplers import exact_source, gathers
-from project.engine.loading.workers import end_workers_at_exit, prepare_worker
+from project.engine.loading.workers import end_workers_at_exit, iterate, prepare_worker
 
 # What an exact loader takes over from the loader that was given.
 KEPT = (
@@ -122,4 +122,4 @@ class ExactLoader(DataLoader[Any]):
             for request in self.sampler:
                 yield self.fetching.dataset[request]
         else:
-            yield from self.fetching
+            yield from iterate(self.fetching)

@@ -16,6 +16,7 @@ from project.engine.loading.passes import Passes, Start
 from project.engine.loading.samplers import is_plain
 from project.engine.loading.seeding import seed_generators
 from project.engine.loading.streams import SeededStream, seeded
+from project.engine.loading.workers import iterate
 
 # What a loader gives after its last batch.
 END = object()
@@ -122,7 +123,7 @@ class WatchedLoader(Passes):
         stream = getattr(self.fetching, "dataset", None)
         if isinstance(stream, SeededStream):
             stream.begin_pass(self.start.epoch, first)
-        return self._drawn_for(BEGINNING, lambda: iter(self.fetching))
+        return self._drawn_for(BEGINNING, lambda: iterate(self.fetching))
 
     def _next(self, batches: Iterator[Any], number: int) -> Any:
         """The next batch, or END."""

@@ -7,11 +7,17 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils import data
+
+from project.engine.lightning_internals import queues_to_workers
+
+# The iterators of loaders with workers, and the queues of each. See :func:`iterate`.
+_queues: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
@@ -31,6 +37,20 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
         object.__setattr__(info, "dataset", info.dataset.dataset)
     if further is not None:
         further(worker)
+
+
+def iterate(loader: Iterable[Any]) -> Iterator[Any]:
+    """An iterator over a loader. Its workers end at once when nobody holds it any more.
+
+    The iterator tells its workers to end as it goes. If the garbage collector finds it in a circle
+    of references, the queues that the word would take are closed first. So they are held here as
+    long as the iterator lives. Otherwise it would wait ten seconds for each worker.
+    """
+    batches = iter(loader)
+    queues = queues_to_workers(batches)
+    if queues:
+        _queues[batches] = queues
+    return batches
 
 
 @functools.cache
@@ -58,12 +78,14 @@ def workers_end_with_block() -> Iterator[None]:
     try:
         yield
     finally:
-        _kill([each for each in multiprocessing.active_children() if each not in before])
+        workers = [each for each in multiprocessing.active_children() if each not in before]
+        if workers:
+            _kill(workers)
 
 
 def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
     # Signal handlers belong to the main thread. Elsewhere loaders wait for their workers.
-    can_kill = bool(workers) and threading.current_thread() is threading.main_thread()
+    can_kill = threading.current_thread() is threading.main_thread()
     handler = _ignore_ended_children() if can_kill else None
     if can_kill:
         for worker in workers:
