@@ -6,11 +6,13 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import (
@@ -40,6 +44,7 @@ from project.engine.loading.proof import fault_of_state
 from project.engine.ranks import of_all_ranks
 from project.engine.same_values import is_same
 from project.engine.seams import Seams
+from project.engine.stop import Agreement, NextBatch
 from project.errors import UserError
 from tests.commands import complete, rows, run_ranks
 from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
@@ -490,6 +495,7 @@ def rank_of(rank: int, world_size: int, training: bool = True, **more: Any) -> A
         current_epoch=more.get("epoch", 0),
         reload_dataloaders_every_n_epochs=more.get("reload", 0),
         limit_train_batches=1.0,
+        strategy=None,
         global_rank=rank,
         world_size=world_size,
     )
@@ -681,6 +687,115 @@ def test_two_ranks_train_on_every_sample_of_their_own_shares(workplace: Path) ->
     assert "OwnBatchSampler shares the training data among the ranks itself" in ended.stdout
     (counts,) = [row for row in rows(Path("checkpoints/r")) if row.get("train_seen")]
     assert float(counts["train_seen"]) == float(counts["train_different"]) == 96
+
+
+# Ranks with unequally many batches
+
+
+class Counted(IterableDataset[Tensor]):
+    """A stream of so many numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(self.count))
+
+
+class CountedWithState(Counted):
+    """The same with a state, and a length."""
+
+    position = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < self.count:
+            self.position += 1
+            yield torch.tensor(self.position - 1)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def read_as_one_of_two_ranks(
+    rank: int, folder: Path, stream: Any, training: bool, told: Any
+) -> None:
+    """Read two epochs of a stream as Lightning does, and step, which needs both ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    agreement = Agreement(2)
+    loading = ExactLoading(seed=0)
+    request = signal.SIGTERM if rank == 1 else 0
+    loading.next_batch = lambda has_one: agreement.next_batch(rank, has_one, request)
+    epochs: list[list[int]] = []
+    try:
+        loader = loading.exact(DataLoader(stream), rank_of(rank, 2, training))
+        length = len(loader) if sized_len(stream) is not None else None
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            epochs.append([])
+            # Lightning asks for no more than there are.
+            for batch in islice(loader, length):
+                epochs[-1].append(int(batch))
+                if training:
+                    dist.all_reduce(torch.ones(1))
+                    assert agreement.latest(0) == signal.SIGTERM
+            loader.state_after(len(epochs[-1]), epoch_ends=True)
+        told.put((rank, epochs))
+    except UserError as error:
+        told.put((rank, str(error)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "training", "expected"),
+    [
+        (Counted, (5, 3), True, [[[0, 1, 2], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]]),
+        # What a stream with a state has left comes in the next epoch.
+        (CountedWithState, (5, 3), True, [[[0, 1, 2], [3, 4]], [[0, 1, 2], [0, 1]]]),
+        # An evaluation reads all that there is.
+        (Counted, (2, 3), False, [[[0, 1], [0, 1]], [[0, 1, 2], [0, 1, 2]]]),
+        (Counted, (0, 3), True, "rank 0 has no batch of data that others have"),
+        (Counted, (3, 0), False, "rank 1 has no batch of data that others have"),
+        (CountedWithState, (3, 0), False, "rank 1 has no batch of data that others have"),
+    ],
+)
+def test_ranks_with_unequally_many_batches_end_an_epoch_together(
+    tmp_path: Path, kind: Any, counts: tuple[int, int], training: bool, expected: Any
+) -> None:
+    """Two processes with gloo. A rank that trains on its own would wait for the other for ever."""
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+    processes = []
+    for rank, count in enumerate(counts):
+        how = (rank, tmp_path, kind(count), training, told)
+        processes.append(context.Process(target=read_as_one_of_two_ranks, args=how))
+    for process in processes:
+        process.start()
+    try:
+        outcomes = dict(told.get(timeout=20) for _ in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if isinstance(expected, str):
+        assert all(expected in outcome for outcome in outcomes.values()), outcomes
+    else:
+        assert [outcomes[0], outcomes[1]] == expected
+
+
+def test_an_epoch_that_ends_early_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    loading = ExactLoading(seed=0)
+    loading.next_batch = lambda has_one: NextBatch(everywhere=False, ended_early=1)
+    assert not loading._goes_on_together(4, True)
+    assert not loading._goes_on_together(4, True)
+    line = "the data of rank 1 ended after 4 batches, before those of another rank: the epoch ends"
+    assert capsys.readouterr().out == f"{line} there for all ranks.\n"
 
 
 # Loaders that are made anew
@@ -935,6 +1050,16 @@ def test_trying_a_state_leaves_the_loader_and_the_generators_alone() -> None:
     assert fault_of_state(loader, loader, seed=0) is None
     assert vars(loader) == before
     assert torch.equal(torch.get_rng_state(), generators)
+
+
+def test_trying_a_state_without_workers_does_not_wait_for_the_garbage_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    loader = DataLoader(CountedWithState(5))
+    assert fault_of_state(loader, loader.dataset, 0) is None
+    assert len(collected) == 1, "once before the trial, and not for each copy"
 
 
 def test_batches_are_compared_by_value() -> None:

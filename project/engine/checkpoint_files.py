@@ -321,6 +321,7 @@ RECORD: dict[str, Any] = {
     "state": dict,
     "run_name": str,
     "run_id": str,
+    "can_go_on": bool,
 }
 SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ from project.engine.parts.module import PlainBuffers, give_plain_buffers
 from project.engine.parts.part import Part
 from project.engine.ranks import of_all_ranks, say
 from project.engine.resume import Resume, call_epoch_start_again, uses_hooks
-from project.engine.run_files import RunFiles
+from project.engine.run_files import RunFiles, can_start_from
 from project.engine.run_folder import RunFolder
 from project.engine.seams import Seams
 from project.engine.shared_buffers import share_buffers, share_buffers_in_next_pass
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
 from project.engine.snapshot import NOT_THE_USERS, BeforeHooks, Snapshot, TrainingState
-from project.engine.stop import SAVE_DUE, Agreement
+from project.engine.stop import SAVE_DUE, Agreement, NextBatch
 from project.errors import UserError
 
 
@@ -216,6 +217,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._add_hooks(trainer)
         if self.agreement is None:
             self.agreement = Agreement(trainer.world_size)
+        self.loading.next_batch = partial(self._next_batch, trainer)
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
         self.loading.install(self._seams, trainer)
@@ -257,6 +259,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
             return
+        if not can_start_from(checkpoint):
+            self.loading.notes.append(
+                "that checkpoint is inside an epoch, and its data cannot be started there: the"
+                " resume is not exact."
+            )
         # Lightning tells from the loader's names that it cannot be resumed, and advises what is not
         # needed here.
         advice = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -369,8 +376,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if automatic and not is_optimizer_step(trainer, batch_idx):
             # A step that is partly accumulated is not the place for a checkpoint.
             return
-        request = signals.state.requested or self._overdue(trainer)
-        agreed = self._agree(request)
+        agreed = self._agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
         before = self._steps
         self._steps = trainer.global_step
@@ -378,11 +384,21 @@ class ExactCheckpoint(callbacks.Checkpoint):
         is_due = every is not None and before // every < self._steps // every
         self._request = max(self._request, agreed, SAVE_DUE if is_due else 0)
 
+    def _own_request(self, trainer: Trainer) -> int:
+        """What this rank asks for: to stop, to save, or nothing."""
+        return signals.state.requested or self._overdue(trainer)
+
     def _overdue(self, trainer: Trainer) -> int:
         """SAVE_DUE on rank zero when the seconds between two saves are over."""
         if self.every_steps is not None or not trainer.is_global_zero:
             return 0
         return SAVE_DUE if time.monotonic() - self._last_save >= self.every_seconds else 0
+
+    def _next_batch(self, trainer: Trainer, has_one: bool) -> NextBatch:
+        """Tell the other ranks whether this one has a further batch; the request goes along."""
+        assert self.agreement is not None
+        request = self._own_request(trainer)
+        return self.agreement.next_batch(trainer.global_rank, has_one, request)
 
     def _agree(self, request: int) -> int:
         assert self.agreement is not None
@@ -594,7 +610,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                     pauses.enter_context(callback.pause())
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
-            can_go_on = snapshot.place == "epoch" or self.loading.anywhere
+            can_go_on = self._can_go_on(snapshot)
             if self.saves and saves and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
             if stop and stop == self.requeue_signal:
@@ -606,6 +622,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if stop:
             lightning_internals.release_child_processes()
             raise signals.Stopped(stop)
+
+    def _can_go_on(self, snapshot: Snapshot) -> bool:
+        """Whether a run that is resumed with this snapshot can start its loaders there."""
+        return snapshot.place == "epoch" or self.loading.anywhere
 
     def _save(self, trainer: Trainer, snapshot: Snapshot, can_go_on: bool) -> None:
         """Write the files. Lightning's save asks :meth:`write_state` for what it lacks."""
@@ -642,6 +662,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state
         record["run_id"] = self.run_id
+        record["can_go_on"] = self._can_go_on(snapshot)
 
     def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
         """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of

@@ -20,14 +20,10 @@ class RunFiles:
         self.last = folder / "last.ckpt"
 
     def newest_whole(self) -> Path | None:
-        """The checkpoint to go on from. A damaged one is skipped, and a line says so."""
-        for path in (self.last, self.best):
-            if path.exists():
-                reason = damage(path)
-                if reason is None:
-                    return path
-                say(f"skipped: {reason}")
-        return None
+        """The checkpoint to go on from. A line says which is skipped, and why."""
+        path, skipped = newest_whole(self.last, self.best)
+        say(*skipped)
+        return path
 
     def write(self, trainer: Trainer, is_best: bool, is_last: bool, group: Any) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
@@ -89,3 +85,31 @@ def run_id_in(path: Path) -> str | None:
     """The id of the run that a checkpoint belongs to; None where it names none."""
     record = read(path).get(RUN_KEY)
     return record.get("run_id") if isinstance(record, dict) else None
+
+
+def newest_whole(last: Path, best: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that a run goes on from; and a line for each that is skipped.
+
+    That is ``last``, or else ``best``. A ``best`` inside an epoch of data that cannot be started
+    there is taken only where a damaged ``last`` would lose more than this epoch.
+    """
+    skipped: list[str] = []
+    for path in (last, best):
+        if not path.exists():
+            continue
+        reason = damage(path)
+        if reason is None and path == best and not last.exists() and not can_start_from(read(path)):
+            reason = f"{path} is inside an epoch, and its data cannot be started there."
+        if reason is None:
+            return path, skipped
+        skipped.append(f"skipped: {reason}")
+    return None, skipped
+
+
+def can_start_from(checkpoint: dict[str, Any]) -> bool:
+    """Whether a resume from a checkpoint is exact, as far as its place and loaders are concerned.
+
+    It is not in a new best inside an epoch of data that cannot be started there.
+    """
+    record = checkpoint.get(RUN_KEY)
+    return not isinstance(record, dict) or record.get("can_go_on") is not False

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from project.engine.checkpoint_files import damage, read
+from project.engine.checkpoint_files import read
 from project.engine.files import write_atomically
 from project.engine.ranks import is_rank_zero, say
+from project.engine.run_files import newest_whole
 from project.errors import UserError, nearest, require
 
 ROOT = Path("checkpoints")
@@ -249,13 +250,10 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> RunFolder
 def _newest_whole_checkpoint(folder: Path) -> RunFolder:
     """A run that goes on from its last.ckpt, else from its best.ckpt, else starts afresh."""
     run = RunFolder(folder)
-    for path in (folder / "last.ckpt", folder / "best.ckpt"):
-        if not path.exists():
-            continue
-        reason = damage(path)
-        if reason is None:
-            return replace(run, checkpoint=path, finished=_is_finished(path))
-        run.notes.append(f"skipped: {reason}")
+    path, skipped = newest_whole(folder / "last.ckpt", folder / "best.ckpt")
+    run.notes += skipped
+    if path is not None:
+        return replace(run, checkpoint=path, finished=_is_finished(path))
     if run.folder.exists():
         run.notes.append(f"run {run.name} has no whole checkpoint: it starts afresh.")
     return run

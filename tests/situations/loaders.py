@@ -319,6 +319,12 @@ add(
 )
 
 add("stream", reads(lambda: DataLoader(Stream(), 8)), says=EPOCH_END)
+add(
+    "stream_and_validation_inside_epochs",
+    reads(lambda: DataLoader(Stream(), 8)),
+    says=EPOCH_END,
+    val_check_interval=2,
+)
 add("stream_with_a_length", reads(lambda: DataLoader(SizedStream(), 8)), says=EPOCH_END)
 add("stream_with_state", reads(lambda: DataLoader(StreamWithState(), 8)))
 add(

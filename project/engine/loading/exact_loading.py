@@ -1,6 +1,7 @@
 """Chooses the form in which a run's loaders are read, and puts them where training starts."""
 
 import os
+from collections.abc import Callable
 from enum import Enum, auto
 from itertools import chain, repeat
 from typing import Any
@@ -25,8 +26,10 @@ from project.engine.loading.samplers import (
     source_of,
 )
 from project.engine.loading.watched_loader import WatchedLoader
-from project.engine.ranks import of_all_ranks
+from project.engine.log_steps import SHARDING
+from project.engine.ranks import of_all_ranks, say
 from project.engine.seams import Seams
+from project.engine.stop import NextBatch
 from project.errors import UserError
 
 
@@ -64,6 +67,9 @@ class ExactLoading:
         # Whether Lightning reads before the module's hooks: it does so where a loader has no
         # length.
         self.read_early = False
+        # Tells the other ranks whether this one has a further batch. None: they are not asked.
+        self.next_batch: Callable[[bool], NextBatch] | None = None
+        self._said_uneven = False
         # The epoch for which ``training`` was made.
         self._loaded_at: int | None = None
 
@@ -221,9 +227,66 @@ class ExactLoading:
                 f"the workers of {_name_of(loader)} outlive an epoch: if they draw random numbers, "
                 "a resumed run sees others."
             )
-        if trainer.world_size > 1:
-            self._note_shares_of_watched(loader, owner, trainer.training)
-        return WatchedLoader(loader, owner, seed)
+        if trainer.world_size == 1:
+            return WatchedLoader(loader, owner, seed)
+        self._note_shares_of_watched(loader, owner, trainer.training)
+        # A step of training waits for all ranks, and where they share the weights, one of an
+        # evaluation does.
+        ends_together = trainer.training or isinstance(trainer.strategy, SHARDING)
+        goes_on = self._goes_on_together if ends_together else self._goes_on_alone
+        found = WatchedLoader(loader, owner, seed, goes_on)
+        lengths = of_all_ranks(sized_len(loader))
+        if None not in lengths:
+            self._compare_lengths(found, lengths, ends_together)
+        return found
+
+    def _compare_lengths(
+        self, loader: WatchedLoader, lengths: list[int], ends_together: bool
+    ) -> None:
+        """Let loaders with lengths of their own end together, where they must."""
+        shortest = min(lengths)
+        if shortest == max(lengths):
+            return
+        if shortest == 0:
+            raise _no_data_on(lengths.index(0))
+        if ends_together:
+            loader.shortest = shortest
+            counts = ", ".join(map(str, lengths))
+            self.notes.append(
+                f"the ranks' data have {counts} batches: an epoch ends after {shortest} for all"
+                " ranks."
+            )
+
+    def _goes_on_together(self, done: int, has_one: bool) -> bool:
+        """Whether every rank has a batch after ``done`` of this epoch.
+
+        A rank with one more than the others would wait for them in its step, for ever.
+        """
+        if self.next_batch is None:
+            return has_one
+        ranks = self.next_batch(has_one)
+        if ranks.ended_early is None:
+            return ranks.everywhere
+        if not done:
+            raise _no_data_on(ranks.ended_early)
+        if not self._said_uneven:
+            self._said_uneven = True
+            say(
+                f"the data of rank {ranks.ended_early} ended after {done} batches, before those of"
+                " another rank: the epoch ends there for all ranks."
+            )
+        return False
+
+    def _goes_on_alone(self, done: int, has_one: bool) -> bool:
+        """Whether this rank has a batch after ``done`` of an evaluation: it reads all that it has.
+
+        But a rank that has nothing logs nothing, and the others would wait for its values.
+        """
+        if self.next_batch is not None and not done:
+            rank = self.next_batch(has_one).ended_early
+            if rank is not None:
+                raise _no_data_on(rank)
+        return has_one
 
     def _owner_of_state(self, loader: Any, seed: int, world_size: int) -> tuple[Any, str | None]:
         """What has a state that was proved, or None and why nothing has: the end of "the training
@@ -263,6 +326,13 @@ class ExactLoading:
             self.begin()
         for passes in self.training:
             passes.cycles = len(self.training) > 1
+
+
+def _no_data_on(rank: int) -> UserError:
+    return UserError(
+        f"rank {rank} has no batch of data that others have. Give each rank one or more, or use"
+        " fewer devices."
+    )
 
 
 def _has_known_order(source: Any) -> bool:

@@ -37,14 +37,25 @@ class WatchedLoader(Passes):
         loader: What gives the batches.
         owner: The loader, or its dataset, if its state is kept; else None.
         seed: For random numbers.
+        goes_on: Asked before each batch, with the number of batches of this epoch that were read,
+            and whether there is a further one. Returns whether it is handed out. None: it is.
     """
 
     _iterator = iterator_of("fetching")
 
-    def __init__(self, loader: Any, owner: Any, seed: int) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        owner: Any,
+        seed: int,
+        goes_on: Callable[[int, bool], bool] | None = None,
+    ) -> None:
         super().__init__(owner)
         self.loader = loader
         self.seed = seed
+        self.goes_on = goes_on
+        # The length of the shortest rank's loader, where the ranks' lengths differ.
+        self.shortest: int | None = None
         has_stream_in_workers = is_plain(loader) and loader.num_workers > 0
         self.fetching = seeded(loader, seed) if has_stream_in_workers else loader
         # Where Lightning looks for ``set_epoch``.
@@ -65,7 +76,7 @@ class WatchedLoader(Passes):
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader) if self.shortest is None else self.shortest
 
     def __iter__(self) -> Iterator[Any]:
         if self.start.over:
@@ -73,7 +84,7 @@ class WatchedLoader(Passes):
         done = self._begin_pass()
         batches, batch = self._first_batch(done)
         length = sized_len(self.loader)
-        while batch is not END:
+        while self._is_handed_out(batch, done):
             done += 1
             self._remember_state(done)
             # A stateful loader resets itself only when it is asked past its end, and Lightning
@@ -88,8 +99,18 @@ class WatchedLoader(Passes):
                 yield batch
                 following = self._next(batches, done)
             batch = following
-        self.finished = True
+        if batch is END:
+            self.finished = True
+        else:
+            # Another rank has no further batch. A loader with a state goes on here in its next
+            # pass, as after --limit_train_batches.
+            self.rest = self.states.get(done)
         self.first = done if self.cycles else 0
+
+    def _is_handed_out(self, batch: Any, done: int) -> bool:
+        """Whether a batch is handed out, the one after ``done`` of this epoch. END never is."""
+        has_one = batch is not END
+        return has_one if self.goes_on is None else self.goes_on(done, has_one)
 
     def _begin_pass(self) -> int:
         """Put everything where the pass starts; returns the number of its first batch in the

@@ -84,6 +84,8 @@ def workers_end_with_block() -> Iterator[None]:
 
 
 def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
+    if not workers:
+        return
     # Signal handlers belong to the main thread. Elsewhere loaders wait for their workers.
     can_kill = threading.current_thread() is threading.main_thread()
     handler = _ignore_ended_children() if can_kill else None
