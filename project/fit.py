@@ -22,7 +22,7 @@ from project.command_line.start import run as run_command
 prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 
 from project.callbacks.last_step import LogLastStep
 from project.callbacks.memory import MemoryMonitor, is_measurable  # feature: memory
@@ -47,6 +47,8 @@ from project.engine.slurm import requeue_signal
 from project.errors import UserError
 from project.facts import summarize
 from project.final_test import final_test, lacks_for_test
+from project.loggers.chosen import commands_to_look, make_chosen_loggers
+from project.loggers.followers import FollowsRows
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
 from project.progress import RunTimer, closing_lines, progress_callback, stopped_lines
@@ -90,6 +92,7 @@ def main(argv: list[str]) -> int:
     result = train_in(run, config)
     say(closing_lines(result.summary, run.folder, *next_commands(config)))
     say(*sync_command(run.folder))  # feature: wandb
+    say(*commands_to_look(config.trackers, run.folder))
     return 0
 
 
@@ -120,8 +123,14 @@ def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ())
     flags = trainer_flags(config)
     options = config.options
     best = Best.of(config.module, options.monitor, options.mode)
-    csv = MetricsCSV(run.folder / "metrics.csv")
-    wandb = make_wandb_logger(config, run, best)  # feature: wandb
+    chosen = make_chosen_loggers(config, run)
+    wandb = make_wandb_logger(config, run, best, chosen)  # feature: wandb
+    trackers: list[Logger | None] = [
+        *chosen,
+        wandb,  # feature: wandb
+    ]
+    followers: list[Any] = [logger for logger in trackers if isinstance(logger, FollowsRows)]
+    csv = MetricsCSV(run.folder / "metrics.csv", followers)
     saves = config.trainer["enable_checkpointing"] is not False
     keep = ExactCheckpoint(
         run.folder if saves else None,
@@ -153,12 +162,7 @@ def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ())
         *extra,
         LogLastStep(),
     ]
-    loggers: list[Logger | None] = [
-        *flags["logger"],
-        _tensorboard(run) if options.tensorboard else None,
-        wandb,  # feature: wandb
-        csv,
-    ]
+    loggers = [*trackers, csv]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
     flags["logger"] = [logger for logger in loggers if logger is not None]
     flags["default_root_dir"] = run.folder
@@ -286,10 +290,6 @@ def _memory_monitor(config: Configuration) -> Callback | None:  # feature: memor
 
 def _memory_snapshot(options: Any) -> Callback | None:  # feature: memory
     return MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None
-
-
-def _tensorboard(run: RunFolder) -> Logger:
-    return TensorBoardLogger(run.folder, name="tensorboard", version="")
 
 
 if __name__ == "__main__":
