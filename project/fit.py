@@ -22,7 +22,7 @@ from project.command_line.start import run as run_command
 prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 
 from project.callbacks.last_step import LogLastStep
 from project.callbacks.memory import MemoryMonitor, is_measurable  # feature: memory
@@ -46,6 +46,8 @@ from project.engine.slurm import requeue_signal
 from project.errors import UserError
 from project.facts import summarize
 from project.final_test import final_test, lacks_for_test
+from project.loggers.chosen import commands_to_look, make_chosen_loggers
+from project.loggers.followers import FollowsRows
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.wandb import make_wandb_logger, sync_command  # feature: wandb
 from project.progress import RunTimer, closing_lines, progress_callback, stopped_lines
@@ -89,6 +91,7 @@ def main(argv: list[str]) -> int:
     result = train_in(run, config)
     say(closing_lines(result.summary, run.folder, *next_commands(config)))
     say(*sync_command(run.folder))  # feature: wandb
+    say(*commands_to_look(config.trackers, run.folder))
     return 0
 
 
@@ -131,7 +134,14 @@ def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ())
         requeue_signal=requeue_signal(as_list(config.trainer["plugins"])),
     )
     keep.best.ask(config.module)
-    wandb = make_wandb_logger(config, run, keep.best)  # feature: wandb
+    chosen = make_chosen_loggers(config, run)
+    wandb = make_wandb_logger(config, run, keep.best, chosen)  # feature: wandb
+    trackers: list[Logger | None] = [
+        *chosen,
+        wandb,  # feature: wandb
+    ]
+    followers: list[Any] = [logger for logger in trackers if isinstance(logger, FollowsRows)]
+    csv.followers = followers
     signals.watch(run.discard)
 
     callbacks: list[Callback | None] = [
@@ -153,12 +163,7 @@ def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ())
         *extra,
         LogLastStep(),
     ]
-    loggers: list[Logger | None] = [
-        *flags["logger"],
-        _tensorboard(run) if options.tensorboard else None,
-        wandb,  # feature: wandb
-        csv,
-    ]
+    loggers = [*trackers, csv]
     flags["callbacks"] = [callback for callback in callbacks if callback is not None]
     flags["logger"] = [logger for logger in loggers if logger is not None]
     flags["default_root_dir"] = run.folder
@@ -286,10 +291,6 @@ def _memory_monitor(config: Configuration) -> Callback | None:  # feature: memor
 
 def _memory_snapshot(options: Any) -> Callback | None:  # feature: memory
     return MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None
-
-
-def _tensorboard(run: RunFolder) -> Logger:
-    return TensorBoardLogger(run.folder, name="tensorboard", version="")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_a_mistake_is_told_with_option_value_and_what_is_allowed(
 
 
 def test_a_library_that_a_logger_lacks_is_told_in_a_short_line() -> None:
-    told = error_of("--logger", "MLFlowLogger")
+    told = error_of("--logger", "MLFlowLogger", "--trainer.logger.save_dir", "x")
     assert told.startswith("lightning.pytorch.loggers.MLFlowLogger: ")
     assert "mlflow" in told
     assert len(told) < 160

@@ -172,7 +172,6 @@ def test_callbacks_of_the_command_line_replace_a_config_files_or_join_them(in_fo
             "trainer: {callbacks: {class_path: ModelCheckpoint, init_args: {monitor: nothing}}}",
             "monitor='nothing'",
         ),
-        ("trainer: {logger: TensorBoardLogger}", "--logger needs --logger.save_dir"),
         ("trainer: {callbacks: RichProgressBar}", "rich"),
     ],
 )

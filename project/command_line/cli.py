@@ -18,6 +18,7 @@ import yaml
 from jsonargparse.typing import register_type
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
+from lightning.pytorch.loggers import Logger
 
 import project.data  # noqa: F401 - its classes are known to the parser by their short names
 from project.command_line.explain import explain, with_choices
@@ -28,6 +29,7 @@ from project.command_line.options import (
     OF_THE_LAUNCH,
     OPTIONS,
     TRAINER_DEFAULTS,
+    TrainerFlags,
 )
 from project.command_line.parser import option_names
 from project.command_line.plain_values import (
@@ -36,8 +38,15 @@ from project.command_line.plain_values import (
     use_for_parsing,
     without_mark,
 )
-from project.command_line.precision import TrainerFlags, choose_precision
+from project.command_line.precision import choose_precision
 from project.command_line.shown_warnings import silence_unfounded_advice
+from project.command_line.trackers import (
+    RUN_FOLDER,
+    check_packages,
+    make_later,
+    takes_run_folder,
+    words_of,
+)
 from project.command_line.typed import CommandLine, leave_out_added, merged
 from project.engine import contract
 from project.engine.lightning_internals import values_are_no_files
@@ -66,6 +75,12 @@ class OneLineParser(LightningArgumentParser):
         elsewhere = yaml.safe_load(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
         as_typed = re.sub(r'(--|")trainer\.', r"\1", message)
         raise UserError(explain(as_typed, [*shown, *of_trainer], elsewhere))
+
+    def add_class_arguments(self, class_type: type, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_class_arguments(class_type, *args, **kwargs)
+        if takes_run_folder(class_type):
+            self.set_defaults(save_dir=RUN_FOLDER)
+        return added
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = super().format_help(*args, **kwargs)
@@ -234,7 +249,8 @@ class ProjectCLI(LightningCLI):
         ``fit.build``.
         """
         try:
-            self.config_init = self.parser.instantiate(self.config)
+            later = [(make_later, Logger, True)]
+            self.config_init = self.parser.instantiate(self.config, instantiators=later)
         except (ValueError, TypeError) as error:
             raise _own_error(error) or UserError(explain(str(error), [])) from None
 
@@ -266,6 +282,14 @@ class Configuration:
             require(name in MONITORS, "--monitors", must, name)
         return names
 
+    @cached_property
+    def trackers(self) -> list[str]:
+        """The trackers that log, by their words."""
+        words = words_of(self.trainer["logger"])
+        if self.options.tensorboard and "tensorboard" not in words:
+            words.append("tensorboard")
+        return words
+
     def lost_in_record(self) -> list[str]:
         """A line per setting that ``config.yaml`` does not repeat: what was made → what it says."""
         return self._reread()
@@ -293,7 +317,7 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         data.may_download = cli.line.value("data.root") is not None
     resolved = plain(cli)
     reread = partial(_differs_when_read_again, cli, resolved)
-    return Configuration(
+    config = Configuration(
         module=made.model,
         datamodule=data,
         trainer=dict(made.trainer),
@@ -303,6 +327,8 @@ def configure(argv: list[str], prog: str, base: dict[str, Any] | None = None) ->
         _make=make,
         _reread=reread,
     )
+    check_packages(config.trackers, config.trainer["logger"])
+    return config
 
 
 def plain(cli: ProjectCLI) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from project.command_line.trackers import told_as_words
 from project.errors import nearest
 
 LONGEST_UNKNOWN = 400  # characters of a sentence that nothing here knows
@@ -51,6 +52,7 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
         or _no_such_file(message, option)
         or _no_file_of_flags(message)
         or _not_one_of(message, option)
+        or told_as_words(option, message, _given)
         or _no_class(message, option)
         or _of_another_kind(message, option)
         or f"{option}: {_innermost_reason(message)}"

@@ -3,9 +3,13 @@ typed.
 """
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+
+from project.command_line.trackers import TrackerWords
 
 # Trainer flags, which may be typed without "trainer."
 FLAT = frozenset(inspect.signature(Trainer).parameters)
@@ -34,6 +38,29 @@ MONITORS: tuple[str, ...] = (
     "memory",  # feature: memory
     "optimizer",  # feature: optimizer
 )
+
+# What Lightning's Trainer takes: 32-true, 16-mixed, bf16-mixed and others.
+PRECISIONS: Any = inspect.signature(Trainer).parameters["precision"].annotation
+
+
+class TrainerFlags(Trainer):
+    """The Trainer's arguments as they may be typed. Only its signature is used.
+
+    Args:
+        logger: wandb, tensorboard, mlflow, trackio, csv, several with commas, or false; or a class.
+            metrics.csv is always written.
+        precision: A precision of Lightning's; or auto, which is bf16-mixed on a CPU where that is
+            faster, and 32-true elsewhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        logger: Logger | Iterable[Logger | TrackerWords] | TrackerWords | bool | None = None,
+        precision: PRECISIONS | Literal["auto"] = None,
+        **flags: Any,
+    ) -> None:
+        super().__init__(logger=logger, precision=precision, **flags)  # type: ignore[arg-type]
 
 
 class Option(NamedTuple):

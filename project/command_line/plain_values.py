@@ -31,10 +31,16 @@ def _represent_enum(dumper: yaml.SafeDumper, value: LightningEnum) -> yaml.Scala
     return dumper.represent_str(value.value)
 
 
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_str(str(value))
+
+
 # A text that would be read as a number is written in quotes.
 PlainDumper.add_implicit_resolver(FLOAT, EXPONENT, list("-+0123456789"))
 # Lightning's Timer has such an enumeration, and YAML has none.
 PlainDumper.add_multi_representer(LightningEnum, _represent_enum)
+# A text of a type that allows certain texts alone, as jsonargparse has them.
+PlainDumper.add_multi_representer(str, _represent_text)
 
 
 def dump_yaml(values: Any) -> str:

@@ -1,34 +1,14 @@
 """``--precision auto``: float32, or half precision where this CPU is faster with it."""
 
-import inspect
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 
 from project import hardware
-
-# What Lightning's Trainer takes: 32-true, 16-mixed, bf16-mixed and others.
-OF_LIGHTNING: Any = inspect.signature(Trainer).parameters["precision"].annotation
 
 # Half precision must be faster than this share of float32's time, to be chosen. Where it is worth
 # anything, it is near 0.5.
 WORTH_THE_CHANGE = 0.9
-
-
-class TrainerFlags(Trainer):
-    """The Trainer whose arguments are the options of ``fit``. It takes one precision more: auto.
-
-    It is never made: a run's Trainer is Lightning's own, and gets the precision that was chosen.
-    """
-
-    def __init__(
-        self,
-        *,
-        precision: OF_LIGHTNING | Literal["auto"] = None,
-        **flags: Any,
-    ) -> None:
-        super().__init__(precision=precision, **flags)  # type: ignore[arg-type]
 
 
 def choose_precision(accelerator: Any) -> str:

@@ -76,6 +76,7 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precisio
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
+from project.command_line.trackers import RUN_FOLDER
 from project.engine.bounded_reading import BoundedMaking
 from project.engine.lightning_internals import parser_asks
 from project.engine.lightning_names import name_in_lightning
@@ -268,7 +269,7 @@ class Guard:
                 if not isinstance(item, (str, os.PathLike)):
                     continue
                 text = str(item)
-                if text in self.typed or text == default_of(kind, key):
+                if text in self.typed or text in (default_of(kind, key), RUN_FOLDER):
                     continue
                 shown = without_control_characters(f"{key}: {text}")
                 if is_place(key, text) and not is_inside(text, folder):

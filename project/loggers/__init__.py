@@ -1,1 +1,1 @@
-"""Where metrics go: metrics.csv and W&B."""
+"""Where metrics go: metrics.csv, and trackers such as W&B."""

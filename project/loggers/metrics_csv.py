@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from project.engine.files import write_atomically
 from project.errors import UserError
+from project.loggers.followers import FollowsRows
 from project.tables import columns_of
 
 # The first columns, of whole numbers.
@@ -32,11 +33,16 @@ class MetricsCSV(Logger):
     While a run goes on, lines are only appended. A step that is logged to again after its line was
     saved gets another line with what is new. :func:`read_metrics` joins the lines of a step, and
     the file is joined when training ends or is resumed.
+
+    Args:
+        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
+        # Loggers that are told which rows stay when a run starts or is resumed.
+        self.followers: Sequence[FollowsRows] = ()
         rows = read_metrics(path)
         self._columns = columns_of([FIRST, *rows])
         self._count = len(rows)  # rows, with the one of this step
@@ -116,6 +122,8 @@ class MetricsCSV(Logger):
         self._unsaved = {}
         if self.path.exists():
             self._rewrite(rows)
+        for follower in self.followers:
+            follower.go_on_after(rows)
 
     def not_finite(self) -> dict[str, int]:
         """Metrics that were NaN or infinite when they were logged last → the first step at which

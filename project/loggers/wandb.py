@@ -9,32 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from project.command_line.cli import Configuration
-from project.command_line.trainer_flags import as_list
 from project.engine import contract, signals
 from project.engine.following import Best
 from project.engine.ranks import is_rank_zero, say
 from project.engine.run_folder import RunFolder
 from project.errors import UserError, require
 from project.facts import parameter_count
+from project.loggers.followers import Row, keep_name, last_steps, name_in_tracker
 from project.loggers.wandb_account import STEP, wandb_state
 from project.patience import failure_within
 from project.run_result import RunResult
+from project.tables import columns_of
 
 DEFAULT_PROJECT = "mnist-lightning"
 # The last two are old names of the first two.
@@ -51,13 +54,17 @@ SETTINGS: dict[str, Any] = {
     # Also for W&B's own process.
     "finish_timeout": END_PATIENCE,
 }
+# What a run keeps once W&B has everything that it logged
+ENDED = "W&B has all of"
 # In a confusion matrix, whose table has a row per cell.
 MOST_CLASSES = 50
 
 
-def make_wandb_logger(config: Configuration, run: RunFolder, best: Best) -> WandbRunLogger | None:
-    """A run's W&B logger, off on ranks above 0; None with ``--logger false`` and with a WandbLogger
-    of the user's.
+def make_wandb_logger(
+    config: Configuration, run: RunFolder, best: Best, chosen: Sequence[Logger] = ()
+) -> WandbRunLogger | None:
+    """A run's W&B logger, off on ranks above 0; None where ``--logger`` names other trackers or
+    none, and where a WandbLogger of the user's is among the ``chosen`` loggers.
 
     A UserError where W&B would refuse what its variables ask for.
     """
@@ -69,10 +76,9 @@ def make_wandb_logger(config: Configuration, run: RunFolder, best: Best) -> Wand
         require(is_fine, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
         keep_wandb_quiet()
     logger = WandbRunLogger(run, project, config.resolved, mode, best)
-    chosen = config.trainer["logger"]
-    if any(isinstance(each, WandbLogger) for each in as_list(chosen)):
+    if any(isinstance(each, WandbLogger) for each in chosen):
         return None
-    if chosen is False:
+    if "wandb" not in config.trackers:
         # A module's own wandb.log finds a run that does nothing.
         if "wandb" in sys.modules:
             disabled_run()
@@ -145,6 +151,7 @@ class WandbRunLogger(WandbLogger, Callback):
         self._run: Any = None  # W&B's, once it has started
         self._has_ended = False
         self._row: dict[str, Any] = {}  # of this step, which may still grow
+        self._known: dict[str, int] = {}  # metric → the last step of which W&B has a value
         self._error: Exception | None = None  # with which W&B refused a row
         self._own_folders: list[str] = []  # variables that were set for this run alone
 
@@ -196,7 +203,26 @@ class WandbRunLogger(WandbLogger, Callback):
             return
         if self._row.get(STEP, step) != step:
             self._send_row()
-        self._row |= {**metrics, STEP: step}
+        new = {name: metrics[name] for name in metrics if step > self._known.get(name, -1)}
+        if new:
+            self._row |= {**new, STEP: step}
+
+    def go_on_after(self, rows: Sequence[Row]) -> None:
+        """Send what W&B lacks of these rows, and nothing that it has, if the run was killed."""
+        has_all = name_in_tracker(self.folder, ENDED) is not None
+        if has_all:
+            # From here on it may lack something again.
+            keep_name(self.folder, ENDED, None)
+        if self.mode == "disabled" or has_all:
+            return
+        run = self.begin()
+        if self.mode == "online":
+            step = run.summary.get(STEP, -1)
+            self._known = dict.fromkeys(columns_of(rows), step)
+        else:
+            self._known = last_steps_offline(self.folder, Path(run.dir).parent)
+        for row in rows:
+            self.log_metrics({name: row[name] for name in row if name != "step"}, row["step"])
 
     def leave(self, trainer: Trainer, result: RunResult) -> None:
         """Send the report's pictures and tables, and end the W&B run."""
@@ -242,6 +268,8 @@ class WandbRunLogger(WandbLogger, Callback):
                     f"W&B got no pictures ({described(error)}). The run is not affected."
                 )
         self._run.finish(exit_code=exit_code)
+        if self.mode != "disabled" and self._error is None:
+            keep_name(self.folder, ENDED, self.run_id)
         if self._error is not None:
             raise self._error
 
@@ -426,6 +454,26 @@ def found_by_the_run(trainer: Trainer, module: LightningModule) -> dict[str, Any
         "world_size": trainer.world_size,
         "data_source": source,
     }
+
+
+def last_steps_offline(folder: Path, without: Path) -> dict[str, int]:
+    """Metric → the last step of which W&B's offline files in a run's folder have a value.
+
+    A process that was killed has not written its last rows. The folder ``without`` is left out: it
+    is that of the run that goes on.
+    """
+    rows = []
+    for place in sorted((folder / "wandb").glob("offline-run-*")):
+        if place == without:
+            continue
+        reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(place)]
+        done = subprocess.run(reader, capture_output=True, text=True, check=True, timeout=60)
+        for line in done.stdout.splitlines():
+            record = json.loads(line)
+            item = record.get("history", {}).get("item", {})
+            if STEP in item:
+                rows.append({**item, "step": item[STEP]})
+    return last_steps(rows)
 
 
 def sync_command(folder: Path) -> list[str]:
