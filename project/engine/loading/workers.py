@@ -58,12 +58,14 @@ def workers_end_with_block() -> Iterator[None]:
     try:
         yield
     finally:
-        _kill([each for each in multiprocessing.active_children() if each not in before])
+        started = [each for each in multiprocessing.active_children() if each not in before]
+        if started:
+            _kill(started)
 
 
 def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
     # Signal handlers belong to the main thread. Elsewhere loaders wait for their workers.
-    can_kill = bool(workers) and threading.current_thread() is threading.main_thread()
+    can_kill = threading.current_thread() is threading.main_thread()
     handler = _ignore_ended_children() if can_kill else None
     if can_kill:
         for worker in workers:
