@@ -39,6 +39,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
+from project.engine import ExactCheckpoint
 from project.engine.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
 from project.engine.loading.proof import fault_of_state
 from project.engine.ranks import of_all_ranks
@@ -1003,7 +1004,197 @@ def test_a_state_that_cannot_be_gone_on_from_is_not_believed(loader: Any, said: 
     assert not loading.anywhere
     assert said in loading.notes[0]
     assert loading.notes[0].endswith(": a resumed run goes on from the last epoch's end.")
-    assert found.owner is None
+    assert found.sampler.start == Start()
+
+
+def test_a_state_that_is_right_at_the_end_of_an_epoch_alone_is_kept_there() -> None:
+    def started(epoch: int) -> tuple[ExactLoading, Any]:
+        loading = ExactLoading(seed=0)
+        return loading, loading.exact(DataLoader(CountsEpochs(), 4), rank_of(0, 1, epoch=epoch))
+
+    loading, whole = started(0)
+    assert len(loading.notes) == 1
+    assert "which gives other samples when it goes on from its state_dict" in loading.notes[0]
+    list(whole)
+    state = loading.training[0].state_after(6, epoch_ends=True)
+    whole.sampler.set_epoch(1)
+    second = list(whole)
+    _, resumed = started(1)
+    resumed.sampler.start_at(Start(1, loaders=[state]), *state)
+    assert is_same(list(resumed), second)
+    _, anew = started(1)
+    assert not is_same(list(anew), second)
+
+
+class CountsEpochs(Buffered):
+    """Shuffles in another way in each epoch, and counts them in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+        self.epochs = state["epochs"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rows = list(super().__iter__())
+        random.Random(self.epochs).shuffle(rows)
+        self.epochs += 1
+        yield from rows
+
+
+class SeededByTheClock(Stream):
+    """Shuffles as webdataset does: its iteration makes a generator."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rows = list(super().__iter__())
+        random.Random(time.time_ns()).shuffle(rows)
+        return iter(rows)
+
+
+class OwnGenerator(Stream):
+    """Goes on drawing from a generator from epoch to epoch."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for row in super().__iter__():
+            if isinstance(self.generator, torch.Generator):
+                yield row + torch.rand(1, generator=self.generator)
+            else:
+                yield row + self.generator.random()
+
+
+class CountsItsEpochs(Stream):
+    """Draws another order for each epoch, and counts them where nobody sees it."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch += 1
+        rows = list(super().__iter__())
+        random.Random(self.epoch).shuffle(rows)
+        return iter(rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    [
+        (lambda: random.Random(0), 0),
+        (lambda: np.random.default_rng(0), 0),
+        (lambda: np.random.default_rng(0), 1),
+        (lambda: np.random.Generator(np.random.MT19937(0)), 0),
+        (lambda: np.random.RandomState(0), 0),
+        (torch.Generator, 0),
+    ],
+)
+def test_generators_that_a_dataset_holds_are_seeded_for_each_batch(make: Any, workers: int) -> None:
+    def batches(epoch: int, first: int, training: bool = True) -> list[Tensor]:
+        loader = DataLoader(HoldsGenerator(make()), 4, num_workers=workers)
+        found = ExactLoader(loader, training, seed=3)
+        found.sampler.start_at(Start(epoch, batches=first))
+        return list(found)
+
+    whole = batches(1, 0)
+    assert is_same(batches(1, 2), whole[2:])
+    assert not is_same(batches(0, 0), whole)
+    assert is_same(batches(1, 0, training=False), batches(0, 0, training=False))
+
+
+class HoldsGenerator(Numbers):
+    """A transform with a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(16)
+        self.transforms = [{"draw": generator}]
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = self.transforms[0]["draw"]
+        if isinstance(generator, torch.Generator):
+            return super().__getitem__(index) + torch.rand(1, generator=generator)
+        return super().__getitem__(index) + float(generator.uniform(0, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_generators_that_a_stream_holds_are_seeded_for_each_epoch(workers: int) -> None:
+    loading = ExactLoading(seed=0)
+    loading.exact(DataLoader(OwnGenerator(random.Random(0)), 2, num_workers=workers), rank_of(0, 1))
+    assert len(loading.notes) == 1
+    assert "has no state_dict" in loading.notes[0]
+
+
+@pytest.mark.parametrize("make", [SeededByTheClock, CountsItsEpochs])
+def test_a_stream_that_a_resumed_run_reads_in_another_way_is_said(make: Any) -> None:
+    loading = ExactLoading(seed=0)
+    loading.exact(DataLoader(make(), 2), rank_of(0, 1))
+    name = type(make()).__name__
+    expected = f"a resume is not exact: {name} gives other samples when it is begun anew ("
+    assert [line.startswith(expected) for line in loading.notes] == [False, True]
+
+
+def test_a_stream_that_cannot_be_copied_is_said() -> None:
+    class Locked(Stream):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    loading = ExactLoading(seed=0)
+    loading.exact(DataLoader(Locked(), 2), rank_of(0, 1))
+    expected = "a resume may not be exact: Locked could not be tried with a copy (TypeError: "
+    assert loading.notes[1].startswith(expected)
+
+
+def test_an_epoch_that_is_cut_is_tried_as_it_is_trained() -> None:
+    """A list of batches is read from its beginning in each epoch, an iterator is not."""
+
+    class Endless(Stream):
+        def __init__(self) -> None:
+            self.numbers = iter(range(1000))
+
+        def __iter__(self) -> Iterator[Tensor]:
+            while True:
+                yield torch.tensor([float(next(self.numbers))])
+
+    trainer = rank_of(0, 1)
+    trainer.limit_train_batches = 4
+    loading = ExactLoading(seed=0)
+    loading.exact(DataLoader(Endless(), 2), trainer)
+    assert "Endless gives other samples when it is begun anew" in loading.notes[1]
+
+
+class Reloads(Line):
+    """Makes its stream anew for each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(ResumableStream(), 5 + self.current_epoch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += batch.flatten().tolist()
+        return self.first(batch.new_ones(1, 4)).sum()
+
+
+def test_a_stream_that_is_made_anew_for_each_epoch_loses_no_sample(tmp_path: Path) -> None:
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        reload_dataloaders_every_n_epochs=1,
+        limit_val_batches=0,
+        callbacks=[ExactCheckpoint(None)],
+        default_root_dir=tmp_path,
+        **quiet,
+    )
+    module = Reloads()
+    trainer.fit(module)
+    assert module.seen == [*map(float, range(24))] * 3
 
 
 @pytest.mark.parametrize(
@@ -1057,9 +1248,10 @@ def test_trying_a_state_without_workers_does_not_wait_for_the_garbage_collector(
 ) -> None:
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(multiprocessing, "active_children", list)
     loader = DataLoader(CountedWithState(5))
     assert fault_of_state(loader, loader.dataset, 0) is None
-    assert len(collected) == 1, "once before the trial, and not for each copy"
+    assert collected == []
 
 
 def test_batches_are_compared_by_value() -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
 
 from project.engine.loading import ExactLoading
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
-from project.engine.parts.generators import RandomGenerators
+from project.engine.parts.generators import OwnGenerators, RandomGenerators
 from project.engine.parts.hyperparameters import (
     StartingHyperparameters,
     apply_changes,
@@ -77,7 +78,7 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     starting = StartingHyperparameters()
     parts = all_parts(LoaderPositions(loading), PlainBuffers(), starting, PlainAttributes(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 16
+    assert len(names) == len(set(names)) == 17
     assert isinstance(parts[-1], RandomGenerators)
 
 
@@ -86,6 +87,38 @@ def test_generators(one: Trainer, other: Trainer) -> None:
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
     RandomGenerators().give_back(other, state)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(0),
+        lambda: np.random.default_rng(0),
+        lambda: np.random.Generator(np.random.MT19937(0)),
+        lambda: np.random.RandomState(0),
+    ],
+)
+def test_generators_that_a_module_and_a_callback_hold(
+    make: Any, one: Trainer, other: Trainer, tmp_path: Path
+) -> None:
+    class Draws(Callback):
+        def __init__(self) -> None:
+            self.noise = {"draw": torch.Generator()}
+
+    for trainer in (one, other):
+        trainer.lightning_module.helper = SimpleNamespace(draw=make())
+        trainer.callbacks.append(Draws())  # type: ignore[attr-defined]
+
+    def draw(trainer: Trainer) -> list[float]:
+        callback = trainer.callbacks[-1]  # type: ignore[attr-defined]
+        noise = torch.rand(1, generator=callback.noise["draw"])
+        return [noise.item(), trainer.lightning_module.helper.draw.uniform(0, 1)]
+
+    draw(one)
+    torch.save(OwnGenerators().take(one), tmp_path / "state.pt")
+    expected = draw(one)
+    OwnGenerators().give_back(other, torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draw(other) == expected
 
 
 def test_a_modules_own_sums(one: Trainer, other: Trainer) -> None:

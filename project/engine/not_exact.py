@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer, callbacks
 
-from project.engine.loading import ExactLoading, WatchedLoader
+from project.engine.loading import ExactLoading
 
 # Lightning's callbacks with which a resume is not exact, and why.
 NOT_EXACT: dict[type[Callback], str] = {
@@ -31,10 +31,6 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
             if isinstance(callback, kind):
                 notes.append(f"a resume is not exact with {name}: {reason}.")
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    has_streams = any(isinstance(each, WatchedLoader) for each in loading.training)
-    if every > 0 and has_streams:
-        what = "with a stream that is loaded anew for each epoch"
-        notes.append(f"a resume is not exact {what}: Lightning begins to read it twice.")
     if every > 1:
         what = "with --reload_dataloaders_every_n_epochs above 1"
         notes.append(f"a resume is not exact {what}: it counts anew.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -43,6 +44,24 @@ add("collects_outputs_in_lists", Collects)
 add("collects_outputs_in_lists_and_validates_inside_epochs", Collects, val_check_interval=3)
 add("collects_outputs_and_accumulates", Collects, accumulate_grad_batches=2)
 add("longer_collects_outputs", Collects, shorter={"max_steps": 10})
+
+
+class DrawsItself(Task):
+    """Adds noise from generators of its own, one in an object that is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(1)
+        self.helper = {"noise": np.random.default_rng(2)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        noise = 0.1 * torch.randn(x.shape, generator=self.draw)
+        return super().training_step([x + noise + self.helper["noise"].normal(), y], batch_idx)
+
+
+add("generators_of_a_module", DrawsItself)
+add("generators_of_a_module_and_validation_inside_epochs", DrawsItself, val_check_interval=3)
 
 
 class Counts(Task):

@@ -14,7 +14,7 @@ from project.engine import contract
 from project.engine.loading.batches import ExactBatches
 from project.engine.loading.exact_loader import ExactLoader
 from project.engine.loading.passes import Passes, Start
-from project.engine.loading.proof import fault_of_state
+from project.engine.loading.proof import OTHER_SAMPLES, Proof, proved
 from project.engine.loading.samplers import (
     SEEDABLE,
     deals_in_order,
@@ -72,6 +72,10 @@ class ExactLoading:
         self._said_uneven = False
         # The epoch for which ``training`` was made.
         self._loaded_at: int | None = None
+        # Whether it was made before, for another epoch.
+        self._is_reloaded = False
+        # What trials have shown, by the loader's number in an epoch and the name of what was tried.
+        self._proofs: dict[tuple[int, str], Proof] = {}
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here."""
@@ -122,6 +126,7 @@ class ExactLoading:
         """
         if self._loaded_at == epoch:
             return
+        self._is_reloaded = self._loaded_at is not None
         self._loaded_at = epoch
         self.training = []
         reloads = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
@@ -212,15 +217,7 @@ class ExactLoading:
         )
 
     def _watched(self, loader: Any, seed: int, trainer: Trainer) -> WatchedLoader:
-        owner = None
-        if trainer.training:
-            owner, fault = self._owner_of_state(loader, seed, trainer.world_size)
-            if fault is not None:
-                self.anywhere = False
-                self.notes.append(
-                    f"the training data come from {fault}: a resumed run goes on from the last "
-                    "epoch's end."
-                )
+        owner = self._proved_owner(loader, seed, trainer) if trainer.training else None
         is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
         if is_own_loader and loader.persistent_workers:
             self.notes.append(
@@ -228,8 +225,18 @@ class ExactLoading:
                 "a resumed run sees others."
             )
         if trainer.world_size == 1:
-            return WatchedLoader(loader, owner, seed)
-        self._note_shares_of_watched(loader, owner, trainer.training)
+            found = WatchedLoader(loader, owner, seed)
+        else:
+            self._note_shares_of_watched(loader, owner, trainer.training)
+            found = self._ending_together(loader, owner, seed, trainer)
+        # A further loader of the same training was asked for at the start of an epoch.
+        found.may_be_begun_twice = trainer.training and self._is_reloaded
+        return found
+
+    def _ending_together(
+        self, loader: Any, owner: Any, seed: int, trainer: Trainer
+    ) -> WatchedLoader:
+        """A loader of several ranks, which may have unequally many batches."""
         # A step of training waits for all ranks, and where they share the weights, one of an
         # evaluation does.
         ends_together = trainer.training or isinstance(trainer.strategy, SHARDING)
@@ -288,21 +295,33 @@ class ExactLoading:
                 raise _no_data_on(rank)
         return has_one
 
-    def _owner_of_state(self, loader: Any, seed: int, world_size: int) -> tuple[Any, str | None]:
-        """What has a state that was proved, or None and why nothing has: the end of "the training
-        data come from".
-        """
+    def _proved_owner(self, loader: Any, seed: int, trainer: Trainer) -> Any:
+        """What has a state that is worth keeping, or None. What is not exact is noted."""
         owner, fault = _claimed_owner(loader)
-        if owner is not None:
-            fault = fault_of_state(loader, owner, seed)
-            if fault is not None:
-                # What it keeps to itself from epoch to epoch is lost, too.
-                fault = f"{type(owner).__name__}, which {fault} (its next epoch may differ, too)"
-        if world_size > 1:
-            # Ranks save together: one that cannot start inside an epoch decides for all.
-            faults = [each for each in of_all_ranks(fault) if each is not None]
-            fault = faults[0] if faults else None
-        return (owner if fault is None else None), fault
+        name = _name_of(loader) if owner is None else type(owner).__name__
+        place = (len(self.training), name)
+        if place in self._proofs:
+            # A loader of an earlier epoch was tried. Each trial takes a moment.
+            proof = self._proofs[place]
+            return owner if proof.owner is not None else None
+        proof = proved(loader, owner, fault, seed, _batches_of_epoch(trainer, loader))
+        self._proofs[place] = proof
+        # Ranks save together: one that cannot start inside an epoch decides for all.
+        faults = [each for each in of_all_ranks(proof.fault) if each is not None]
+        if faults:
+            self.anywhere = False
+            self.notes.append(
+                f"the training data come from {name}, {faults[0]}: a resumed run goes on from the "
+                "last epoch's end."
+            )
+        if proof.next_fault == OTHER_SAMPLES:
+            self.notes.append(
+                f"a resume is not exact: {name} {OTHER_SAMPLES} (it may draw from a random "
+                "generator of its own, or count its epochs itself)."
+            )
+        elif proof.next_fault is not None:
+            self.notes.append(f"a resume may not be exact: {name} {proof.next_fault}.")
+        return proof.owner
 
     def _note_shares_of_watched(self, loader: Any, owner: Any, training: bool) -> None:
         if not self.shares:
@@ -349,15 +368,25 @@ def _name_of(loader: Any) -> str:
     return type(loader.dataset).__name__
 
 
+def _batches_of_epoch(trainer: Trainer, loader: Any) -> int | None:
+    """How many batches of a loader an epoch trains on; None: all, or it is not known."""
+    limit: Any = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return limit
+    length = sized_len(loader)
+    if limit is None or limit == 1.0 or length is None:
+        return None
+    return int(length * limit)
+
+
 def _claimed_owner(loader: Any) -> tuple[Any, str | None]:
     """What says that it has a state, or None and why nothing does."""
     if has_state(loader):
         return loader, None
     dataset = getattr(loader, "dataset", None)
-    name = _name_of(loader)
     if not has_state(dataset):
-        return None, f"{name}, which has no state_dict"
+        return None, "which has no state_dict"
     if getattr(loader, "num_workers", 0):
         # With workers the datasets that count are theirs.
-        return None, f"{name}, whose state is in its worker processes and cannot be had"
+        return None, "whose state is in its worker processes and cannot be had"
     return dataset, None

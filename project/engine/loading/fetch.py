@@ -13,6 +13,7 @@ from project.engine import contract
 from project.engine.loading.batches import Request
 from project.engine.loading.samplers import gathers
 from project.engine.loading.seeding import generator_states, number_of, seed_generators
+from project.engine.own_generators import generators_in, seed_them
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Fetch:
     The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is
     used, the first that it has. A ``gather`` that draws random numbers is seeded for each batch,
     also in an evaluation.
+
+    Generators that the dataset or the collate function holds are seeded in the same way.
     """
 
     dataset: Any
@@ -41,6 +44,9 @@ class Fetch:
 
     def __post_init__(self) -> None:
         self.gathers = gathers(self.dataset)
+        self.own_generators = generators_in((self.dataset, self.collate))
+        if self.own_generators:
+            self.draws = True
 
     def __getitem__(self, request: Request) -> Any:
         epoch, number, part = request
@@ -58,10 +64,14 @@ class Fetch:
             return self.collate(self._trained(keys))
 
     def _seed_for_batch(self, epoch: int, number: int) -> None:
-        seed_generators(hash((self.seed, self.rank or 0, epoch, number)))
+        self._seed(hash((self.seed, self.rank or 0, epoch, number)))
 
     def _seed_for_sample(self, key: Any) -> None:
-        seed_generators(hash((self.seed, number_of(key))))
+        self._seed(hash((self.seed, number_of(key))))
+
+    def _seed(self, seed: int) -> None:
+        seed_generators(seed)
+        seed_them(self.own_generators, seed)
 
     def _gathered(self, epoch: int, number: int, indices: Tensor) -> Any:
         if self.draws is False:

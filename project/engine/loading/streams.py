@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from project.engine.loading.exact_loader import KEPT
 from project.engine.loading.seeding import seed_generators
 from project.engine.loading.workers import end_workers_at_exit, prepare_worker
+from project.engine.own_generators import generators_in, seed_them
 
 
 class SeededStream(data.IterableDataset[Any]):
@@ -40,6 +41,8 @@ class SeededStream(data.IterableDataset[Any]):
         if info is not None:
             epoch, first = self.place.tolist()
             seed_generators(hash((self.seed, epoch, first, info.id)))
+            # All workers alike, for a stream may draw one order and let each read a part of it.
+            seed_them(generators_in(self.dataset), hash((self.seed, epoch, first)))
         return iter(self.dataset)
 
     def __len__(self) -> int:

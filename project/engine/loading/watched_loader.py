@@ -5,6 +5,7 @@ they have one.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import tee
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -17,6 +18,7 @@ from project.engine.loading.samplers import is_plain
 from project.engine.loading.seeding import seed_generators
 from project.engine.loading.streams import SeededStream, seeded
 from project.engine.loading.workers import iterate
+from project.engine.own_generators import generators_in, seed_them
 
 # What a loader gives after its last batch.
 END = object()
@@ -67,6 +69,11 @@ class WatchedLoader(Passes):
         # A state that must be loaded before the next pass, for the last one ended before the loader
         # did (``--limit_train_batches``), and the loader may have been read ahead.
         self.rest: Any = None
+        # Whether Lightning may begin to read twice before it trains. It does so with loaders that
+        # are made anew for an epoch, and has then lost the first batch of a stream.
+        self.may_be_begun_twice = False
+        # The pass once more from its beginning, as long as it may be begun a second time.
+        self._again: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """For the user's code: what the loader has."""
@@ -79,13 +86,28 @@ class WatchedLoader(Passes):
         return len(self.loader) if self.shortest is None else self.shortest
 
     def __iter__(self) -> Iterator[Any]:
+        if self._again is not None:
+            again = self._again
+            self._again = None
+            return again
+        if not self.may_be_begun_twice:
+            return self._pass()
+        self.may_be_begun_twice = False
+        first, self._again = tee(self._pass())
+        return first
+
+    def _pass(self) -> Iterator[Any]:
         if self.start.over:
             return
+        first = self.first
         done = self._begin_pass()
         batches, batch = self._first_batch(done)
         length = sized_len(self.loader)
         while self._is_handed_out(batch, done):
             done += 1
+            if done > first + 1:
+                # Lightning asks for one batch beforehand. This is training.
+                self._again = None
             self._remember_state(done)
             # A stateful loader resets itself only when it is asked past its end, and Lightning
             # never asks past the end. So the batch that may be the last is handed out after the
@@ -144,6 +166,9 @@ class WatchedLoader(Passes):
         stream = getattr(self.fetching, "dataset", None)
         if isinstance(stream, SeededStream):
             stream.begin_pass(self.start.epoch, first)
+        elif self.owner is None:
+            # A state that is kept holds the generators, too.
+            seed_them(generators_in(self.loader), hash((self.seed, self.start.epoch, first)))
         return self._drawn_for(BEGINNING, lambda: iterate(self.fetching))
 
     def _next(self, batches: Iterator[Any], number: int) -> Any:

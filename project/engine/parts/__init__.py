@@ -10,7 +10,7 @@ value)`` one below the other. A part of your own, for state that your code keeps
 from collections.abc import Sequence
 
 from project.engine.parts.attributes import PlainAttributes
-from project.engine.parts.generators import RandomGenerators
+from project.engine.parts.generators import OwnGenerators, RandomGenerators
 from project.engine.parts.hyperparameters import StartingHyperparameters
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import EarlyStop, ValidatedBatches
@@ -59,5 +59,6 @@ def all_parts(
         EarlyStop(),
         *further,
         # The generators come last: to give back another part may draw a random number.
+        OwnGenerators(),
         RandomGenerators(),
     ]

@@ -7,7 +7,10 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
+from project.engine.own_generators import generators_in, restore, state_of
 from project.engine.parts.part import Part
+
+PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 class RandomGenerators(Part):
@@ -28,6 +31,32 @@ class RandomGenerators(Part):
         # On a device of another type the numbers differ anyway.
         if value.get("device", device.type) == device.type:
             restore_random_state(value, device)
+
+
+class OwnGenerators(Part):
+    """Generators that the module, the data module and the callbacks hold in their attributes."""
+
+    name = "own_generators"
+    is_left_at_the_end = True
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        found = generators_in(holders(trainer))
+        kinds = {path: type(generator).__name__ for path, generator in found.items()}
+        return {path: [kinds[path], state_of(found[path])] for path in found}
+
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        for path, generator in generators_in(holders(trainer)).items():
+            kind, state = value.get(path, ("none", None))
+            if kind == type(generator).__name__:
+                restore(generator, state)
+
+
+def holders(trainer: Trainer) -> dict[str, Any]:
+    """Whose attributes are looked through, with names that do not depend on this project's own."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    users = [each for each in callbacks if not type(each).__module__.startswith(PACKAGE)]
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return {"module": trainer.lightning_module, "data": data, "callbacks": users}
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
