@@ -274,7 +274,7 @@ def test_every_rank_learns_that_rank_zero_could_not_save(
     assert outcomes[0] == outcomes[1]
     if fault is not None:
         assert outcomes[0].startswith("UserError: ")
-        assert f"{fault}. The run has stopped; go on with --ckpt_path auto." in outcomes[0]
+        assert f"{fault}. The run has stopped; nothing was saved." in outcomes[0]
 
 
 # A copy without .git, as it is sent to a machine with a GPU.

@@ -1,7 +1,8 @@
 """Random generators that the user's own objects hold: how they are found, saved and seeded.
 
 A dataset or a module may keep a generator of Python, NumPy or torch in an attribute, instead of
-drawing from the global ones.
+drawing from the global ones. It may also keep one of these: whoever seeds what is found here must
+seed the global ones afterwards, or isolate them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,6 @@ from torch import Tensor, nn
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # Nothing of the user's is looked for in these.
 CLOSED = (Tensor, np.ndarray, str, bytes, int, float, type, ModuleType, Trainer)
-# These are seen to as they are: the parts of a checkpoint hold them, and loaders seed them.
-GLOBAL: tuple[Any, ...] = (
-    torch.default_generator,
-    random.seed.__self__,  # type: ignore[attr-defined]
-    # It has no other name; scikit-learn hands it out by this one.
-    np.random.mtrand._rand,
-)
 # What every module has. The walk goes on through a module's own attributes and its layers.
 OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule())} - {"_modules"}
 # A longer list or dictionary holds samples.
@@ -46,18 +40,15 @@ def generators_in(holder: Any) -> dict[str, Any]:
             continue
         # The object itself is kept, for its id would be given to another one.
         seen[id(value)] = value
-        # The system's own generator has no state.
-        is_left_out = isinstance(value, random.SystemRandom) or _is_global(value)
-        if isinstance(value, KINDS) and not is_left_out:
+        if isinstance(value, random.SystemRandom):
+            # It has no state.
+            continue
+        if isinstance(value, KINDS):
             found[path] = value
-        elif depth < DEEPEST and not is_left_out:
+        elif depth < DEEPEST:
             parts = [(f"{path}.{name}", depth + 1, each) for name, each in _parts(value)]
             waiting += parts
     return found
-
-
-def _is_global(value: Any) -> bool:
-    return any(value is each for each in GLOBAL)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

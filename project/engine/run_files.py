@@ -61,6 +61,8 @@ class RunFiles:
         failures = [reason for reason in of_all_ranks(failure, group) if reason]
         if failures:
             reason = failures[0].rstrip(".")
+            if not self.last.exists() and not self.best.exists():
+                raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
 
     def set_aside_unusable_best(self, run_id: str | None) -> str | None:

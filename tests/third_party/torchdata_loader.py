@@ -1,4 +1,4 @@
-"""torchdata: a StatefulDataLoader with random transforms."""
+"""torchdata: a StatefulDataLoader, with and without random transforms."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 
 
-class Noisy(Dataset[tuple[Tensor, Tensor]]):
+class WithNoise(Dataset[tuple[Tensor, Tensor]]):
     """Adds noise to each sample as it is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: float) -> None:
+        self.size = size
         self.x, self.y = table(TRAINING_SAMPLES, seed=0)
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index] + 0.1 * torch.randn(4), self.y[index]
+        return self.x[index] + self.size * torch.randn(4), self.y[index]
 
 
 class Shuffled(LightningDataModule):
+    noise = 0.0
+
     def __init__(self, workers: int = 0) -> None:
         super().__init__()
         self.workers = workers
 
     def train_dataloader(self) -> Any:
-        return StatefulDataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=self.workers)
+        samples = WithNoise(self.noise)
+        return StatefulDataLoader(samples, batch_size=8, shuffle=True, num_workers=self.workers)
 
     def val_dataloader(self) -> Any:
         return validation_loader()
+
+
+class Noisy(Shuffled):
+    noise = 0.1

@@ -70,8 +70,8 @@ class Fetch:
         self._seed(hash((self.seed, number_of(key))))
 
     def _seed(self, seed: int) -> None:
-        seed_generators(seed)
         seed_them(self.own_generators, seed)
+        seed_generators(seed)
 
     def _gathered(self, epoch: int, number: int, indices: Tensor) -> Any:
         if self.draws is False:

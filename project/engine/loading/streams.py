@@ -40,9 +40,9 @@ class SeededStream(data.IterableDataset[Any]):
         info = data.get_worker_info()
         if info is not None:
             epoch, first = self.place.tolist()
-            seed_generators(hash((self.seed, epoch, first, info.id)))
             # All workers alike, for a stream may draw one order and let each read a part of it.
             seed_them(generators_in(self.dataset), hash((self.seed, epoch, first)))
+            seed_generators(hash((self.seed, epoch, first, info.id)))
         return iter(self.dataset)
 
     def __len__(self) -> int:

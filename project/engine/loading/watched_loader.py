@@ -166,10 +166,15 @@ class WatchedLoader(Passes):
         stream = getattr(self.fetching, "dataset", None)
         if isinstance(stream, SeededStream):
             stream.begin_pass(self.start.epoch, first)
-        elif self.owner is None:
-            # A state that is kept holds the generators, too.
-            seed_them(generators_in(self.loader), hash((self.seed, self.start.epoch, first)))
-        return self._drawn_for(BEGINNING, lambda: iterate(self.fetching))
+
+        def begin() -> Iterator[Any]:
+            if self.owner is None:
+                # Where a state is kept, the generators are a part of it.
+                seed = hash((self.seed, self.start.epoch, first))
+                seed_them(generators_in(self.loader), seed)
+            return iterate(self.fetching)
+
+        return self._drawn_for(BEGINNING, begin)
 
     def _next(self, batches: Iterator[Any], number: int) -> Any:
         """The next batch, or END."""
