@@ -291,7 +291,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
             if uses_hooks(trainer):
                 self._before_hooks = BeforeHooks()
-                self._before_hooks.take_weights(trainer)
+                if not trainer.strategy.restore_checkpoint_after_setup:
+                    self._before_hooks.take_loaded(trainer)
         self._seams.after_train_start(lambda: self._restore(trainer))
         self._seams.before_each_batch(lambda: self.before_batch(trainer))
 
@@ -305,6 +306,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             before = self._resume.shared.get("start")
             apply_changes(trainer, self._hyperparameters.now, before, self.changed)
             if self._before_hooks is not None:
+                if trainer.strategy.restore_checkpoint_after_setup:
+                    # Such a strategy loads after on_fit_start, and so over what it has changed.
+                    self._before_hooks.take_loaded(trainer)
                 self._before_hooks.take_training(trainer)
         notes = self.loading.notes
         if self.best.asked and self.best.named_mode is None:

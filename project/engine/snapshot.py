@@ -102,20 +102,14 @@ class BeforeHooks:
         self.own: list[tuple[Any, dict[str, Any]]] = []
         self.extra: dict[str, Any] = {}
 
-    def take_weights(self, trainer: Trainer) -> None:
-        """Note weights and buffers, on the CPU."""
+    def take_loaded(self, trainer: Trainer) -> None:
+        """Note what Lightning loads first: weights and buffers (on the CPU), the user's callbacks,
+        data, the module's own.
+        """
         module = trainer.lightning_module
         self.weights = []
         for tensor in (*module.parameters(), *module.buffers()):
             self.weights.append((tensor, tensor.detach().to("cpu", copy=True)))
-
-    def take_training(self, trainer: Trainer) -> None:
-        """Note what belongs to the training: optimizers, schedules, the user's callbacks, data, the
-        module's own.
-        """
-        self.optimizers = [copy.deepcopy(each.state_dict()) for each in trainer.optimizers]
-        configs = trainer.lr_scheduler_configs
-        self.schedules = [copy.deepcopy(config.scheduler.state_dict()) for config in configs]
         self.callbacks = []
         for callback in users_callbacks(trainer):
             self.callbacks.append((callback, copy.deepcopy(callback.state_dict())))
@@ -123,7 +117,13 @@ class BeforeHooks:
         if data is not None:
             self.data = copy.deepcopy(data.state_dict())
         self.own = saved_by_users(trainer)
-        self.extra = copy.deepcopy(extra_states(trainer.lightning_module))
+        self.extra = copy.deepcopy(extra_states(module))
+
+    def take_training(self, trainer: Trainer) -> None:
+        """Note what Lightning loads later: the states of optimizers and schedules."""
+        self.optimizers = [copy.deepcopy(each.state_dict()) for each in trainer.optimizers]
+        configs = trainer.lr_scheduler_configs
+        self.schedules = [copy.deepcopy(config.scheduler.state_dict()) for config in configs]
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the hooks have changed."""

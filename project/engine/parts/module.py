@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from project.engine import lightning_internals
@@ -15,8 +16,8 @@ from project.engine.same_values import is_same
 
 
 class Gradients(Part):
-    """Gradients that were added up but not yet used: between the batches of one step, or in manual
-    optimization.
+    """Gradients that were added up but not yet used: between the batches of one step, in manual
+    optimization, or where the module's own ``optimizer_zero_grad`` may leave them.
     """
 
     name = "gradients"
@@ -24,9 +25,13 @@ class Gradients(Part):
 
     def take(self, trainer: Trainer) -> dict[str, Tensor]:
         module = trainer.lightning_module
-        if module.automatic_optimization and not is_inside_step(trainer):
+        are_zeroed = module.automatic_optimization and not is_overridden(
+            "optimizer_zero_grad", module
+        )
+        if are_zeroed and not is_inside_step(trainer):
             return {}
-        # Nobody knows where the steps of manual optimization end. So all of its gradients are kept.
+        # Nobody knows where the steps of manual optimization end, or what the module zeroes. So all
+        # gradients are kept.
         gradients: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
