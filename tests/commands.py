@@ -23,21 +23,32 @@ import torch
 from filelock import FileLock
 from torch.distributed import TCPStore
 
+from project.facts import Summary
 from tests.fork_server import Forked, can_fork
 
 Process = subprocess.Popen[bytes] | Forked
 
+# What training takes least time with.
+TINY = [
+    *("--data.source", "sample"),
+    *("--data.train_samples", "64", "--data.val_samples", "32", "--data.test_samples", "32"),
+    *("--data.batch_size", "32", "--max_epochs", "1"),
+    *("--model.network", "MLP", "--model.network.hidden", "[4]", "--accelerator", "cpu"),
+    *("--report", "false"),  # feature: report
+]
 # feature: mnist
 # This run has about 100 steps and is over in a second or two.
 SMALL = [
     *("--data.source", "sample"),
     *("--data.train_samples", "3200", "--data.val_samples", "200", "--data.test_samples", "200"),
     *("--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
-    *("--model.network", "MLP"),
+    # Most of such a run's time would be that of a larger network.
+    *("--model.network", "MLP", "--model.network.hidden", "[32]"),
     # The report is half of such a run's time.
     *("--report", "false"),  # feature: report
 ]
-REPORTED = [*SMALL]
+WHOLE_NETWORK = ["--model.network.hidden", "[256, 128]"]
+REPORTED = [*SMALL, *WHOLE_NETWORK]
 REPORTED += ["--report", "true"]  # feature: report
 # end feature: mnist
 # This network has batch normalisation. Every rank gathers its statistics from its own batches.
@@ -66,6 +77,7 @@ def complete(
     fresh: bool = False,
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
+    start_up: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run words to their end, and capture stdout and stderr.
 
@@ -75,12 +87,13 @@ def complete(
         fresh: As for :func:`popen`.
         cwd: Its working folder; this process' own when None.
         env: Its environment; this process' own when None.
+        start_up: As for :func:`popen`.
 
     Raises:
         subprocess.TimeoutExpired: It did not end in time.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = popen(words, out.fileno(), err.fileno(), fresh, cwd, env)
+        process = popen(words, out.fileno(), err.fileno(), fresh, cwd, env, start_up)
         try:
             process.wait(timeout)
         except BaseException:
@@ -205,6 +218,7 @@ def popen(
     fresh: bool = False,
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
+    start_up: Path | None = None,
 ) -> Process:
     """Start a process in a session of its own.
 
@@ -217,9 +231,10 @@ def popen(
         fresh: Start a new interpreter, because how it starts is what is tested.
         cwd: Its working folder; this process' own when None.
         env: Its environment; this process' own when None.
+        start_up: A folder on its ``PYTHONPATH`` with a ``sitecustomize.py``, if there is one.
     """
-    if not fresh and can_fork(words, dict(os.environ) if env is None else env):
-        return Forked(words, stdout, stderr, cwd, env)
+    if not fresh and can_fork(words, dict(os.environ) if env is None else env, start_up):
+        return Forked(words, stdout, stderr, cwd, env, start_up)
     return subprocess.Popen(
         words,
         stdout=stdout,
@@ -233,7 +248,7 @@ def popen(
 
 @functools.cache
 def made_once(
-    name: str, *arguments: str, wandb: str = "disabled", launcher: tuple[str, ...] = ()
+    name: str, *arguments: str, wandb: str = "disabled", on_two_ranks: bool = False
 ) -> Path:
     """The folder of a finished run. It is trained once for all tests of all pytest processes.
 
@@ -243,7 +258,7 @@ def made_once(
         name: The run's name.
         arguments: Arguments of ``fit``.
         wandb: The mode of W&B.
-        launcher: What Python runs the command with, such as torchrun.
+        on_two_ranks: Whether it is trained as by :func:`run_ranks`.
     """
     shared = Path(os.environ["TESTS_SHARED_FOLDER"])
     root = shared / f"{name}-{zlib.crc32(repr(arguments).encode())}"
@@ -252,8 +267,8 @@ def made_once(
         if not (root / "output.txt").exists():
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir()
-            words = [sys.executable, *launcher, *command("fit", *arguments, "--run_name", name)[1:]]
-            done = complete(words, cwd=root, env=environment)
+            run_it = run_ranks if on_two_ranks else run
+            done = run_it("fit", *arguments, "--run_name", name, cwd=root, env=environment)
             assert done.returncode == 0, done.stderr
             (root / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
     return root / "checkpoints" / name
@@ -266,7 +281,7 @@ def finished_run() -> Path:
 
 
 def two_rank_run() -> Path:
-    """A small run of torchrun on two processes, with a report and W&B offline.
+    """A small run on two processes, with a report and W&B offline.
 
     Each process takes half of a batch of 64.
     """
@@ -274,7 +289,7 @@ def two_rank_run() -> Path:
     flags += ["--model.schedule", "constant"]
     # Every rank would draw its own shifts.
     flags += ["--data.shift_pixels", "0"]
-    return made_once("two", *REPORTED, *flags, *CPU2, wandb="offline", launcher=TORCHRUN)
+    return made_once("two", *REPORTED, *flags, wandb="offline", on_two_ranks=True)
 
 
 # end feature: mnist
@@ -344,6 +359,22 @@ def without_measurements(row: dict[str, str]) -> dict[str, str]:
 def summary(folder: Path) -> dict[str, Any]:
     """summary.json."""
     return dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+
+
+def facts_of_a_short_run(name: str) -> Summary:
+    """What the closing lines tell of a run of two steps that took five seconds."""
+    return Summary(
+        name,
+        finished=True,
+        device="cpu",
+        precision="32-true",
+        world_size=1,
+        parameters=1,
+        epochs=1,
+        steps=2,
+        fit_seconds=5.0,
+        command="fit",
+    )
 
 
 def checkpoint(path: Path) -> dict[str, Any]:

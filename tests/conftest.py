@@ -37,7 +37,11 @@ FOREIGN = (
 )
 # Long files are begun first, so that at the end no process waits long for another.
 LONG = {
-    f"test_{name}.py" for name in ("fit", "export", "rename", "wandb", "examples", "resume", "ddp")
+    f"test_{name}.py"
+    for name in (
+        *("any_task", "ddp", "errors", "exact_checkpoint", "examples", "export", "fit"),
+        *("platforms", "rename", "resume", "start_methods", "wandb"),
+    )
 }
 
 

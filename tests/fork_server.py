@@ -5,7 +5,8 @@ process like any other: it has its own pid, session, folder, environment, output
 any signal kills it. :func:`tests.commands.popen` chooses. Where the start is what is tested, and on
 systems that cannot fork, it starts a fresh interpreter.
 
-The first test that needs the server starts it, one for each pytest process. The server has no
+The first test that needs the server starts it, one for each pytest process (and one more for
+:mod:`tests.test_platforms`). The server has no
 threads: a forked child would lack them, and torch would wait for them. It ends, and its children
 with it, when its end of a socket closes.
 """
@@ -60,6 +61,7 @@ class Forked:
         stderr: The same for its errors.
         cwd: Its working folder; this process' own when None.
         env: Its environment; this process' own when None.
+        start_up: A folder with a ``sitecustomize.py``, which its server runs as it starts.
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class Forked:
         stderr: int,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
+        start_up: Path | None = None,
     ) -> None:
         self.args = words
         self.returncode: int | None = None
         self._reports, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(_server()[0], [b"+"], [theirs.fileno(), stdout, stderr])
+            socket.send_fds(_server(start_up)[0], [b"+"], [theirs.fileno(), stdout, stderr])
         request = {
             "words": words,
             "cwd": str(cwd or os.getcwd()),
@@ -122,12 +125,16 @@ class Forked:
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, dict[str, str], Any]:
-    """The server's socket, the environment that it was started with, and its process."""
+def _server(start_up: Path | None) -> tuple[socket.socket, dict[str, str], Any]:
+    """The server's socket, the environment that it was started with, and its process.
+
+    There is one for each folder with code that runs as Python starts.
+    """
     ours, theirs = socket.socketpair()
     started_with = dict(os.environ)
     # With more than one thread, numpy would start them as it is imported.
-    environment = {**started_with, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    searched = str(ROOT) if start_up is None else f"{start_up}{os.pathsep}{ROOT}"
+    environment = {**started_with, "PYTHONPATH": searched, "OPENBLAS_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
     with theirs:
         process = subprocess.Popen(
@@ -142,7 +149,9 @@ def _server() -> tuple[socket.socket, dict[str, str], Any]:
     return ours, started_with, process
 
 
-def can_fork(words: list[str], env: dict[str, str] | None = None) -> bool:
+def can_fork(
+    words: list[str], env: dict[str, str] | None = None, start_up: Path | None = None
+) -> bool:
     """Whether a fork of the server does the same as a fresh interpreter with these words.
 
     It does for ``-m`` with one of our modules, and for ``-c`` with any code.
@@ -152,7 +161,7 @@ def can_fork(words: list[str], env: dict[str, str] | None = None) -> bool:
         return False
     if words[0] != sys.executable or not _runs_our_code(words):
         return False
-    return env is None or _read_at_start(env) == _read_at_start(_server()[1])
+    return env is None or _read_at_start(env) == _read_at_start(_server(start_up)[1])
 
 
 def _runs_our_code(words: list[str]) -> bool:

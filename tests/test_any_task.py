@@ -50,8 +50,22 @@ def _no_wandb(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> None:
 STOPS = [(6, False, "batch"), (13, False, "validation"), (20, False, "batch"), (20, True, "epoch")]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "stream"])
-@pytest.mark.parametrize("stops", [STOPS[::3], pytest.param(STOPS[1:3], marks=pytest.mark.nightly)])
+# These run with every change, the others nightly.
+QUICK_LOADERS = ("by epoch", "stream with state", "loader with state")
+
+
+def loaders_and_stops() -> list[Any]:
+    """Each loader, stopped at the first moment and at the others."""
+    found = []
+    for kind in LOADERS:
+        if kind != "stream":
+            marks = () if kind in QUICK_LOADERS else pytest.mark.nightly
+            found.append(pytest.param(kind, STOPS[:1], marks=marks))
+            found.append(pytest.param(kind, STOPS[1:], marks=pytest.mark.nightly))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "stops"), loaders_and_stops())
 def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
     kind: str, stops: list[tuple[int, bool, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,7 +121,12 @@ def test_a_sum_over_a_group_of_ones_own_is_said_to_begin_anew(
 
 
 @pytest.mark.parametrize(
-    "kind", ["sampler with state", "sized stream with state", "loader with state"]
+    "kind",
+    [
+        pytest.param("sampler with state", marks=pytest.mark.nightly),
+        pytest.param("sized stream with state", marks=pytest.mark.nightly),
+        "loader with state",
+    ],
 )
 def test_a_limited_epoch_ends_where_its_loader_goes_on(kind: str) -> None:
     flags = [*LINE, *SHORT, "--data.kind", kind, "--limit_train_batches", "5"]
@@ -127,7 +146,12 @@ trainer:
 
 
 @pytest.mark.parametrize(
-    ("batch", "dies"), [(15, False), pytest.param(26, False, marks=pytest.mark.nightly), (30, True)]
+    ("batch", "dies"),
+    [
+        pytest.param(15, False, marks=pytest.mark.nightly),
+        pytest.param(26, False, marks=pytest.mark.nightly),
+        (30, True),
+    ],
 )
 def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(
     batch: int, dies: bool
@@ -255,16 +279,27 @@ COMPOSED = [
 ]
 COMPOSED += ["--model.net.out_features", "6"]
 OTHERS += [COMPOSED]
+# These run with every change, the others nightly.
+QUICK_SIDE = SIDE[3]
+
+
+def places() -> list[Any]:
+    """Each module with each place at which its run is stopped."""
+    found = []
+    for named in (*SIDE, *OTHERS):
+        for place in ("batch", "validation", "epoch"):
+            is_quick = place == "batch" and (named in OTHERS or named == QUICK_SIDE)
+            is_quick = is_quick or (place == "validation" and named == ["Habits"])
+            marks = () if is_quick else pytest.mark.nightly
+            found.append(pytest.param(named, place, marks=marks, id=f"{place}-{' '.join(named)}"))
+    return found
 
 
 @pytest.mark.filterwarnings(
     "ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all"
 )
 @pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance", "ignore:.*`dataloader_iter`")
-@pytest.mark.parametrize("named", [*SIDE, *OTHERS], ids=" ".join)
-@pytest.mark.parametrize(
-    "place", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("named", "place"), places())
 def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: str) -> None:
     """The batch ends no step of ``Accumulates``, and no pass of a short loader."""
     reference = train("reference", *of(*named))
@@ -306,7 +341,9 @@ def test_loaders_side_by_side_differ_in_order_and_draws_and_so_do_passes(
     assert sum(len(yaml.safe_load(batch)) for batch in first[: -(-short // 8)]) == short
 
 
-@pytest.mark.parametrize("where", ["setup", "configure_model"])
+@pytest.mark.parametrize(
+    "where", ["setup", pytest.param("configure_model", marks=pytest.mark.nightly)]
+)
 def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
     line = of("LateLayers", "--model.where", where, "--max_epochs", "2")
     reference = train("reference", *line)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -19,6 +19,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from project.benchmark import (
+    in_turn,
     real_runs,
     table_devices,
     table_memory,  # feature: memory
@@ -60,6 +61,14 @@ def rows_of(table: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())["tables"][table]
     assert all(row["n"] >= 1 for row in rows)
     return rows
+
+
+@pytest.fixture(autouse=True)
+def _forked_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of loops are forks of one that has imported torch already."""
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(["project.benchmark.in_turn"])
+    monkeypatch.setattr(in_turn, "multiprocessing", SimpleNamespace(get_context=lambda _: forking))
 
 
 @pytest.fixture(autouse=True)
@@ -249,13 +258,9 @@ def test_progress_is_shown_on_a_terminal_only(
     assert ("0/2" in shown) == terminal
 
 
-def spawned() -> list[psutil.Process]:
-    """The processes that this one has started for a loop each."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if any("spawn_main" in word for word in child.cmdline())
-    ]
+def of_loops() -> list[multiprocessing.process.BaseProcess]:
+    """The processes that this one has started for a loop each; those of loaders are daemons."""
+    return [each for each in multiprocessing.active_children() if not each.daemon]
 
 
 def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
@@ -263,7 +268,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
 ) -> None:
     def watched(table: str, variants: dict[str, Any], rounds: int) -> dict[str, list[Epoch]]:
         def noted(name: str) -> Epoch:
-            alive.append((name, len(spawned())))
+            alive.append((name, len(of_loops())))
             return variants[name]()  # type: ignore[no-any-return]
 
         return alternate(table, {name: partial(noted, name) for name in variants}, rounds)
@@ -282,7 +287,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
     assert alive == [
         (name, 2) for name in order
     ]  # a process each, alive from the first turn to the last
-    assert spawned() == []
+    assert of_loops() == []
     assert {name: len(epochs) for name, epochs in found.items()} == {
         FLOOR: 2,
         FULL: 2,
@@ -306,7 +311,7 @@ def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
     monkeypatch.setattr(timing, "alternate", stopped)
     with pytest.raises(KeyboardInterrupt):
         epochs_in_turn("t", [FULL, FLOOR], [*SMALL, "--model.network", "MLP"], 2)
-    assert spawned() == []
+    assert of_loops() == []
     assert capfd.readouterr() == ("", "")
 
 

@@ -28,6 +28,7 @@ from project.errors import UserError
 from project.loggers.metrics_csv import MetricsCSV
 from tests.commands import (
     SMALL,
+    WHOLE_NETWORK,
     assert_same_run,
     checkpoint,
     command,
@@ -161,6 +162,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_whole(
     try:
         arguments = [
             *SMALL,
+            *WHOLE_NETWORK,
             "--default_root_dir",
             str(disk),
             "--run_name",

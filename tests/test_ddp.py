@@ -19,6 +19,7 @@ from project.model import MNISTClassifier
 from tests.commands import (
     CONVNET,
     SMALL,
+    WHOLE_NETWORK,
     checkpoint,
     finished_run,
     rows,
@@ -28,8 +29,8 @@ from tests.commands import (
 )
 
 
-def test_two_ranks_of_torchrun_train_what_one_trains_in_one_folder(workplace: Path) -> None:
-    steady = [*SMALL, "--model.schedule", "constant", "--data.shift_pixels", "0"]
+def test_two_ranks_train_what_one_trains_in_one_folder(workplace: Path) -> None:
+    steady = [*SMALL, *WHOLE_NETWORK, "--model.schedule", "constant", "--data.shift_pixels", "0"]
     assert fit.main([*steady, "--run_name", "one"]) == 0
     two = two_rank_run()
     assert summary(two)["world_size"] == 2

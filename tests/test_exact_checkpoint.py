@@ -49,11 +49,17 @@ def wait_for_step(folder: Path, step: int, process: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "devices"),
-    [(0, 1), pytest.param(2, 1, marks=pytest.mark.nightly), (0, 2)],
+    ("workers", "devices", "kills"),
+    [
+        (0, 1, 5),
+        pytest.param(2, 1, 5, marks=pytest.mark.nightly),
+        # Lightning starts the second rank, which imports torch.
+        (0, 2, 1),
+        pytest.param(0, 2, 5, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_plain_script_that_is_killed_at_random_moments_ends_as_if_it_were_not(
-    workplace: Path, workers: int, devices: int
+    workplace: Path, workers: int, devices: int, kills: int
 ) -> None:
     words = [str(workers), str(devices)]
     log = workplace / "log.txt"
@@ -61,7 +67,7 @@ def test_a_plain_script_that_is_killed_at_random_moments_ends_as_if_it_were_not(
     assert undisturbed.wait(timeout=120) == 0, log.read_text()[-3000:]
     steps = checkpoint(Path("undisturbed/last.ckpt"))["global_step"]
     chance = random.Random(f"{workers}{devices}")
-    moments = sorted(chance.sample(range(steps), 5))
+    moments = sorted(chance.sample(range(steps), kills))
     for moment in moments:
         process = start([*SCRIPT, "killed", *words], log)
         wait_for_step(Path("killed"), moment, process)

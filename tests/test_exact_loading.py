@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -416,7 +415,7 @@ def test_python_ends_although_workers_are_left() -> None:
         "loader = DataLoader(range(8), 2, num_workers=1)\n"
         "sys.batches = iter(ExactLoader(loader, True, 0)); next(sys.batches)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert complete([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 class Stream(IterableDataset[Tensor]):

@@ -98,6 +98,7 @@ class TestPngFolder(PromiseSuite, PictureSuite):
 
 
 # feature: mnist
+@pytest.mark.nightly
 class TestFashionMNIST(PictureSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -115,6 +116,7 @@ class TestTensorFiles(PictureSuite):
         return [*example("tensor_dataset", folder), "--data.batch_size", "40"]
 
 
+@pytest.mark.nightly
 class TestFinetunedBackbone(PictureSuite):
     # Early layers that are frozen at random weights are of no use; real ones would be.
     reached = ("test/accuracy", 0.0)
@@ -133,6 +135,7 @@ class TestFinetunedBackbone(PictureSuite):
         return [*example("finetune_backbone", folder), *size]
 
 
+@pytest.mark.nightly
 class TestImageRegression(TaskSuite):
     monitor = "val/mae"
     mode = "min"
@@ -144,6 +147,7 @@ class TestImageRegression(TaskSuite):
         return [*example("image_regression"), "--max_epochs", "4"]
 
 
+@pytest.mark.nightly
 class TestMultiLabel(TaskSuite):
     monitor = "val/f1"
     logged = {"train/loss", "train/f1", "val/loss", "val/f1"}

@@ -165,9 +165,10 @@ def exported_rows(loaded: Loaded, folder: Path) -> tuple[Samples, list[dict[str,
     ("network", "options"),
     [
         (MLP(image_shape=(3, 16, 24), num_classes=4, dropout=0.5), {}),
-        (
+        pytest.param(
             ConvNet(image_shape=(3, 16, 24), padding=True, num_classes=4, dropout=0.5),
             {"channels_last": True, "activation_checkpointing": True},
+            marks=pytest.mark.nightly,
         ),
     ],
 )

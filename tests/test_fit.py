@@ -33,12 +33,22 @@ from project.command_line.cli import configure, differences
 from project.command_line.read_checkpoint import load
 from project.data import MNISTDataModule
 from project.engine.run_folder import choose
-from project.facts import Summary
 from project.fit import next_commands
 from project.model import MLP, MNISTClassifier
 from project.progress import closing_lines, stopped_lines
 from project.run_result import RunResult
-from tests.commands import REPORTED, SMALL, checkpoint, command, complete, rows, run, start, summary
+from tests.commands import (
+    REPORTED,
+    SMALL,
+    checkpoint,
+    command,
+    complete,
+    facts_of_a_short_run,
+    rows,
+    run,
+    start,
+    summary,
+)
 from tests.trained import trained_checkpoint
 
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json"]
@@ -167,18 +177,7 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("best.ckpt", "last.ckpt"):
         (folder / name).touch()
-    facts = Summary(
-        "my run",
-        True,
-        "cpu",
-        "32-true",
-        1,
-        parameters=1,
-        epochs=1,
-        steps=2,
-        fit_seconds=5.0,
-        command="",
-    )
+    facts = facts_of_a_short_run("my run")
     commands = next_commands(configure([], "project.fit"))
     assert commands[0] == "test"
     assert commands[1:] == ["predict IMAGE.png"]  # feature: predict

@@ -22,26 +22,14 @@ from PIL import Image
 
 from project.tables import flat
 from tests import fuzzed
+from tests.commands import TINY as TINY_RUN
 from tests.commands import checkpoint, made_once, run
 from tests.fuzzed import MODULES, Input, entries, replacements
 
 COUNTS = {"flags": 1100, "config files": 500, "commands": 500, "files": 200, "checkpoints": 700}
-# What training takes least time with
-TINY = [
-    *(
-        "--data.source",
-        "sample",
-        "--data.train_samples",
-        "64",
-        "--data.val_samples",
-        "32",
-        "--data.test_samples",
-        "32",
-    ),
-    *("--data.batch_size", "32", "--max_epochs", "1", "--max_steps", "2", "--model.network", "MLP"),
-    *("--model.network.hidden", "[4]", "--accelerator", "cpu", "--monitors", "none"),
-    *("--report", "false"),  # feature: report
-]
+TINY = [*TINY_RUN, "--max_steps", "2", "--monitors", "none"]
+TO_FOUR_STEPS = ["--run_name", "small", "--ckpt_path", "last"]
+TO_FOUR_STEPS += ["--max_epochs", "2", "--max_steps", "4"]
 WORDS = [
     *(
         "",
@@ -346,35 +334,9 @@ def files(chance: random.Random, base: str) -> Iterator[Input]:
         ],
         "checkpoints/small/metrics.csv": [
             ("runs", ["--report", "x.html"]),  # feature: report
-            (
-                "fit",
-                [
-                    "--run_name",
-                    "small",
-                    "--ckpt_path",
-                    "last",
-                    "--max_epochs",
-                    "2",
-                    "--max_steps",
-                    "4",
-                ],
-            ),
+            ("fit", TO_FOUR_STEPS),
         ],
-        "checkpoints/small/run-id.txt": [
-            (
-                "fit",
-                [
-                    "--run_name",
-                    "small",
-                    "--ckpt_path",
-                    "last",
-                    "--max_epochs",
-                    "2",
-                    "--max_steps",
-                    "4",
-                ],
-            )
-        ],
+        "checkpoints/small/run-id.txt": [("fit", TO_FOUR_STEPS)],
         "space.yaml": [("sweep", ["--space", "space.yaml", "--trials", "1", *TINY])],
         "digit.png": [("predict", ["digit.png"])],
     }

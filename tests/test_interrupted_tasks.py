@@ -512,8 +512,28 @@ CASES: dict[str, tuple[list[str], str, int, bool]] = {
 }
 
 
+# These run with every change, the others nightly.
+QUICK = (
+    "steps of a validation",
+    "wrapped metrics, a validation",
+    "a callback's state in validation",
+    "a network made late",
+    "a part of a stream, in training",
+    "a data module's state",
+    "steps, between epochs",
+    "stopped early, in the test",
+)
+
+
+def cases() -> list[Any]:
+    """The names of all cases."""
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in CASES
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases())
 def test_an_interrupted_run_is_bit_identical(case: str) -> None:
     flags, hook, number, dies = CASES[case]
     random.seed(0)

@@ -134,11 +134,7 @@ TOGETHER = {
     ],
     "ReduceLROnPlateau": ["LearningRateMonitor"],
 }
-DAILY = (
-    "BackboneFinetuning",
-    "GradientAccumulationScheduler",
-    "EarlyStopping and LearningRateMonitor",
-)
+DAILY = ("BackboneFinetuning", "EarlyStopping and LearningRateMonitor")
 KILLS = 5  # of each of twenty: a hundred
 TRAINER = ["--accelerator", "cpu", "--log_every_n_steps", "1", "--max_epochs", "4"]
 TRAINER += ["--report", "false"]  # feature: report

@@ -45,6 +45,15 @@ def python_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return f"{folder}:{ROOT}"
 
 
+def mostly(quick: str) -> pytest.MarkDecorator:
+    """For a test that takes long: which of the two every day tries. The other one is nightly."""
+    names = ("installed", "not installed")
+    found = [
+        pytest.param(name, marks=() if name == quick else pytest.mark.nightly) for name in names
+    ]
+    return pytest.mark.parametrize("python_path", found, indirect=True, scope="module")
+
+
 def python(
     code: str, *arguments: str, python_path: str, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
@@ -66,6 +75,7 @@ def printed(code: str, python_path: str, fresh: bool = False) -> list[str]:
     return done.stdout.splitlines()
 
 
+@mostly("not installed")
 def test_without_the_other_names_the_package_is_missing_where_it_is_not_installed(
     python_path: str,
 ) -> None:
@@ -135,7 +145,16 @@ print(found == [lightning.pytorch.callbacks.EarlyStopping] * 2)
     assert printed(code, python_path) == ["True"]
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@mostly("installed")
+# A fork has what its parent has, and forkserver's workers import as those of spawn do.
+@pytest.mark.parametrize(
+    "start_method",
+    [
+        pytest.param("fork", marks=pytest.mark.nightly),
+        pytest.param("forkserver", marks=pytest.mark.nightly),
+        "spawn",
+    ],
+)
 def test_worker_processes_see_the_same_classes(start_method: str, python_path: str) -> None:
     """The main module is none of ours, so that a worker can only know from its search path."""
     code = f"""
@@ -187,6 +206,7 @@ TEST = f"{SWITCHED_ON}import sys; from project import test; sys.exit(test.main(s
 INTERRUPTED = f"{SWITCHED_ON}from tests import interrupted; interrupted.main()"
 
 
+@mostly("not installed")
 def test_a_run_that_was_killed_and_resumed_is_bit_identical_and_can_be_tested(
     python_path: str, tmp_path: Path
 ) -> None:

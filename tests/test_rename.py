@@ -378,12 +378,12 @@ LARGEST = {"mnist", "all"}  # the others' clones are many
 def test_each_feature_lifts_out(clone: Path, before: set[str], feature: str) -> None:
     lift_out(clone, feature)
     assert [line for line in problems(clone, NAME) if line not in before] == []
+    if feature in LARGEST:
+        assert_does_not_call_itself_after_digits(clone)
 
 
-def test_what_is_left_does_not_call_itself_after_digits_that_are_gone(clone: Path) -> None:
-    if "mnist" not in HERE.features_here():
-        pytest.skip("the digits are gone")
-    lift_out(clone, "mnist")
+def assert_does_not_call_itself_after_digits(clone: Path) -> None:
+    """A clone without the digits has another name and another first sentence."""
     first_words = {
         "README.md": (clone / "README.md").read_text().partition("\n```")[0],
         "pyproject.toml": (clone / "pyproject.toml").read_text().partition("dependencies")[0],
@@ -700,6 +700,7 @@ def test_an_update_that_cannot_be_is_refused_and_touches_nothing(tmp_path: Path)
     assert mine.git("status", "--porcelain") == "?? draft.txt\n"
 
 
+@pytest.mark.nightly
 def test_a_package_that_is_renamed_again_still_knows_its_template(clone: Path) -> None:
     head = git(clone, "rev-parse", "HEAD").strip()
     assert python(clone, "-m", f"{PACKAGE}.rename", LONGER, "--without", "sweep").returncode == 0

@@ -106,7 +106,10 @@ def test_matrix_of_killed_and_resumed_runs_is_bit_identical(
     )
 
 
-@pytest.mark.parametrize(("accumulate", "step"), [(1, 17), (2, 9)])  # with 2 it falls inside a step
+# With 2 it falls inside a step.
+@pytest.mark.parametrize(
+    ("accumulate", "step"), [pytest.param(1, 17, marks=pytest.mark.nightly), (2, 9)]
+)
 def test_a_run_killed_soon_after_a_validation_inside_an_epoch_goes_on_bit_identically(
     workplace: Path, accumulate: int, step: int
 ) -> None:
@@ -172,13 +175,15 @@ def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace:
 
 
 @pytest.mark.parametrize(
-    "step",
+    ("step", "epochs"),
     [
-        pytest.param(25, id="in validation"),
-        pytest.param(60, id="in training", marks=pytest.mark.nightly),
+        pytest.param(25, "1", id="in validation"),
+        pytest.param(60, "3", id="in training", marks=pytest.mark.nightly),
     ],
 )
-def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, step: int) -> None:
+def test_a_stopped_run_with_averaged_weights_is_bit_identical(
+    workplace: Path, step: int, epochs: str
+) -> None:
     Path("averaged.yaml").write_text(AVERAGED)
     arguments = [
         "--config",
@@ -188,6 +193,8 @@ def test_a_stopped_run_with_averaged_weights_is_bit_identical(workplace: Path, s
         *RANDOM,
         "--val_check_interval",
         "0.5",
+        "--max_epochs",
+        epochs,
     ]
     assert fit.main(["--run_name", "reference", *arguments]) == 0
     words = [
@@ -211,13 +218,13 @@ def test_data_on_the_device_give_the_weights_of_data_on_the_host_also_after_a_st
     workplace: Path,
 ) -> None:
     """On two processes: tests/test_scale_out.py."""
-    arguments = [*SMALL, *CONVNET, *RANDOM]
+    arguments = [*SMALL, *CONVNET, *RANDOM, "--max_epochs", "1"]
     assert fit.main(["--run_name", "reference", *arguments, "--data.on_device", "false"]) == 0
     words = [
         sys.executable,
         "-m",
         "tests.interrupted",
-        "60",
+        "30",
         "SIGTERM",
         "--run_name",
         "stopped",

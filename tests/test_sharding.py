@@ -19,7 +19,7 @@ from project.command_line.trainer_flags import trainer_flags
 from project.engine.checkpoint_files import AtomicCheckpointIO
 from project.engine.sharding import LARGE, ShardedStrategy
 from project.errors import UserError
-from tests.commands import SMALL, checkpoint, run_ranks, summary
+from tests.commands import SMALL, WHOLE_NETWORK, checkpoint, run_ranks, summary
 
 HALF = ["--data.batch_size", "32"]  # of each batch for each of two processes
 
@@ -52,7 +52,7 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
         "--model.optimizer_args.momentum",
         "0.9",
     ]
-    short = [*SMALL, *steady, "--limit_train_batches", "10", "--max_epochs"]
+    short = [*SMALL, *WHOLE_NETWORK, *steady, "--limit_train_batches", "10", "--max_epochs"]
     assert fit.main([*short, "2", "--run_name", "whole"]) == 0
     for epochs in ("1", "2"):
         ended = run_ranks(
@@ -166,6 +166,7 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
 def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
     words = [
         *SMALL,
+        *WHOLE_NETWORK,
         "--limit_train_batches",
         "10",
         "--max_epochs",

@@ -28,13 +28,9 @@ FIRST_SEED = int(os.environ.get("SITUATION_FIRST_SEED", "0"))
 # These run with every change, the others nightly.
 QUICK = (
     "plain",
-    "rate_at_epoch_start",
     "queue_that_is_not_persistent",
-    "manual_accumulation",
     "module_counts_in_a_buffer_at_on_validation_epoch_end",
-    "module_counts_in_validation_inside_epochs",
     "plateau_of_validations_inside_epochs",
-    "collects_outputs_in_lists_and_validates_inside_epochs",
     "longer_module_turns_weights_at_epoch_end",
 )
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")

@@ -57,30 +57,31 @@ def make_data(name: str, root: Path) -> list[str]:
 
 def train(flags: list[str], start_method: str, place: Path) -> Path:
     """The folder of a run whose worker processes were started in this way."""
-    size = ["--max_epochs", "2", "--limit_train_batches", "6", "--log_every_n_steps", "2"]
+    size = ["--max_epochs", "1", "--limit_train_batches", "6", "--log_every_n_steps", "2"]
     where = ["--accelerator", "cpu", "--default_root_dir", str(place), "--run_name", start_method]
     words = [sys.executable, "-c", FIT, start_method, *flags, *size, *where]
-    done = complete(words, cwd=ROOT, env=environment(), fresh=True)
+    done = complete(words, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
     return place / start_method
 
 
 def examples() -> list[object]:
-    """One example stands for the others, which the nightly tests try."""
+    """One example stands for the others, and spawn for forkserver: the nightly tests try them."""
     found: list[object] = []
     for name in EXAMPLES:
-        marks = () if name == "lightnings_own" else pytest.mark.nightly
-        found.append(pytest.param(name, marks=marks))
+        for start_method in ("forkserver", "spawn"):
+            is_quick = name == "lightnings_own" and start_method == "spawn"
+            marks = () if is_quick else pytest.mark.nightly
+            found.append(pytest.param(name, start_method, marks=marks))
     return found
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows can only spawn")
-@pytest.mark.parametrize("name", examples())
+@pytest.mark.parametrize(("name", "start_method"), examples())
 def test_worker_processes_give_the_same_numbers_however_they_are_started(
-    name: str, tmp_path: Path
+    name: str, start_method: str, tmp_path: Path
 ) -> None:
     flags = [*EXAMPLES[name]]
     flags += make_data(name, tmp_path / "data")  # feature: images
     forked = train(flags, "fork", tmp_path)
-    for start_method in ("forkserver", "spawn"):
-        assert_same_run(forked, train(flags, start_method, tmp_path))
+    assert_same_run(forked, train(flags, start_method, tmp_path))

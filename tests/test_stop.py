@@ -143,7 +143,14 @@ def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace:
     assert summary(Path("checkpoints/r"))["finished"]
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 143)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("SIGTERM", 143),
+        ("SIGINT", 130),
+        pytest.param("SIGHUP", 143, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(
     workplace: Path, name: str, code: int
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from tests.commands import (
     SMALL,
+    TINY,
     checkpoint,
     command,
     complete,
@@ -29,30 +30,6 @@ from tests.commands import (
     wait_for,
 )
 
-TINY = [
-    *(
-        "--data.source",
-        "sample",
-        "--data.train_samples",
-        "64",
-        "--data.val_samples",
-        "32",
-        "--data.test_samples",
-        "32",
-    ),
-    *(
-        "--data.batch_size",
-        "32",
-        "--max_epochs",
-        "1",
-        "--model.network",
-        "MLP",
-        "--model.network.hidden",
-        "[4]",
-    ),
-    *("--accelerator", "cpu"),
-    *("--report", "false"),  # feature: report
-]
 nightly = pytest.mark.nightly
 
 
@@ -149,8 +126,9 @@ def test_what_cannot_be_written_ends_with_our_own_exit_codes(line: str, code: in
 
 
 def test_the_pictures_of_a_notebook_are_no_concern_of_a_run() -> None:
-    shown = fit("--print_config", MPLBACKEND="module://matplotlib_inline.backend_inline")
-    assert (shown.returncode, shown.stderr) == (0, b"")
+    environment = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    shown = run("fit", "--print_config", env=environment)
+    assert (shown.returncode, shown.stderr) == (0, "")
 
 
 @nightly
@@ -357,5 +335,5 @@ def test_an_error_beside_a_loaders_workers_ends_the_process(workplace: Path) -> 
         "PYTHONPATH": f"{Path(__file__).parents[1]}:.",
         "WANDB_MODE": "disabled",
     }
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    ended = complete(words, timeout=60, env=environment)
     assert (ended.returncode, "ValueError: broken" in ended.stderr) == (1, True), ended.stderr

@@ -87,7 +87,6 @@ def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:
         "5",
         *CPU2,
         *callback,
-        fresh=True,
     )
     assert counted.returncode == 0, counted.stderr
     told = [json.loads(Path(f"threads-{rank}.json").read_text()) for rank in (0, 1)]

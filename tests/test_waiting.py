@@ -19,10 +19,9 @@ from project import threads
 from project import waiting as module
 from project.command_line import trainer_flags as engine_trainer
 from project.command_line.trainer_flags import build_trainer
-from project.facts import Summary
 from project.progress import closing_lines
 from project.waiting import Shares, Waiting, waiting
-from tests.commands import SMALL, checkpoint, command, run, start, summary
+from tests.commands import SMALL, checkpoint, command, facts_of_a_short_run, run, start, summary
 
 
 @pytest.fixture(autouse=True)
@@ -184,18 +183,7 @@ def test_what_others_use_of_a_core_is_seen() -> None:
 
 
 def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
-    facts = Summary(
-        "r",
-        True,
-        "cpu",
-        "32-true",
-        1,
-        parameters=1,
-        epochs=1,
-        steps=2,
-        fit_seconds=5.0,
-        command="fit",
-    )
+    facts = facts_of_a_short_run("r")
     assert "other processes" not in closing_lines(facts, tmp_path)
     facts.busy_seconds = 0.3  # would be 0 s
     assert "other processes" not in closing_lines(facts, tmp_path)

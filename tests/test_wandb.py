@@ -36,6 +36,7 @@ from project.run_result import RunResult as RunRecord
 from tests.commands import (
     REPORTED,
     SMALL,
+    WHOLE_NETWORK,
     checkpoint,
     command,
     complete,
@@ -172,7 +173,15 @@ def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(
         "assert fit.main(sys.argv[1:]) == 0",
         "assert 'wandb' not in sys.modules",
     ]
-    words = [sys.executable, "-c", "\n".join(script), *SMALL, "--run_name", "without"]
+    words = [
+        sys.executable,
+        "-c",
+        "\n".join(script),
+        *SMALL,
+        *WHOLE_NETWORK,
+        "--run_name",
+        "without",
+    ]
     done = complete(words, cwd=tmp_path, env={**os.environ, "WANDB_MODE": "disabled"})
     assert done.returncode == 0, done.stderr
     other = tmp_path / "checkpoints" / "without"
@@ -441,7 +450,9 @@ def test_further_ranks_and_a_run_without_wandb_take_what_a_modules_own_code_logs
 
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
-@pytest.mark.parametrize("mode", ["", "OFFLINE", "dryrun"])
+@pytest.mark.parametrize(
+    "mode", ["", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("OFFLINE", "dryrun"))]
+)
 def test_a_mode_that_is_empty_or_in_capitals_is_given_to_wandb_as_it_takes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
