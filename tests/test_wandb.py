@@ -382,7 +382,7 @@ def _wandb_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
 
 
 def logger_in(folder: Path, config: dict[str, Any]) -> WandbRunLogger | None:
-    settings: Any = SimpleNamespace(trainer={"logger": None}, resolved=config)
+    settings: Any = SimpleNamespace(trackers=["wandb"], resolved=config)
     return make_wandb_logger(settings, Run(folder, run_id="id"), Best())
 
 
@@ -790,7 +790,7 @@ def test_wandbs_own_functions_work_in_every_hook_of_a_module(
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_wandbs_own_functions_work_without_any_logger(tmp_path: Path) -> None:
-    settings: Any = SimpleNamespace(trainer={"logger": False}, resolved={})
+    settings: Any = SimpleNamespace(trackers=[], resolved={})
     assert make_wandb_logger(settings, Run(tmp_path, run_id="id"), Best()) is None
     wandb.log({"own/loss": 1.0})
     assert wandb.run is not None

@@ -3,10 +3,14 @@
 python -m project.export
 python -m project.export --ckpt_path checkpoints/mine/best.ckpt --output_dir exported
 python -m project.export --formats safetensors     # the weights alone, of any module
+python -m project.export --hub digits              # a folder for the Hugging Face Hub
 
 Writes model.onnx, model.pt2 and model.safetensors beside the checkpoint. The first two are the
 module's own `forward`. Of an image classifier it takes `images`, float32 in 0-1, (batch, channels,
 height, width), and returns `logits` (batch, classes).
+
+With --hub, a folder of its own: the weights of the whole module, config.json, and a model card.
+huggingface_hub uploads it as it is: hf upload ME/digits digits
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ def main(argv: list[str]) -> int:
     Returns 1, and leaves no new file, where an export disagrees with the checkpoint.
     """
     args = parse(argv)
+    if args.hub is not None:
+        return export_to_hub(args)
+    args.formats = args.formats or list(FILES)
     check_packages(args.formats)
     with quick_imports():
         from project.engine.run_folder import find_checkpoint
@@ -76,8 +83,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--formats",
         metavar="LIST",
         type=check_formats,
-        default=list(FILES),
         help=f"any of {','.join(FILES)} (default: all)",
+    )
+    parser.add_argument(
+        "--hub",
+        metavar="DIR",
+        help="instead, write a folder for the Hugging Face Hub: weights, configuration, model card",
     )
     parser.add_argument(
         "--data.root", metavar="DIR", help="where the test set is (default: as in training)"
@@ -88,6 +99,35 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="which test set (default: as in training)",
     )
     return parser.parse_args(argv)
+
+
+def export_to_hub(args: argparse.Namespace) -> int:
+    """Write the folder that ``--hub`` names, and say how it is uploaded."""
+    for name in ("output_dir", "output", "formats"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--hub writes a folder of its own: remove --{name}.")
+    check_packages(["safetensors"])
+    with quick_imports():
+        from project.engine.run_folder import find_checkpoint
+        from project.export.hub import FILES as HUB_FILES
+        from project.export.hub import check_hub, write_hub
+
+    folder = check_hub(args.hub)
+    loaded = load_module(find_checkpoint(args.ckpt_path), args)
+    is_new = not folder.exists()
+    make_folder(folder, "--hub")
+    try:
+        write_hub(loaded, folder)
+    except BaseException:
+        if is_new:
+            folder.rmdir()
+        raise
+    for name in HUB_FILES:
+        megabytes = (folder / name).stat().st_size / 1e6
+        print(f"{os.path.relpath(folder / name)}  {megabytes:,.2f} MB")
+    print("Loaded again from there, it is the checkpoint's module, bit for bit.")
+    print(f"Add a licence to README.md. To upload: hf upload ME/{folder.name} {args.hub}")
+    return 0
 
 
 def check_output_dir(text: str) -> str:
@@ -151,7 +191,7 @@ def load_module(checkpoint: Path, args: argparse.Namespace) -> Loaded:
     return loaded
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, option: str = "--output_dir") -> None:
     """Make the folder; a UserError where no file can be written into it."""
     try:
         str(folder).encode()  # torch ends the process where a name is not UTF-8
@@ -160,7 +200,7 @@ def make_folder(folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "its name is not UTF-8"
         raise UserError(
-            f"--output_dir must be a folder you may write to, got {folder} ({reason})."
+            f"{option} must be a folder you may write to, got {folder} ({reason})."
         ) from None
 
 
