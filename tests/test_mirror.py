@@ -24,7 +24,7 @@ from project.engine.mirror.mirror import Mirror
 from project.engine.mirror.reading import saves_in
 from project.engine.mirror.save import Save
 from project.engine.mirror.store import Store
-from project.engine.run_folder import RunFolder, last_owner
+from project.engine.run_folder import RunFolder, find_checkpoint, last_owner
 from project.errors import UserError
 from tests.commands import checkpoint
 from tests.plain_module import Regression
@@ -432,6 +432,29 @@ def test_who_lost_the_lease_copies_nothing_more(
     assert store_of("memory://store").read(lease.FILE) == b'{"owner": "another"}'
 
 
+# What only reads
+
+
+def test_a_checkpoint_is_read_by_its_runs_address_and_by_its_own(
+    workplace: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "memory://store"
+    fill(url, killed)
+    save = newest(url)
+    for address, name in {
+        f"{url}/run": "best.ckpt",
+        f"{url}/run/last.ckpt": "last.ckpt",
+        f"{url}/run/{save.files['last.ckpt'].place('last.ckpt')}": "last.ckpt",
+    }.items():
+        path = find_checkpoint(address)
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == save.files[name].sha256
+    assert "read from memory://store/run: last.ckpt of step 12." in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"holds several runs; add one's name: run\."):
+        find_checkpoint(url)
+    with pytest.raises(UserError, match="there is no checkpoint and no mirrored run at"):
+        find_checkpoint("memory://elsewhere/last.ckpt")
+
+
 # What is typed
 
 
@@ -459,7 +482,7 @@ def test_a_password_in_an_address_is_not_printed() -> None:
 
 def test_a_manifest_is_read_again_and_every_change_of_it_is_seen() -> None:
     entry = Entry(3, "a" * 64)
-    manifest = Manifest(12, 40, "id", "b" * 32, {"last.ckpt": entry, "metrics.csv": entry})
+    manifest = Manifest(12, 40, "id", "b" * 32, 1.5, {"last.ckpt": entry, "metrics.csv": entry})
     data = manifest.to_bytes()
     assert parse(data) == manifest
     assert all(parse(data[:end]) is None for end in range(len(data)))
@@ -477,7 +500,7 @@ def test_a_manifest_is_read_again_and_every_change_of_it_is_seen() -> None:
     ],
 )
 def test_a_manifest_of_a_stranger_names_no_other_place(files: dict[str, Entry]) -> None:
-    assert parse(Manifest(1, 1, "id", "b" * 32, files).to_bytes()) is None
+    assert parse(Manifest(1, 1, "id", "b" * 32, 1.5, files).to_bytes()) is None
 
 
 def test_no_other_file_than_those_of_a_run_is_mirrored(workplace: Path) -> None:

@@ -58,7 +58,7 @@ OPTIONS: tuple[Option, ...] = (
         "ckpt_path",
         str | None,
         None,
-        "Go on from last, best, auto (last whole one, else afresh) or a file.",
+        "Go on from last, best, auto (last whole one, else afresh), a file or its address.",
     ),
     Option(
         "init_weights",

@@ -21,6 +21,8 @@ from filelock import FileLock, Timeout
 from project.engine.checkpoint_files import damage, read
 from project.engine.files import write_atomically
 from project.engine.mirror.mirror import OWNER_FILE, Mirror
+from project.engine.mirror.store import is_address
+from project.engine.mirror.visiting import fetch_checkpoint
 from project.engine.ranks import is_rank_zero, say
 from project.errors import UserError, nearest, require
 
@@ -312,8 +314,8 @@ def find_checkpoint(
     run_name: str | None = None,
     option: str = "--ckpt_path",
 ) -> Path:
-    """The file that ``--ckpt_path`` means: a path, or ``best`` (default) or ``last`` of a run
-    (default: the newest).
+    """The file that ``--ckpt_path`` means: a path, an address in a mirror, or ``best`` (default) or
+    ``last`` of a run (default: the newest).
     """
     # An empty text after the option is a mistake, and not the default.
     kind = "best" if ckpt_path is None else ckpt_path
@@ -336,6 +338,8 @@ def find_checkpoint(
 
 
 def _named_file(name: str, option: str) -> Path:
+    if is_address(name):
+        return fetch_checkpoint(name, option)
     path = Path(name)
     if path.is_file():
         return path

@@ -230,7 +230,9 @@ class Copying:
             self._note_part(0)
         if not self.lease.is_mine():
             raise TakenOver
-        manifest = Manifest(self._number + 1, save.step, self.run_id, self.lease.owner, entries)
+        number = self._number + 1
+        owner = self.lease.owner
+        manifest = Manifest(number, save.step, self.run_id, owner, time.time(), entries)
         self.store.write(manifest.name, manifest.to_bytes())
         self._number += 1
         self._damaged -= new.keys()

@@ -30,6 +30,8 @@ RUN_ID = re.compile(r"\w[\w.\-]{0,63}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 # A manifest has about 1,500 bytes. A longer one is none of ours.
 LONGEST = 100_000
+# A file of a later time cannot be made everywhere.
+LAST_TIME = 2.0**32
 READ_AT_ONCE = 2**20
 
 
@@ -57,6 +59,8 @@ class Manifest:
     run_id: str
     # The process that wrote it
     owner: str
+    # When, in seconds since 1970 by the clock of its machine. People see it; nothing depends on it.
+    written: float
     # By their names in the run's folder
     files: dict[str, Entry]
 
@@ -81,6 +85,7 @@ class Manifest:
             "step": self.step,
             "run_id": self.run_id,
             "owner": self.owner,
+            "written": self.written,
             "files": files,
         }
         content["digest"] = digest_of_content(content)
@@ -113,8 +118,11 @@ def parse(data: bytes | None) -> Manifest | None:
     step = content.get("step")
     run_id = content.get("run_id")
     owner = content.get("owner")
+    written = content.get("written")
     files = content.get("files")
     if not (is_count(number) and is_count(step) and isinstance(files, dict)):
+        return None
+    if not (isinstance(written, float) and 0 <= written < LAST_TIME):
         return None
     if not (isinstance(run_id, str) and RUN_ID.fullmatch(run_id) and isinstance(owner, str)):
         return None
@@ -124,7 +132,7 @@ def parse(data: bytes | None) -> Manifest | None:
         if name not in MIRRORED or entry is None:
             return None
         entries[name] = entry
-    return Manifest(number, step, run_id, owner, entries)
+    return Manifest(number, step, run_id, owner, written, entries)
 
 
 def parse_entry(found: object) -> Entry | None:

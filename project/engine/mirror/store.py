@@ -150,6 +150,11 @@ class Store:
         except FileNotFoundError:
             return None
 
+    def is_file(self, name: str) -> bool:
+        """Whether there is such a file."""
+        self._files.invalidate_cache()
+        return bool(self._files.isfile(self._path(name)))
+
     def remove(self, name: str) -> None:
         """Remove a file; nothing where there is none."""
         with contextlib.suppress(FileNotFoundError):
