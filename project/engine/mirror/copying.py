@@ -209,7 +209,9 @@ class Copying:
 
     def _copy(self, save: Save) -> None:
         """Bring a save over: contents that are not there yet, then the manifest."""
-        if not self.lease.is_mine():
+        if self.failure is not None:
+            self.store.reopen()
+        if not self.lease.is_mine(self.store):
             raise TakenOver
         kept = self._known_saves()
         entries = {}
@@ -228,7 +230,7 @@ class Copying:
         for place, held in new.items():
             self.store.put(held.file, held.size, place, self._note_part)
             self._note_part(0)
-        if not self.lease.is_mine():
+        if not self.lease.is_mine(self.store):
             raise TakenOver
         number = self._number + 1
         owner = self.lease.owner

@@ -104,13 +104,15 @@ class Lease:
     def _renew(self) -> None:
         store: Store | None = None
         while not self._ended.wait(BEAT_S):
-            # A store that does not answer is told by whoever copies.
-            with contextlib.suppress(Exception):
+            try:
                 # A connection of its own: a copy that takes long must not hold it up.
                 store = store or Store(self.store.url)
                 if not self.is_mine(store):
                     return
                 self._write(store)
+            except Exception:
+                # A store that does not answer is told by whoever copies. Connect anew.
+                store = None
 
     def _wait_until_it_runs_out(self, found: bytes) -> None:
         machine = machine_in(found)

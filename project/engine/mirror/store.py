@@ -71,6 +71,10 @@ class Store:
         self.shown = without_password(url)
         self._files, self._root = self._open()
 
+    def reopen(self) -> None:
+        """Connect anew: a connection that was lost does not come back by itself."""
+        self._files, self._root = self._open()
+
     def _open(self) -> tuple[Any, str]:
         protocol = "file"
         if is_address(self.url):
