@@ -203,7 +203,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         A damaged file is skipped, and a line says so. With a mirror, its newest whole save is
         brought here first, if it is ahead of what is here.
         """
-        if self.mirror is not None:
+        if self.mirror is not None and not self.mirror.was_asked:
             # One rank asks the mirror, and the others wait for it.
             decided_by_rank_zero(self._bring)
         path = self.files.newest_whole()

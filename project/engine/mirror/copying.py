@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from project.engine import signals
 from project.engine.mirror.lease import Lease
 from project.engine.mirror.manifest import (
     FOLDER,
@@ -109,6 +110,9 @@ class Copying:
             self._changed.notify_all()
             while not self._is_complete and not self._has_ended:
                 now = time.monotonic()
+                if seconds is None and signals.state.requested:
+                    # The run was asked to stop while it waits.
+                    seconds = now - begun + signals.seconds_left()
                 if seconds is not None and now - begun >= seconds:
                     break
                 if seconds is None and now - max(begun, self._last_move) >= STALLED_S:

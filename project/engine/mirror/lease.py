@@ -34,6 +34,8 @@ LOOK_S = 5.0
 # How often, and after how many seconds, a lease is read again that was just being written
 READS = 5
 READ_AGAIN_S = 0.2
+# The leases of this process, by the address of the run's folder in the mirror
+HELD: dict[str, Lease] = {}
 
 
 class Lease:
@@ -63,6 +65,10 @@ class Lease:
         Raises:
             UserError: Another process trains the run.
         """
+        earlier = HELD.pop(self.store.url, None)
+        if earlier is not None:
+            # An earlier run of this process ended without giving it back, as in a notebook.
+            earlier.release()
         found = self.store.read(FILE)
         if found is not None and owner_in(found) not in (self.owner, dead_owner):
             self._wait_until_it_runs_out(found)
@@ -70,6 +76,7 @@ class Lease:
         self.check()
         self._thread = threading.Thread(target=self._renew, name="mirror-lease", daemon=True)
         self._thread.start()
+        HELD[self.store.url] = self
 
     def check(self) -> None:
         """A UserError where another process has taken the lease at the same moment."""
@@ -85,16 +92,14 @@ class Lease:
             self.is_lost = owner_in(found) not in (self.owner, "", None)
         return not self.is_lost
 
-    def release(self) -> None:
-        """Let others have the run at once. Where the store does not answer, it runs out."""
+    def release(self, seconds: float = 10.0) -> None:
+        """Let others have the run at once. If the store does not answer in time, it runs out."""
         self._ended.set()
-        if self._thread is None:
-            return
-        self._thread.join(timeout=2)
-        self._thread = None
-        with contextlib.suppress(Exception):
-            if owner_in(whole_lease(self.store)) == self.owner:
-                self.store.remove(FILE)
+        if HELD.get(self.store.url) is self:
+            del HELD[self.store.url]
+        if self._thread is not None:
+            self._thread.join(seconds)
+            self._thread = None
 
     def _write(self, store: Store) -> None:
         self._beats += 1
@@ -113,6 +118,10 @@ class Lease:
             except Exception:
                 # A store that does not answer is told by whoever copies. Connect anew.
                 store = None
+        with contextlib.suppress(Exception):
+            store = store or Store(self.store.url)
+            if owner_in(whole_lease(store)) == self.owner:
+                store.remove(FILE)
 
     def _wait_until_it_runs_out(self, found: bytes) -> None:
         machine = machine_in(found)

@@ -8,11 +8,13 @@ in copying.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from project.engine import signals
 from project.engine.checkpoint_files import RUN_KEY, is_own, read
 from project.engine.files import write_atomically
 from project.engine.mirror.copying import Copying
@@ -27,6 +29,8 @@ from project.errors import UserError
 
 # Which process trained the run that lies in a local folder
 OWNER_FILE = ".mirror-owner"
+# Seconds that a store has to give the lease back when a run has ended
+RELEASE_S = 10.0
 REPORT = "report.html"
 SUMMARY = "summary.json"
 
@@ -57,6 +61,8 @@ class Mirror:
         self._step_ahead: int | None = None
         self._step = 0
         self._folder = Path()
+        # Whether the local folder has what the mirror has
+        self.was_asked = False
 
     # The start
 
@@ -83,6 +89,8 @@ class Mirror:
         self._folder = folder
         self._store = root.below(folder.name)
         self._lease = Lease(self._store, folder.name)
+        # Where a start fails before training, whoever comes next need not wait.
+        atexit.register(self.release)
         with self._errors_at_the_start(self._store):
             self._lease.claim(dead_owner)
 
@@ -97,6 +105,7 @@ class Mirror:
                 local one either.
         """
         store = self._open_store()
+        self.was_asked = True
         with self._errors_at_the_start(store):
             return self._bring(store)
 
@@ -238,8 +247,12 @@ class Mirror:
             self._copying.end()
             self._copying = None
         if self._lease is not None:
-            self._lease.release()
+            # The process may have to end soon.
+            asked = signals.state.requested
+            seconds = max(1.0, signals.seconds_left()) if asked else RELEASE_S
+            self._lease.release(seconds)
             self._lease = None
+            atexit.unregister(self.release)
 
     @contextlib.contextmanager
     def _errors_at_the_start(self, store: Store) -> Iterator[None]:
