@@ -11,6 +11,7 @@ The two dashes keep torchrun from taking --monitor for an option of its own.
 """
 
 import os
+import shlex
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -82,7 +83,9 @@ def main(argv: list[str]) -> int:
     if run.finished and not is_made_longer:
         shown = os.path.relpath(run.folder)
         say(f"run {run.name} is already finished: see {shown}/summary.json.")
+        mirror_a_finished_run(run)
         return 0
+    refuse_mirror_without_checkpoints(config)
     if config.trainer["fast_dev_run"]:  # it leaves no run behind
         refuse_rehearsal_of_a_checkpoint(run, config)
         with tempfile.TemporaryDirectory() as elsewhere:
@@ -92,7 +95,8 @@ def main(argv: list[str]) -> int:
     say(closing_lines(result.summary, run.folder, *next_commands(config)))
     say(*sync_command(run.folder))  # feature: wandb
     say(*commands_to_look(config.trackers, run.folder))
-    return 0
+    is_mirrored = run.mirror is None or run.mirror.lack is None
+    return 0 if is_mirrored or not config.options.mirror_required else 1
 
 
 def train_in(run: RunFolder, config: Configuration) -> RunResult:
@@ -111,6 +115,8 @@ def train_in(run: RunFolder, config: Configuration) -> RunResult:
     except BaseException as error:
         is_stop = isinstance(error, signals.Stopped) and signals.state.begun
         if not is_stop:
+            if run.mirror is not None:
+                say(*run.mirror.finish(signals.seconds_left()))
             run.discard()
         raise
     finally:
@@ -132,6 +138,7 @@ def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ())
         run_id=run.run_id,
         changed=bool(run.changes),
         requeue_signal=requeue_signal(as_list(config.trainer["plugins"])),
+        mirror=run.mirror,
     )
     keep.best.ask(config.module)
     chosen = make_chosen_loggers(config, run)
@@ -196,6 +203,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         if trainer.is_global_zero:
             # Last: a run with a summary is complete.
             write_rows(run.folder / "summary.json", result.summary.to_plain())
+            mirror_the_end(run, result)
         return result
     except signals.Stopped as stop:
         release_child_processes()  # the other ranks end now
@@ -204,7 +212,10 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             if trainer.world_size == 1:
                 signals.state.deferring = False  # a second signal ends the run at once
             finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
-        say(*stopped_lines(run.folder, trainer.global_step))
+        if run.mirror is not None and trainer.is_global_zero:
+            run.mirror.take()
+            say(*run.mirror.finish(signals.seconds_left()))
+        say(*stopped_lines(run.folder, trainer.global_step, mirrored_again(run)))
         raise
     finally:
         release_child_processes()
@@ -244,6 +255,41 @@ def finish(trainer: Trainer, result: RunResult) -> None:
                 part.save()
                 result.series = read_series(part.path, result.summary.epochs)
         leave_everything(trainer, result)
+
+
+def mirror_the_end(run: RunFolder, result: RunResult) -> None:
+    """Bring summary and report to the mirror as well. What it lacks is noted in the summary."""
+    if run.mirror is None:
+        return
+    run.mirror.take()
+    lines = run.mirror.finish()
+    if run.mirror.lack is None:
+        say(*lines)
+        return
+    result.summary.notes.append(run.mirror.lack)
+    write_rows(run.folder / "summary.json", result.summary.to_plain())
+
+
+def mirror_a_finished_run(run: RunFolder) -> None:
+    """Bring over what the mirror lacks of a run that has ended on this machine."""
+    if run.mirror is None or not is_rank_zero():
+        return
+    try:
+        run.create()
+        say(*run.mirror.finish())
+    finally:
+        run.release()
+
+
+def mirrored_again(run: RunFolder) -> str:
+    """What the command that goes on with a run needs for its mirror."""
+    return "" if run.mirror is None else f" --mirror {shlex.quote(run.mirror.shown)}"
+
+
+def refuse_mirror_without_checkpoints(config: Configuration) -> None:
+    """A UserError for a mirror of a run that saves nothing."""
+    if config.options.mirror and config.trainer["enable_checkpointing"] is False:
+        raise UserError("--mirror copies checkpoints, and --enable_checkpointing false saves none.")
 
 
 def refuse_rehearsal_of_a_checkpoint(run: RunFolder, config: Configuration) -> None:

@@ -21,6 +21,7 @@ from project.command_line.refusals import refusals_as_errors
 from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.command_line.typed import CommandLine
 from project.engine import ExactCheckpoint, contract, signals
+from project.engine.mirror.store import is_address, without_password
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
 from project.engine.run_folder import ROOT, find_checkpoint
 from project.errors import UserError
@@ -38,12 +39,14 @@ def main(argv: list[str]) -> int:
     if line.asks_for_help:
         configure(argv, "project.test")
     path = wanted_checkpoint(line)
+    asked_for = line.value("ckpt_path") or ""
+    shown = without_password(asked_for) if is_address(asked_for) else str(path)
     loaded = load(path, argv, again=True)
     missing = lacks_for_test(loaded.module, loaded.datamodule)
     if missing:
-        raise UserError(f"--ckpt_path {path}: there is nothing to test, {missing}.")
+        raise UserError(f"--ckpt_path {shown}: there is nothing to test, {missing}.")
     if loaded.changes:
-        say(f"testing {path} with {', '.join(loaded.changes)}")
+        say(f"testing {shown} with {', '.join(loaded.changes)}")
     trainer = build(loaded)
     # In float32, like the test at the end of fit. --precision still chooses what autocast does.
     with refusals_as_errors(path), float32_products():
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> int:
         )
     data = loaded.datamodule
     facts: dict[str, Any] = {
-        "checkpoint": str(path),
+        "checkpoint": shown,
         "run_name": loaded.run.get("run_name"),
         "data_source": data.data_source if isinstance(data, contract.NamesSource) else None,
         "test_samples": tested_samples(trainer),

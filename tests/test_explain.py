@@ -57,7 +57,7 @@ def error_of(*words: str) -> str:
         (
             ["--default_root_dir", "s3://bucket/x"],
             "--default_root_dir must be a folder of this machine, or one that is mounted here,"
-            " got s3://bucket/x.",
+            " got s3://bucket/x. To keep runs there as well: --mirror s3://bucket/x",
         ),
     ],
 )

@@ -49,11 +49,11 @@ def version_of(requirement: Requirement) -> str:
 
 
 def declared() -> list[Requirement]:
-    """What pyproject.toml asks for, all extras included."""
+    """What pyproject.toml asks for, all extras included but those of one store each."""
     lines = list(METADATA["dependencies"])
     for name, extra in METADATA["optional-dependencies"].items():
         # The extra `all` only names the other extras.
-        if name != "all":
+        if name != "all" and not name.startswith("mirror-"):
             lines += extra
     return [Requirement(line) for line in lines]
 
@@ -151,8 +151,10 @@ def test_pyproject_lock_classifiers_linter_image_and_ci_name_the_same_pythons() 
 def test_the_group_of_tools_is_the_extra_with_everything() -> None:
     """``uv sync`` and ``pip install --group dev`` then install what the lock file holds."""
     assert PYPROJECT["dependency-groups"] == {"dev": [f"{PACKAGE}[all]"]}
-    every = {f"{PACKAGE}[{name}]" for name in METADATA["optional-dependencies"] if name != "all"}
-    assert set(METADATA["optional-dependencies"]["all"]) == every
+    extras = METADATA["optional-dependencies"]
+    of_a_store = {name for name in extras if name.startswith("mirror-")}
+    every = {f"{PACKAGE}[{name}]" for name in extras.keys() - of_a_store - {"all"}}
+    assert set(extras["all"]) == every
 
 
 def test_no_lightning_that_was_malware_or_runs_code_from_a_checkpoint() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -16,9 +17,13 @@ from typing import Any
 import pytest
 import yaml
 from filelock import FileLock
+from fsspec.implementations.memory import MemoryFileSystem
 
 import project
 from project.command_line.start import exit_code
+from project.engine.mirror import lease
+from project.engine.mirror.manifest import Entry, Manifest
+from project.engine.mirror.store import Store
 from project.runs import __main__ as runs
 from project.runs import (
     page,  # feature: report
@@ -409,3 +414,23 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
         ["bash", "-c", f"set -o pipefail; {shlex.join(words[:1])} -m {PACKAGE} | true"], stderr=-1
     )
     assert (piped.returncode, piped.stderr) == (0, b"")
+
+
+def test_a_list_of_runs_shows_those_of_a_mirror(capsys: pytest.CaptureFixture[str]) -> None:
+    MemoryFileSystem.store.clear()
+    store = Store("memory://store/run")
+    contents = {"config.yaml": b"seed_everything: 7", "summary.json": b'{"finished": true}'}
+    files = {}
+    for name, data in contents.items():
+        entry = Entry(len(data), hashlib.sha256(data).hexdigest())
+        store.write(entry.place(name), data)
+        files[name] = entry
+    save = Manifest(1, 1, "id", "b" * 32, 1_000_000_000.0, files)
+    store.write(save.name, save.to_bytes())
+    runs.main(["--root", "memory://store"])
+    told = capsys.readouterr().out
+    assert "finished" in told
+    assert "2001-09-0" in told
+    store.write(lease.FILE, b"{}")
+    runs.main(["--root", "memory://store"])
+    assert "running or killed" in capsys.readouterr().out

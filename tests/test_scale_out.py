@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from string import Template
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from project.command_line.cli import configure
@@ -232,3 +236,37 @@ def test_torchrun_inside_a_slurm_job_counts_its_own_ranks(monkeypatch: pytest.Mo
     words += ["--accelerator", "cpu", "--strategy", "ddp"]
     trainer = build_trainer(trainer_flags(configure(words, "project.fit")))
     assert isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment)  # type: ignore[attr-defined]
+
+
+def words_of_kubernetes() -> list[str]:
+    """The command of the one container in configs/kubernetes.yaml."""
+    job = yaml.safe_load((ROOT / "configs" / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    # A policy of failures needs the first, and a stop takes up to ten seconds.
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] > 10
+    (container,) = pod["containers"]
+    return [*container["command"], *container["args"]]
+
+
+def words_of_skypilot() -> list[str]:
+    """The command of configs/skypilot.yaml, as a shell on one of its machines reads it."""
+    task = yaml.safe_load((ROOT / "configs" / "skypilot.yaml").read_text())
+    assert task["resources"]["use_spot"] is True
+    assert f"mirror-{task['envs']['MIRROR'].partition(':')[0]}" == task["envs"]["EXTRA"]
+    (line,) = task["run"].splitlines()
+    return shlex.split(Template(line).substitute(task["envs"], SKYPILOT_NUM_GPUS_PER_NODE="2"))
+
+
+@pytest.mark.parametrize("words_of", [words_of_kubernetes, words_of_skypilot])
+def test_what_starts_fit_in_a_cloud_hands_it_options_that_it_knows(
+    words_of: Callable[[], list[str]],
+) -> None:
+    words = words_of()
+    place = words.index("project.fit")
+    assert Path(words[0]).name == "torchrun"
+    assert not set(words[1:place]) - {"--standalone", "--nproc_per_node", "gpu", "2", "-m"}
+    config = configure([*EXAMPLE, *words[place + 1 :]], "project.fit")
+    assert config.options.run_name == "mine"
+    assert config.options.ckpt_path == "auto"
+    assert config.options.mirror == "s3://bucket/runs"

@@ -27,6 +27,8 @@ DEFAULT_CLASSES = {
 OF_THE_LAUNCH = (
     "ckpt_path",
     "run_name",
+    "mirror",
+    "mirror_required",
     "init_weights",
     "memory_snapshot",
     "allow_imports",
@@ -83,7 +85,7 @@ OPTIONS: tuple[Option, ...] = (
         "ckpt_path",
         str | None,
         None,
-        "Go on from last, best, auto (last whole one, else afresh) or a file.",
+        "Go on from last, best, auto (last whole one, else afresh), a file or its address.",
     ),
     Option(
         "init_weights",
@@ -111,6 +113,19 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "60s",
         "Save last.ckpt every so many optimizer steps (500) or seconds (60s).",
+    ),
+    Option(
+        "mirror",
+        str | None,
+        None,
+        "Copy the run to URL (s3://, gs://, az://, sftp://, or a folder) while it trains; on an"
+        " empty machine, --ckpt_path auto brings it back from there.",
+    ),
+    Option(
+        "mirror_required",
+        bool,
+        False,
+        "Exit with 1 where the mirror is not complete at the end.",
     ),
     Option(
         "matmul_precision",

@@ -59,8 +59,9 @@ def take_word(
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add ``--ckpt_path`` and ``--allow_imports``."""
-    which = "the checkpoint: a file, or best or last of the newest run (default: best)"
-    parser.add_argument("--ckpt_path", metavar="best|last|PATH", help=which)
+    which = "the checkpoint: a file, the address of one or of a run in a mirror, or best or last"
+    which += " of the newest run (default: best)"
+    parser.add_argument("--ckpt_path", metavar="best|last|PATH|URL", help=which)
     packages = "packages that the checkpoint's configuration may name besides your own"
     parser.add_argument("--allow_imports", metavar="PACKAGES", help=packages)
 

@@ -17,12 +17,11 @@ from project.command_line.cli import Configuration, configure, differences
 from project.command_line.typed import CommandLine
 from project.engine import contract
 from project.engine.checkpoint_files import load_weights, read, record
+from project.engine.mirror.mirror import Mirror
 from project.engine.ranks import decided_by_rank_zero
 from project.engine.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from project.errors import UserError, without_control_characters
 
-# Options that send data away. A stranger's checkpoint does not choose where to.
-TYPED_ONLY = ("mirror",)
 MOST_NAMES = 8  # of tensors, in a line
 
 
@@ -39,10 +38,21 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, RunFo
     if is_new or line.asks_for_help:
         # A wrong flag leaves no folder behind.
         config = configure(argv, prog)
-    run = RunFolder(**decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path))))
-    if run.checkpoint is None:
-        return config or configure(argv, prog), run
+    url = line.value("mirror")
+    # A rehearsal leaves no run behind.
+    is_rehearsal = line.value("trainer.fast_dev_run") not in (None, "false", "False", "0")
+    mirror = None if url is None or is_rehearsal else Mirror(url)
     try:
+        decided = decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path, mirror)))
+        run = RunFolder(**decided)
+    except BaseException:
+        if mirror is not None:
+            mirror.release()
+        raise
+    run.mirror = mirror
+    try:
+        if run.checkpoint is None:
+            return config or configure(argv, prog), run
         if line.value("init_weights") is not None:
             raise UserError(
                 "--init_weights starts a new run, --ckpt_path goes on with one: remove one of them."
@@ -50,6 +60,7 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, RunFo
         config = _resumed_configuration(line, argv, prog, run, run.checkpoint)
     except BaseException:
         run.discard()
+        run.release()
         raise
     return config, run
 
@@ -63,9 +74,6 @@ def _resumed_configuration(
     known = record(checkpoint, to_resume=True)
     base = dict(known["config"])
     guard = _guard(known, base, line, checkpoint, run.folder)
-    if guard is not None:
-        for name in TYPED_ONLY:
-            base.pop(name, None)
     if line.sets_a_length:
         # The typed limit counts. The saved max_epochs could come first.
         base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}

@@ -12,6 +12,7 @@ import yaml
 
 from project.command_line.explain import explain
 from project.command_line.options import FLAT
+from project.engine.mirror.store import is_address, without_password
 from project.errors import UserError, require
 from project.model import networks  # feature: images
 from project.tables import flat, load_yaml
@@ -82,9 +83,10 @@ class CommandLine:
 
 def _refuse_address(root: str | None) -> None:
     """A UserError for a remote folder. Lightning would make a folder of the name ``s3:``."""
-    if root is not None and re.match(r"[a-z][a-z0-9+.\-]+://", root):
+    if root is not None and is_address(root):
         must = "be a folder of this machine, or one that is mounted here"
-        require(False, "--default_root_dir", must, root)
+        hint = f" To keep runs there as well: --mirror {without_password(root)}"
+        require(False, "--default_root_dir", must, without_password(root), hint)
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

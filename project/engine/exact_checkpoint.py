@@ -36,6 +36,7 @@ from project.engine.checkpoint_files import (
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
 from project.engine.log_steps import SHARDING, is_optimizer_step
+from project.engine.mirror.mirror import Mirror
 from project.engine.not_exact import mend_states_of_lightnings_callbacks, what_is_not_exact
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
@@ -44,10 +45,10 @@ from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
 from project.engine.parts.module import PlainBuffers, give_plain_buffers
 from project.engine.parts.part import Part
-from project.engine.ranks import of_all_ranks, say
+from project.engine.ranks import decided_by_rank_zero, of_all_ranks, say
 from project.engine.resume import Resume, call_epoch_start_again, uses_hooks
 from project.engine.run_files import RunFiles, can_start_from
-from project.engine.run_folder import RunFolder
+from project.engine.run_folder import RunFolder, last_owner
 from project.engine.seams import Seams
 from project.engine.shared_buffers import share_buffers, share_buffers_in_next_pass
 from project.engine.shared_metrics import RankZeroAlone, share_sums
@@ -72,6 +73,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         mode: ``max`` or ``min``. None: the module's own ``mode``, else what the metric's name says.
         every: How often ``last.ckpt`` is saved: seconds (``60s``) or optimizer steps (``500``).
         parts: Further parts of a checkpoint, for state that your own code keeps.
+        mirror: Where the run is copied to while it trains, such as ``s3://bucket/runs``: any file
+            system that fsspec knows, or a folder. ``resume_from`` then also finds what lies there.
         run_id: Tells the checkpoints of this run from another's in the same folder. Whoever gives
             it has made and locked the folder. None: this callback does both.
         changed: Whether the user has changed settings since the checkpoint. Then the
@@ -88,6 +91,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         every: str = "60s",
         parts: Sequence[Part] = (),
         *,
+        mirror: str | Mirror | None = None,
         run_id: str | None = None,
         changed: bool = False,
         requeue_signal: int | None = None,
@@ -96,6 +100,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # W&B and others may change the working folder later.
         self.folder = Path(folder if folder is not None else ".").absolute()
         self.files = RunFiles(self.folder)
+        self.mirror = Mirror(mirror) if isinstance(mirror, str) else mirror
         self.best = Best.of(monitor, mode)
         self.every_seconds, self.every_steps = parse_interval(every)
         self.run_id = run_id
@@ -191,10 +196,19 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """The newest whole checkpoint, for ``trainer.fit(..., ckpt_path=...)``; None the first
         time.
 
-        A damaged file is skipped, and a line says so.
+        A damaged file is skipped, and a line says so. With a mirror, its newest whole save is
+        brought here first, if it is ahead of what is here.
         """
+        if self.mirror is not None and not self.mirror.was_asked:
+            # One rank asks the mirror, and the others wait for it.
+            decided_by_rank_zero(self._bring)
         path = self.files.newest_whole()
         return None if path is None else str(path)
+
+    def _bring(self) -> None:
+        assert self.mirror is not None
+        self.mirror.claim(self.folder, last_owner(self.folder))
+        say(*self.mirror.bring())
 
     def state_dict(self) -> dict[str, Any]:
         return self.best.state_dict()
@@ -232,7 +246,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
         if self.saves and not self._id_was_given and trainer.is_global_zero:
-            self._folder = RunFolder(self.folder)
+            self._folder = RunFolder(self.folder, mirror=self.mirror)
+            if self.mirror is not None:
+                self.mirror.claim(self.folder, last_owner(self.folder))
+                self.mirror.refuse_another(self._folder.run_id)
             self._folder.create()
             self.run_id = self._folder.run_id
 
@@ -639,6 +656,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self.files.write(trainer, self._best_due, can_go_on, self.agreement.group)
         finally:
             self._saving = None
+        if self.mirror is not None and trainer.is_global_zero:
+            # A new best alone is ahead of last.ckpt, whose step the mirror tells.
+            self.mirror.take(trainer.global_step if can_go_on or not self._best_due else None)
         self._last_save = time.monotonic()
 
     def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -683,13 +703,20 @@ class ExactCheckpoint(callbacks.Checkpoint):
     # The end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._finish_mirror(None)
         self._put_everything_back(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         # Lightning calls no teardown then.
+        self._finish_mirror(signals.seconds_left())
         self._put_everything_back(trainer)
+
+    def _finish_mirror(self, seconds: float | None) -> None:
+        """Bring the last save over, unless whoever made the folder does so."""
+        if self._folder is not None and self.mirror is not None:
+            say(*self.mirror.finish(seconds))
 
     def _put_everything_back(self, trainer: Trainer) -> None:
         if self._sanity_steps is not None:

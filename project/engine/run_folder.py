@@ -20,6 +20,9 @@ from filelock import FileLock, Timeout
 
 from project.engine.checkpoint_files import read
 from project.engine.files import write_atomically
+from project.engine.mirror.mirror import OWNER_FILE, Mirror
+from project.engine.mirror.store import is_address
+from project.engine.mirror.visiting import fetch_checkpoint
 from project.engine.ranks import is_rank_zero, say
 from project.engine.run_files import newest_whole
 from project.errors import UserError, nearest, require
@@ -53,6 +56,8 @@ class RunFolder:
     new_parents: int = -1
     # Settings that differ from those in the checkpoint, such as ``model.lr: 0.01 → 0.003``
     changes: list[str] = field(default_factory=list)
+    # Where the run is copied to; used on rank zero alone
+    mirror: Mirror | None = None
     _lock: FileLock | None = None
     # Whether this process made the folder
     _created: bool = False
@@ -99,6 +104,8 @@ class RunFolder:
         write_atomically(self.run_id + "\n", self.folder / RUN_ID)
         for stale in self.folder.glob(".*.part"):
             stale.unlink(missing_ok=True)
+        if self.mirror is not None:
+            self.mirror.begin(self.run_id)
 
     def _acquire_lock(self) -> None:
         # One lock object a file and process: a second run in this process takes over the lock of
@@ -119,7 +126,9 @@ class RunFolder:
         self._lock = lock
 
     def release(self) -> None:
-        """Let others write in the folder, also where this process goes on."""
+        """Let others write in the folder and in the mirror, also where this process goes on."""
+        if self.mirror is not None:
+            self.mirror.release()
         if self._lock is not None:
             self._lock.release(force=True)
             self._lock = None
@@ -154,6 +163,17 @@ def read_run_id(folder: Path) -> str:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def last_owner(folder: Path) -> str | None:
+    """The process that trained the run in this folder with a mirror, if it is known to be gone."""
+    try:
+        owner = (folder / OWNER_FILE).read_text(encoding="utf-8")
+        with FileLock(folder / LOCK, blocking=False):
+            return owner
+    except (OSError, UnicodeDecodeError, NotImplementedError):
+        # It goes on, or there is none. A Timeout is an OSError.
+        return None
 
 
 def refuse_links_that_leave(folder: Path) -> None:
@@ -216,10 +236,33 @@ def newest_run(root: Path) -> Path | None:
     return None if newest is None else root / newest[1]
 
 
-def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> RunFolder:
+def choose(
+    root: Path, run_name: str | None, ckpt_path: str | None, mirror: Mirror | None = None
+) -> RunFolder:
     """The run that ``--run_name`` and ``--ckpt_path`` mean, or a UserError. Writes nothing but a
-    new run's folder.
+    new run's folder, and with a mirror the lease of the run and what is brought from there.
     """
+    _check_names(root, run_name)
+    if mirror is None:
+        return _choose_here(root, run_name, ckpt_path)
+    if ckpt_path == "auto" and run_name is not None:
+        folder = (root / run_name).absolute()
+        mirror.claim(folder, last_owner(folder))
+        notes = mirror.bring()
+        run = _choose_here(root, run_name, ckpt_path)
+        run.notes[:0] = notes
+        return run
+    run = _choose_here(root, run_name, ckpt_path)
+    try:
+        mirror.claim(run.folder, last_owner(run.folder))
+        mirror.refuse_another(run.run_id)
+    except UserError:
+        run.discard()
+        raise
+    return run
+
+
+def _check_names(root: Path, run_name: str | None) -> None:
     require(
         "\0" not in str(root), "--default_root_dir", "be a folder you may write in", repr(str(root))
     )
@@ -231,6 +274,10 @@ def choose(root: Path, run_name: str | None, ckpt_path: str | None) -> RunFolder
             f" not '{LATEST}'",
             f"'{run_name}'",
         )
+
+
+def _choose_here(root: Path, run_name: str | None, ckpt_path: str | None) -> RunFolder:
+    """The run as this machine's folders tell it."""
     if ckpt_path == "auto" and run_name is not None:
         return _newest_whole_checkpoint(root / run_name)
     if ckpt_path is None or ckpt_path == "auto":
@@ -265,8 +312,8 @@ def find_checkpoint(
     run_name: str | None = None,
     option: str = "--ckpt_path",
 ) -> Path:
-    """The file that ``--ckpt_path`` means: a path, or ``best`` (default) or ``last`` of a run
-    (default: the newest).
+    """The file that ``--ckpt_path`` means: a path, an address in a mirror, or ``best`` (default) or
+    ``last`` of a run (default: the newest).
     """
     # An empty text after the option is a mistake, and not the default.
     kind = "best" if ckpt_path is None else ckpt_path
@@ -289,6 +336,8 @@ def find_checkpoint(
 
 
 def _named_file(name: str, option: str) -> Path:
+    if is_address(name):
+        return fetch_checkpoint(name, option)
     path = Path(name)
     if path.is_file():
         return path

@@ -28,6 +28,8 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, 
 # A process that is asked to stop while it starts has so long to end by itself. Then a thread ends
 # it: inside a library Python runs no handler.
 START_UP_PATIENCE_S = 1.5
+# A run ends within 10 s after a signal. So much of it may pass until its mirror is left as it is.
+STOP_S = 8.0
 
 
 class Stopped(SystemExit):
@@ -54,6 +56,8 @@ class State:
 
     # The signal that was received.
     requested: int = 0
+    # When it was received, on the clock of time.monotonic().
+    requested_at: float | None = None
     # While torch and Lightning are imported: a signal ends the process. Later it is raised as
     # Stopped.
     importing: bool = False
@@ -113,6 +117,7 @@ class TakenOver:
             signal.signal(number, handler)
         self._handlers = {}
         state.requested = 0
+        state.requested_at = None
         state.begun = False
         state.deferring = False
 
@@ -157,9 +162,19 @@ def note_requeue(number: int) -> None:
     """Note SLURM's signal like a stop, under its own number."""
 
     def note(received: int, _: FrameType | None) -> None:
+        if not state.requested:
+            state.requested_at = time.monotonic()
         state.requested = received
 
     signal.signal(number, note)
+
+
+def seconds_left() -> float:
+    """How long something may still take when a run ends before its time."""
+    if state.requested_at is None:
+        # Another rank had the signal, or there was an error.
+        return STOP_S
+    return max(0.0, state.requested_at + STOP_S - time.monotonic())
 
 
 def as_stop(number: int) -> int:
@@ -172,6 +187,8 @@ def as_stop(number: int) -> int:
 
 def _note(number: int, _: FrameType | None) -> None:
     is_first = not state.requested
+    if is_first:
+        state.requested_at = time.monotonic()
     signum = as_stop(number)
     state.requested = signum
     if not state.begun and is_child() and _tell_rank_zero(signum):

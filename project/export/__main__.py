@@ -51,8 +51,11 @@ def main(argv: list[str]) -> int:
     args.formats = args.formats or list(FILES)
     check_packages(args.formats)
     with quick_imports():
+        from project.engine.mirror.store import is_address
         from project.engine.run_folder import find_checkpoint
 
+    if args.output_dir is None and is_address(args.ckpt_path or ""):
+        raise UserError("--output_dir is needed where the checkpoint is in a mirror.")
     checkpoint = find_checkpoint(args.ckpt_path)
     loaded = load_module(checkpoint, args)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent

@@ -3,6 +3,7 @@
 python -m project.runs
 python -m project.runs --sort val/accuracy
 python -m project.runs --settings                      # every column, however wide
+python -m project.runs --root s3://bucket/runs         # those of a mirror
 python -m project.runs --seeds --output seeds.csv      # mean and standard deviation over seeds
 python -m project.runs --seeds 5 --run_name slow --model.lr 0.01   # trains five of them first
 
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from project.command_line.parser import CommandParser, add_output
 from project.command_line.start import run
+from project.engine.mirror.store import is_address
+from project.engine.mirror.visiting import fetch_runs
 from project.errors import nearest, require
 from project.runs.listing import by_module, differing, fitted, sort_rows
 from project.runs.saved_run import SavedRun, find_runs
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> int:
     """List, compare or draw runs as ``argv`` says."""
     args, fit_arguments = parse(argv)
     names = train_seeds(args.seeds or 0, args.run_name, args.root, fit_arguments)
-    runs = find_runs(args.root)
+    runs = find_runs(local_root(args.root))
     require(
         runs,
         "--root",
@@ -68,7 +71,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of the command line, and those that are left for fit."""
     parser = CommandParser("project.runs", __doc__)
     parser.add_argument(
-        "--root", type=Path, default="checkpoints", metavar="DIR", help="the folder of the runs"
+        "--root",
+        default="checkpoints",
+        metavar="DIR|URL",
+        help="the folder of the runs, or the address of a mirror",
     )
     parser.add_argument(
         "--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds"
@@ -94,6 +100,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if fit_arguments and not args.seeds:
         parser.error(f"unrecognized arguments: {' '.join(fit_arguments)}")
     return args, fit_arguments
+
+
+def local_root(root: str) -> Path:
+    """The folder of the runs. Of a mirror, what is shown of its runs is brought here first."""
+    if not is_address(root):
+        return Path(root)
+    return fetch_runs(root)
 
 
 def rows_of(runs: list[SavedRun], args: argparse.Namespace) -> list[Row]:

@@ -16,6 +16,8 @@ PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.r
 # A run's folder has at least one of these files.
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")
 LOCK = ".lock"
+# Only what was read from a mirror has one.
+LEASE = "lease.json"
 
 
 class SavedRun:
@@ -28,7 +30,8 @@ class SavedRun:
         summary: What ``summary.json`` holds.
         results: The metric that the run followed, at its best, and those of the test. The first
             two are what the run is judged by.
-        state: ``finished``, ``interrupted`` or ``running``.
+        state: ``finished``, ``interrupted`` or ``running``; ``running or killed`` for a run in a
+            mirror that has a lease, which tells no more than that.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,6 +54,8 @@ class SavedRun:
     def _find_state(self) -> str:
         if is_locked(self.folder / LOCK):
             return "running"
+        if (self.folder / LEASE).exists():
+            return "running or killed"
         return "finished" if self.summary.get("finished") else "interrupted"
 
     def row(self, settings: list[str]) -> Row:

@@ -6,7 +6,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from project.errors import UserError
@@ -18,9 +17,7 @@ SEED = "seed_everything"
 PACKAGE = __name__.split(".")[0]
 
 
-def train_seeds(
-    count: int, name: str | None, root: Path, fit_arguments: Sequence[str]
-) -> list[str]:
+def train_seeds(count: int, name: str | None, root: str, fit_arguments: Sequence[str]) -> list[str]:
     """Let fit train, or go on with, a run of each seed from 1; returns the names of the runs.
 
     It ends at the first one that fails or is stopped, with the exit code of that one.

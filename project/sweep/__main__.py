@@ -108,6 +108,8 @@ def read_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     require(is_name, "--name", "be 1 to 100 letters, digits or .-_", f"'{args.name}'")
     for word in fit_arguments:
         flag = word.partition("=")[0]
+        if flag == "--mirror":
+            raise UserError("--mirror copies single runs, and no sweep. Leave it out.")
         if flag in SET_FOR_EVERY_TRIAL:
             use = f"Use {SET_FOR_EVERY_TRIAL[flag]} for the whole sweep."
             raise UserError(f"{flag} is set for every trial. {use}")

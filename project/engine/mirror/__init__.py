@@ -1,0 +1,1 @@
+"""A second place for a run, in a store that outlives the machine."""
