@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -13,15 +14,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch.distributed import TCPStore
 
 from project.command_line.cli import configure
 from project.command_line.trainer_flags import build_trainer, trainer_flags
 from project.engine.checkpoint_files import read
+from project.engine.ranks import meet, of_all_ranks
 from tests.commands import TORCHRUN, rows
 from tests.promises import ROOT
 
@@ -61,8 +65,6 @@ FOREIGN = (
 def environment(**more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     kept["WANDB_MODE"] = "disabled"
-    # A worker group that is started again must not meet the old group's store.
-    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # With the same number of threads everywhere, sums are added in the same order.
     kept["OMP_NUM_THREADS"] = "2"
     kept["PYTHONPATH"] = str(ROOT)
@@ -223,6 +225,36 @@ def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
     told, _ = second.communicate(timeout=TIMEOUT)
     assert second.returncode == 0, told
     assert_same(only_run(place, "slurm"), undisturbed)
+
+
+def meet_and_stay(rank: int, told: Any) -> None:
+    """One of two ranks: find the other one, tell it, and stay until this process is killed."""
+    meet(rank, 2)
+    told.put(sorted(of_all_ranks(rank)))
+    time.sleep(60)
+
+
+def test_ranks_that_torchrun_starts_again_do_not_look_for_those_that_have_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent's store still holds the addresses of processes that were killed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    context = multiprocessing.get_context("fork")
+    for _ in range(3):
+        told = context.Queue()
+        ranks = [context.Process(target=meet_and_stay, args=(rank, told)) for rank in (0, 1)]
+        for rank in ranks:
+            rank.start()
+        try:
+            found = [told.get(timeout=20) for _ in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        assert found == [[0, 1], [0, 1]]
 
 
 def test_torchrun_inside_a_slurm_job_counts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

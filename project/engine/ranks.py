@@ -6,6 +6,8 @@ import atexit
 import json
 import os
 import sys
+import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +16,8 @@ from project.errors import UserError, without_control_characters
 
 # Lightning's child ranks inherit what rank zero has decided.
 DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
+# How often ranks that start look whether the others are there.
+MEETING_POLL_SECONDS = 0.05
 
 
 def launched_world() -> tuple[int, int, int]:
@@ -127,7 +131,12 @@ def meet(rank: int, world_size: int) -> None:
         os.environ["MASTER_PORT"] = str(slurm.main_port)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     patience = timedelta(minutes=30)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=patience)
+    store = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = store_of_this_start(rank, world_size, patience)
+    dist.init_process_group(
+        backend, rank=rank, world_size=world_size, timeout=patience, store=store
+    )
 
     def leave() -> None:
         if dist.is_initialized():
@@ -136,3 +145,52 @@ def meet(rank: int, world_size: int) -> None:
     # NCCL warns of a group that is left behind. Lightning takes down only groups that it has made
     # itself.
     atexit.register(leave)
+
+
+def store_of_this_start(rank: int, world_size: int, patience: timedelta) -> Any:
+    """A part of the store of torchrun's agent that only the ranks of this start know.
+
+    The agent keeps one store for all its restarts (``--max_restarts``). In it are still the
+    addresses of ranks that have died, under the keys of those that start now. These would connect
+    to them, and fail or wait for ever. ``TORCHELASTIC_RESTART_COUNT`` does not tell the starts
+    apart: the agents of several machines count differently.
+    """
+    import torch.distributed as dist
+
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, world_size, is_master=False, timeout=patience)
+    end = time.monotonic() + patience.total_seconds()
+    name = _tell_name(store, world_size, end) if rank == 0 else _hear_name(store, rank, end)
+    return dist.PrefixStore(name, store)
+
+
+def _tell_name(store: Any, world_size: int, end: float) -> str:
+    """On rank zero: make up a name for this start, and tell it to every rank that asks."""
+    name = uuid.uuid4().hex
+    for rank in range(1, world_size):
+        while not store.check([f"{name}/heard/{rank}"]):
+            if store.check([f"asks/{rank}"]):
+                # It may be that of a rank that has died. Then the new one writes its own soon.
+                question = store.get(f"asks/{rank}").decode()
+                store.set(f"answer/{question}", name)
+            _wait(end)
+    return name
+
+
+def _hear_name(store: Any, rank: int, end: float) -> str:
+    """On another rank: ask rank zero for the name of this start."""
+    question = uuid.uuid4().hex
+    store.set(f"asks/{rank}", question)
+    while not store.check([f"answer/{question}"]):
+        _wait(end)
+    name: str = store.get(f"answer/{question}").decode()
+    store.set(f"{name}/heard/{rank}", "")
+    return name
+
+
+def _wait(end: float) -> None:
+    if time.monotonic() > end:
+        raise UserError("the ranks did not meet: one of them has not started.")
+    # Python handles signals in between.
+    time.sleep(MEETING_POLL_SECONDS)
