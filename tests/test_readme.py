@@ -260,7 +260,7 @@ def test_what_pip_is_told_to_install_is_there() -> None:
     installs = [line for line in all_commands() if " install " in line]
     assert installs
     for line in installs:
-        for extra in re.findall(r"\.\[(\w+)\]", line):
+        for extra in re.findall(r"\.\[([\w-]+)\]", line):
             assert re.search(rf"(?m)^{extra} = \[", settings), line
         for name in re.findall(r"-r (\S+)", line):
             assert (ROOT / name).exists(), line
