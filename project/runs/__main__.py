@@ -18,7 +18,7 @@ from pathlib import Path
 from project.command_line.parser import CommandParser, add_output
 from project.command_line.start import run
 from project.errors import nearest, require
-from project.runs.listing import by_module, differing, fitted, sort_rows
+from project.runs.listing import by_module, differing, fitted, full_name, sort_rows
 from project.runs.saved_run import SavedRun, find_runs
 from project.runs.seeds import seed_rows, train_seeds
 from project.tables import (
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     rows = rows_of(runs, args)
     if args.sort:
         known = columns_of(rows)
+        args.sort = full_name(args.sort, known)
         must = f"be a column ({', '.join(known)})"
         require(args.sort in known, "--sort", must, args.sort, nearest(args.sort, known))
         rows = sort_rows(rows, args.sort)
