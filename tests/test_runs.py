@@ -116,6 +116,21 @@ def shown(capsys: pytest.CaptureFixture[str], root: Path, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def test_eighty_columns_have_room_for_the_result_and_for_what_differs(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # So it is also where the output is no terminal.
+    monkeypatch.setenv("COLUMNS", "80")
+    make_run(root, "2026-11-25_19-48-32", optimizer="AdamW")
+    lines = shown(capsys, root, "--sort", "lr").splitlines()
+    assert lines[0].split() == ["name", "date", "state", "val/accuracy", "lr", "optimizer"]
+    assert max(len(line) for line in lines) <= 80
+    # A setting may be named without its section here, too.
+    names = [line.split()[0] for line in lines[2:-1]]
+    assert names[-1] == "fast"
+    assert re.fullmatch(r"\d\d-\d\d", lines[2].split()[1])
+
+
 def make_runs_of_three_tasks(root: Path) -> None:
     """Runs of modules that share hardly a setting: twenty of their own each."""
     for task in ("Prices", "Names", "Weather"):

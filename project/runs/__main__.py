@@ -21,7 +21,7 @@ from project.command_line.start import run
 from project.engine.mirror.store import is_address
 from project.engine.mirror.visiting import fetch_runs
 from project.errors import nearest, require
-from project.runs.listing import by_module, differing, fitted, sort_rows
+from project.runs.listing import by_module, differing, fitted, full_name, sort_rows
 from project.runs.saved_run import SavedRun, find_runs
 from project.runs.seeds import seed_rows, train_seeds
 from project.tables import (
@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     rows = rows_of(runs, args)
     if args.sort:
         known = columns_of(rows)
+        args.sort = full_name(args.sort, known)
         must = f"be a column ({', '.join(known)})"
         require(args.sort in known, "--sort", must, args.sort, nearest(args.sort, known))
         rows = sort_rows(rows, args.sort)

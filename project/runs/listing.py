@@ -45,15 +45,31 @@ def sort_rows(rows: Sequence[Row], column: str) -> list[Row]:
 def fitted(rows: Sequence[Row], width: int) -> list[Row]:
     """Rows with the first columns that fit into ``width`` characters; at least with the first.
 
-    Long texts are cut, and columns without a value are left out.
+    Long texts are cut, dates have no year, settings no section, and columns without a value are
+    left out.
     """
-    names = [name for name in columns_of(rows) if has_values(rows, name)]
+    columns = columns_of(rows)
+    names = [name for name in columns if has_values(rows, name)]
     while len(names) > 1:
-        shown = only(rows, names)
+        shown = only(rows, names, columns)
         if len(format_table(shown).splitlines()[1]) <= width:
             return shown
         names.pop()
-    return only(rows, names)
+    return only(rows, names, columns)
+
+
+def full_name(name: str, known: Sequence[str]) -> str:
+    """The column that a name without its section means, such as ``model.lr`` for ``lr``; the name
+    itself where it means none, or several.
+    """
+    meant = [each for each in known if each == name or each.endswith(f".{name}")]
+    return meant[0] if len(meant) == 1 else name
+
+
+def short_name(name: str, known: Sequence[str]) -> str:
+    """A setting's name without its section, where no other has the same."""
+    last = name.rpartition(".")[2]
+    return last if full_name(last, known) == name else name
 
 
 def has_values(rows: Sequence[Row], name: str) -> bool:
@@ -61,9 +77,10 @@ def has_values(rows: Sequence[Row], name: str) -> bool:
     return any(row.get(name) is not None for row in rows)
 
 
-def only(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """Rows with these columns alone, their texts cut."""
-    return [{name: cut(name, row.get(name)) for name in names} for row in rows]
+def only(rows: Sequence[Row], names: Sequence[str], known: Sequence[str]) -> list[Row]:
+    """Rows with these of the ``known`` columns alone, their names and texts cut."""
+    short = {name: short_name(name, known) for name in names}
+    return [{short[name]: cut(name, row.get(name)) for name in names} for row in rows]
 
 
 def cut(name: str, value: object) -> object:
@@ -71,4 +88,6 @@ def cut(name: str, value: object) -> object:
     if value is None or isinstance(value, int | float) or name in WHOLE:
         return value
     text = printable(str(value))
+    if name == "date":
+        return text.partition("-")[2]
     return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"

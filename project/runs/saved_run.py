@@ -69,9 +69,9 @@ class SavedRun:
         }
         # A terminal may have room for the first columns alone.
         results = list(self.results.items())
-        row |= results[:2]
+        row |= results[:1]
         row |= {name: self.settings.get(name) for name in settings}
-        row |= results[2:]
+        row |= results[1:]
         row |= {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
         return row
 
