@@ -106,7 +106,8 @@ def train_in(run: RunFolder, config: Configuration) -> RunResult:
     try:
         if is_rank_zero():
             run.create()
-        say(*start_from(config.module, config.options.init_weights))
+        if run.checkpoint is None:
+            say(*start_from(config.module, config.options.init_weights))
         if is_rank_zero():
             for line in config.lost_in_record():
                 say(f"config.yaml and checkpoints do not repeat this run: {line}")

@@ -23,6 +23,8 @@ Row = Mapping[str, Any]
 
 # A spreadsheet takes a cell that begins with one of these for a formula, and computes it.
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+# Of a longer list, such as a mask, the terminal shows the first values; a file holds all.
+MOST_SHOWN = 16
 # A number beyond it cannot be averaged or drawn.
 LARGEST_NUMBER = 1e100
 
@@ -160,8 +162,27 @@ def format_cell(value: Any) -> str:
     if isinstance(value, float):
         return format_float(value)
     if isinstance(value, list | tuple):
-        return " ".join(format_cell(each) for each in value)
+        return format_list(flat_list(value))
     return printable(str(value))
+
+
+def format_list(values: Sequence[Any]) -> str:
+    """The values of a list beside each other, and how many there are if these are not all."""
+    shown = [format_cell(each) for each in values[:MOST_SHOWN]]
+    if len(values) > MOST_SHOWN:
+        shown.append(f"... ({len(values):,} values)")
+    return " ".join(shown)
+
+
+def flat_list(values: Sequence[Any]) -> list[Any]:
+    """The values of a list and of the lists in it, in order."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += flat_list(value)
+        else:
+            found.append(value)
+    return found
 
 
 def format_float(value: float) -> str:

@@ -649,3 +649,18 @@ def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(
         capsys, *flags, "--run_name", "all", "--ckpt_path", "last", "--init_weights", best
     )
     assert "--init_weights starts a new run" in both
+
+
+def test_the_line_that_starts_from_another_runs_weights_also_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*LINE, *SHORT]
+    given = train("given", *flags, "--max_epochs", "1") / "best.ckpt"
+    line = [*flags, "--ckpt_path", "auto", "--init_weights", str(given)]
+    undisturbed = train("undisturbed", *line)
+    assert "4 of 4 tensors taken" in capsys.readouterr().out
+    train_until(16, "stopped", *line)
+    capsys.readouterr()
+    stopped = train("stopped", *line)
+    assert "tensors taken" not in capsys.readouterr().out
+    assert_same_run(undisturbed, stopped)

@@ -1233,6 +1233,37 @@ def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
     assert len(found) == len(batches) - 3 > 0
 
 
+class FailsWhereItGoesOn(IterableDataset[Tensor]):
+    fails = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.fails:
+            raise ValueError("no such place")
+        yield from torch.arange(64)
+
+
+class LoaderThatFails(DataLoader[Tensor]):
+    """Its workers fail when it goes on from its state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.dataset.fails = True  # type: ignore[attr-defined]
+
+
+def test_a_trial_that_fails_in_a_worker_leaves_no_worker_that_torch_would_miss() -> None:
+    """Else torch would say that a worker has died, as soon as any child of this process ends."""
+    loader = LoaderThatFails(FailsWhereItGoesOn(), 4, num_workers=1)
+    fault = fault_of_state(loader, loader, seed=0)
+    # At the end of any child torch looks at the workers that it knows.
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    assert fault is not None
+    assert "has a state_dict that cannot be used" in fault
+    assert multiprocessing.active_children() == []
+    assert len(list(loader)) == 16
+
+
 def test_trying_a_state_leaves_the_loader_and_the_generators_alone() -> None:
     loader = LoaderWithState()
     before = vars(loader).copy()

@@ -46,6 +46,8 @@ EXAMPLE = ["--config", "configs/examples/tabular.yaml"]  # feature: supervised
 EXAMPLE = ["--config", "mine.yaml"]  # feature: images
 # Words of a command that name a module, so that it needs no digits.
 NAMES_A_MODEL = ("mine.yaml", "configs/examples", "task.", "configs.examples.")
+# Words of a command that needs a package beside the locked ones. test_examples.py installs it.
+NEEDS_A_PACKAGE = {"text.yaml": "transformers", "stream.yaml": "litdata"}
 # Commands that hand on the options of fit; their own stand in their help.
 TAKE_FIT_OPTIONS = {"tune", "benchmark", "sweep", "runs"}
 # Words of an advertisement, and a word that no reader can know.
@@ -210,6 +212,9 @@ def test_no_mark_stands_at_the_end_of_a_sentence_in_docs(page: str) -> None:
 def test_every_command_is_there_and_knows_its_options(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for words, package in NEEDS_A_PACKAGE.items():
+        if words in line:
+            pytest.importorskip(package)
     name, arguments = words_of(line)
     if name in ("fit", "test"):
         assert_options_of_fit(name, arguments)

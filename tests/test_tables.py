@@ -106,6 +106,16 @@ def test_table_aligns_numbers_right_and_marks_what_was_not_measured() -> None:
     ]
 
 
+def test_of_a_long_list_the_terminal_shows_the_first_values(tmp_path: Path) -> None:
+    mask = [[0] * 32, [1] * 32]
+    short = [0.5, 0.25]
+    table = format_table([{"mask": mask, "short": short}])
+    zeros = " ".join(["0"] * 16)
+    assert table.splitlines()[-1] == f"{zeros} ... (64 values)  0.5000 0.2500"
+    write_rows(tmp_path / "out.json", [{"mask": mask}])
+    assert json.loads((tmp_path / "out.json").read_text()) == [{"mask": mask}]
+
+
 @pytest.mark.parametrize("name", ["out.txt", "out", "folder.csv", "missing/out.csv"])
 def test_an_output_that_cannot_be_written_is_refused_in_one_line_before_any_work(
     tmp_path: Path, name: str

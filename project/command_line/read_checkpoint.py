@@ -53,7 +53,8 @@ def read_configuration(argv: list[str], prog: str) -> tuple[Configuration, RunFo
     try:
         if run.checkpoint is None:
             return config or configure(argv, prog), run
-        if line.value("init_weights") is not None:
+        # With auto, the same line starts a run and goes on with it.
+        if line.value("init_weights") is not None and ckpt_path != "auto":
             raise UserError(
                 "--init_weights starts a new run, --ckpt_path goes on with one: remove one of them."
             )

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,6 +78,10 @@ def workers_end_with_block() -> Iterator[None]:
     before = multiprocessing.active_children()
     try:
         yield
+    except Exception as error:
+        # The frames of its traceback hold the loaders.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         workers = [each for each in multiprocessing.active_children() if each not in before]
         if workers:
