@@ -83,9 +83,7 @@ def workers_end_with_block() -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        workers = [each for each in multiprocessing.active_children() if each not in before]
-        if workers:
-            _kill(workers)
+        _kill([each for each in multiprocessing.active_children() if each not in before])
 
 
 def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
