@@ -115,7 +115,8 @@ def test_a_class_of_another_package_that_was_typed_needs_no_flag_afterwards(
     assert more.returncode == 0, more.stderr
     tested = run("project.test")
     assert tested.returncode == 0, tested.stderr
-    for command in (["project.predict", "nothing.txt"], ["project.export"]):
+    Path("molecule.txt").write_text("CCO")
+    for command in (["project.predict", "molecule.txt"], ["project.export"]):
         # Graphs are no image, and have no form in ONNX. Nobody asks whether to trust the classes.
         refused = run(*command)
         assert "--allow_imports" not in refused.stdout + refused.stderr
