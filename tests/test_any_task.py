@@ -92,6 +92,7 @@ def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
     ] * 3
 
 
+@pytest.mark.nightly
 def test_a_value_that_pythons_own_max_reduces_goes_on_in_its_epoch() -> None:
     flags = ["--model", "tests.other_tasks.Builtins", *LINE[2:], *SHORT]
     reference = train("reference", *flags)
@@ -145,13 +146,10 @@ trainer:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("batch", "dies"),
-    [
-        pytest.param(15, False, marks=pytest.mark.nightly),
-        pytest.param(26, False, marks=pytest.mark.nightly),
-        (30, True),
-    ],
+    [(15, False), (26, False), (30, True)],
 )
 def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(
     batch: int, dies: bool
@@ -280,7 +278,7 @@ COMPOSED = [
 COMPOSED += ["--model.net.out_features", "6"]
 OTHERS += [COMPOSED]
 # These run with every change, the others nightly.
-QUICK_SIDE = SIDE[3]
+QUICK_MODULES = [SIDE[3], ["Habits"], ["Accumulates"], ["OwnWays"], ["ReadsItself"], COMPOSED]
 
 
 def places() -> list[Any]:
@@ -288,8 +286,7 @@ def places() -> list[Any]:
     found = []
     for named in (*SIDE, *OTHERS):
         for place in ("batch", "validation", "epoch"):
-            is_quick = place == "batch" and (named in OTHERS or named == QUICK_SIDE)
-            is_quick = is_quick or (place == "validation" and named == ["Habits"])
+            is_quick = place == "batch" and named in QUICK_MODULES
             marks = () if is_quick else pytest.mark.nightly
             found.append(pytest.param(named, place, marks=marks, id=f"{place}-{' '.join(named)}"))
     return found
@@ -369,6 +366,7 @@ def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in used.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_a_resume_with_a_changed_setting_keeps_a_rate_that_training_has_lowered() -> None:
     """What is typed changes what was configured; the schedule's part stays."""
     told = ["--model", "tests.other_tasks.Plateaus", *LINE[2:], *SHORT]
@@ -399,6 +397,7 @@ def test_an_interval_of_steps_counts_the_steps_of_a_batch() -> None:
     assert checkpoint(RUNS / "r/last.ckpt")["global_step"] == 5
 
 
+@pytest.mark.nightly
 def test_two_ranks_share_any_loader_and_say_what_they_cannot_join() -> None:
     one = train("one", *of("Joined"))
     two = run_ranks("fit", *of("Joined"), "--run_name", "two")

@@ -195,7 +195,7 @@ def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
     assert with_checkpointing["peak_mib"] < peaks[64, 1]
 
 
-@pytest.mark.parametrize("asked", ["auto", "gpu", "cpu"])
+@pytest.mark.parametrize("asked", ["auto", "cpu", pytest.param("gpu", marks=pytest.mark.nightly)])
 def test_memory_measures_the_device_that_was_asked_for(
     asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,8 @@ def test_without_a_whole_checkpoint_the_run_starts_afresh_and_says_so(
 ) -> None:
     for name in ("last.ckpt", "best.ckpt"):
         (copied / name).write_bytes(b"garbage")
-    assert fit.main([*SMALL, "--run_name", "r", "--ckpt_path", "auto"]) == 0
+    flags = [*SMALL, *WHOLE_NETWORK, "--run_name", "r", "--ckpt_path", "auto"]
+    assert fit.main(flags) == 0
     shown = capsys.readouterr().out
     assert "skipped" in shown
     assert "afresh" in shown

@@ -159,7 +159,7 @@ def test_worker_processes_see_the_same_classes(start_method: str, python_path: s
     """The main module is none of ours, so that a worker can only know from its search path."""
     code = f"""
 import {THEIRS} as theirs
-for images, targets in theirs.Rows({start_method!r}).train_dataloader():
+for images, targets in theirs.Rows({start_method!r}, workers=1).train_dataloader():
     pass
 print(tuple(images.shape))
 """

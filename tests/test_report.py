@@ -337,7 +337,9 @@ class Ended:
 def test_the_callback_writes_the_page_into_its_folder(tmp_path: Path) -> None:
     Report(tmp_path).leave(Ended(), record_of())  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-    assert (tmp_path / "report.html").read_text() == render(record_of())
+    # The page says when it was made.
+    pages = [(tmp_path / "report.html").read_text(), render(record_of())]
+    assert len({re.sub(r"\d\d:\d\d:\d\d", "", page) for page in pages}) == 1
 
 
 def test_a_stopped_run_waits_for_its_charts_no_longer_than_it_has_and_leaves_no_thread(

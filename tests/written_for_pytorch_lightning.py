@@ -41,7 +41,7 @@ class NoisyRows(Dataset[tuple[Tensor, Tensor]]):
 class Rows(pl.LightningDataModule):
     """Rows that worker processes read."""
 
-    def __init__(self, start_method: str = "fork") -> None:
+    def __init__(self, start_method: str = "fork", workers: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -50,7 +50,7 @@ class Rows(pl.LightningDataModule):
             NoisyRows(size),
             batch_size=10,
             shuffle=shuffle,
-            num_workers=2,
+            num_workers=self.hparams["workers"],
             multiprocessing_context=self.hparams["start_method"],
         )
 
