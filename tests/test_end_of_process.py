@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from project import fit
 from project.command_line import start as entry
 from project.engine import signals
 from tests.commands import (
@@ -28,6 +27,7 @@ from tests.commands import (
     checkpoint,
     command,
     kill_group,
+    run,
     start,
     summary,
     wait_for,
@@ -155,9 +155,9 @@ def what_is_lost(code: int) -> str:
         if not weights:
             return "no weights in last.ckpt"
         # It says that the run is finished, or goes on.
-        again = fit.main(["--run_name", "r", "--ckpt_path", "auto"])
-        if again:
-            return f"auto ended with {again}"
+        again = run("fit", "--run_name", "r", "--ckpt_path", "auto")
+        if again.returncode:
+            return f"auto ended with {again.returncode}: {again.stderr[-500:]}"
     facts = summary(RUN)
     if not facts["finished"] or facts["steps"] != 10 or "test/loss" not in facts:
         return f"summary.json: {facts}"

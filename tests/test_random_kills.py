@@ -61,7 +61,7 @@ CHOICES: list[list[list[str]]] = [
     [[], [], ["--config", "ema.yaml"], ["--config", "swa.yaml"]],
     [[], [], ["--max_steps", "17"]],
     [[], ["--gradient_clip_val", "0.5"]],
-    [[], ["--logger", "false"], ["--logger", "csv"]],
+    [[], ["--logger", "false"]],
     [["--checkpoint_every", "3"], ["--checkpoint_every", "1s"], []],
     [["--model.network.dropout", "0.2"], [*CONVNET]],
     [[], ["--data.rotate_degrees", "10"]],
