@@ -209,6 +209,14 @@ def test_a_mirror_without_a_whole_save_is_an_error_and_no_fresh_start(
     assert not Path("machine/run").exists()
 
 
+def test_a_run_that_was_killed_inside_its_first_copy_starts_afresh(workplace: Path) -> None:
+    store = store_of("memory://store")
+    store.write(f"files/{'a' * 64}.ckpt", b"half a checkpoi")
+    fit("machine/run", "memory://store")
+    assert newest("memory://store").step == 20
+    assert f"{'a' * 64}.ckpt" not in store.names("files")
+
+
 def test_the_newer_of_the_folder_and_the_mirror_is_taken_and_said(
     workplace: Path, undisturbed: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
