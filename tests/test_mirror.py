@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -481,6 +482,14 @@ def test_an_address_that_cannot_be_a_mirror_is_refused(
     with pytest.raises(UserError, match=told):
         Mirror(url).claim(workplace / "runs/run")
     assert not (workplace / "runs").exists()
+
+
+@pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_a_package_that_is_missing_is_asked_for_in_one_line(workplace: Path) -> None:
+    with pytest.raises(UserError) as error:
+        Mirror("s3://bucket/runs").claim(workplace / "runs/run")
+    told = "--mirror s3://bucket/runs needs a package that is not installed"
+    assert str(error.value) == f"{told}: pip install '.[mirror-s3]'."
 
 
 def test_a_password_in_an_address_is_not_printed() -> None:
