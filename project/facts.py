@@ -19,6 +19,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from project.engine import contract
+from project.engine.mirror.store import without_password
 from project.hardware import cpu
 from project.waiting import waiting  # feature: waiting
 
@@ -201,7 +202,8 @@ def versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command line, ready to be typed again."""
+    """The command line, ready to be typed again, but for passwords in addresses."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
-    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+    words = [shlex.quote(without_password(word)) for word in sys.argv[1:]]
+    return " ".join([program, *words])

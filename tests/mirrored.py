@@ -3,6 +3,7 @@
 Environment:
     KILL_IN: ``upload 3`` or ``download 3``: SIGKILL when half of the third file has passed.
     SLOW_LATENCY_S, SLOW_BYTES_PER_SEC: What ``slow://`` stores do.
+    STORE_REFUSES: Why ``failing://`` stores take no contents.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
     from project import fit
     from project.command_line import start as command
     from project.engine.mirror import copying, lease
-    from tests.slow_stores import SlowFileSystem
+    from tests.slow_stores import FailingFileSystem, SlowFileSystem
 
     lease.BEAT_S = 0.2
     lease.LOOK_S = 0.3
@@ -62,6 +63,9 @@ def main() -> None:
     copying.FIRST_PAUSE_S = 0.5
     SlowFileSystem.latency_s = float(os.environ.get("SLOW_LATENCY_S", "0"))
     SlowFileSystem.bytes_per_sec = float(os.environ.get("SLOW_BYTES_PER_SEC", "inf"))
+    FailingFileSystem.reason = os.environ.get("STORE_REFUSES")
+    if FailingFileSystem.reason is not None:
+        copying.STALLED_S = 5.0
     kind, _, number = os.environ.get("KILL_IN", "").partition(" ")
     if kind == "upload":
         kill_in_upload(int(number))

@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,14 @@ def test_a_mirror_without_a_whole_save_is_an_error_and_no_fresh_start(
     with pytest.raises(UserError, match=r"has no whole save .its (best|last)\.ckpt is missing"):
         _ = keep.resume_from
     assert not Path("machine/run").exists()
+
+
+def test_a_run_that_was_killed_inside_its_first_copy_starts_afresh(workplace: Path) -> None:
+    store = store_of("memory://store")
+    store.write(f"files/{'a' * 64}.ckpt", b"half a checkpoi")
+    fit("machine/run", "memory://store")
+    assert newest("memory://store").step == 20
+    assert f"{'a' * 64}.ckpt" not in store.names("files")
 
 
 def test_the_newer_of_the_folder_and_the_mirror_is_taken_and_said(
@@ -473,6 +482,14 @@ def test_an_address_that_cannot_be_a_mirror_is_refused(
     with pytest.raises(UserError, match=told):
         Mirror(url).claim(workplace / "runs/run")
     assert not (workplace / "runs").exists()
+
+
+@pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_a_package_that_is_missing_is_asked_for_in_one_line(workplace: Path) -> None:
+    with pytest.raises(UserError) as error:
+        Mirror("s3://bucket/runs").claim(workplace / "runs/run")
+    told = "--mirror s3://bucket/runs needs a package that is not installed"
+    assert str(error.value) == f"{told}: pip install '.[mirror-s3]'."
 
 
 def test_a_password_in_an_address_is_not_printed() -> None:

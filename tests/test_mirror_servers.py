@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.commands import (
     complete,
     kill_group,
     popen,
+    run_ranks,
     summary,
     wait_for,
 )
@@ -107,7 +108,7 @@ def test_kills_inside_uploads_and_downloads_leave_no_half_state(
     data.mkdir()
     with KINDS[kind](data) as server:
         machine = Machine(tmp_path / "machine", server)
-        for moment in ("upload 3", "upload 8", "download 2", "upload 5", "download 5", "upload 11"):
+        for moment in ("upload 3", "upload 8", "download 2", "upload 5", "download 4", "upload 11"):
             process = machine.start(KILL_IN=moment)
             assert process.wait(300) == -9, machine.told()[-3000:]
         assert machine.start().wait(300) == 0, machine.told()[-3000:]
@@ -160,15 +161,63 @@ def test_commands_read_a_checkpoint_in_a_bucket(tmp_path: Path, undisturbed: Pat
         assert (tmp_path / "model.safetensors").exists()
 
 
-def test_a_package_that_is_missing_is_asked_for_in_one_line(tmp_path: Path) -> None:
-    words = ["--mirror", "nosuch://bucket/runs"]
-    done = subprocess.run(
-        [python_with_stores(), "-m", "project.fit", *FLAGS, *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+@pytest.mark.timeout(900)
+def test_two_ranks_whose_machine_is_lost_end_as_if_it_were_not(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--data.batch_size", "32", "--run_name", "run"]
+    done = run_ranks("tests.mirrored", *flags, cwd=tmp_path, timeout=400)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "checkpoints").rename(tmp_path / "undisturbed")
+    flags += ["--ckpt_path", "auto", "--mirror", str(tmp_path / "store")]
+    killed = {**os.environ, "KILL_IN": "upload 12"}
+    assert run_ranks("tests.mirrored", *flags, cwd=tmp_path, env=killed, timeout=400).returncode
+    shutil.rmtree(tmp_path / "checkpoints")
+    done = run_ranks("tests.mirrored", *flags, cwd=tmp_path, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("brought from") == 1
+    assert_same_run(tmp_path / "undisturbed/run", tmp_path / "checkpoints/run")
+
+
+def test_a_stop_with_a_slow_mirror_ends_in_ten_seconds_and_says_how_far_it_came(
+    tmp_path: Path,
+) -> None:
+    machine = Machine(tmp_path / "machine", Server("slow://store", {}))
+    process = machine.start(SLOW_LATENCY_S="2", SLOW_BYTES_PER_SEC="100000")
+    machine.wait_for_step(20, process)
+    begun = time.monotonic()
+    process.terminate()
+    assert process.wait(30) == 143, machine.told()[-3000:]
+    assert time.monotonic() - begun < 10
+    told = machine.told()
+    assert "the mirror is not complete: slow://store/run holds nothing of this run's" in told
+    assert told.rstrip().endswith("--ckpt_path auto --mirror slow://store")
+
+
+def test_a_mirror_that_is_required_and_not_complete_is_exit_code_1(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "machine", Server("failing://store", {}))
+    for more, code in ((["--mirror_required", "true"], 1), ([], 0)):
+        process = machine.start(*more, STORE_REFUSES="no space left")
+        assert process.wait(300) == code, machine.told()[-3000:]
+        (note,) = [each for each in summary(machine.folder)["notes"] if "mirror" in each]
+        assert "the mirror is not complete" in note
+        assert "(no space left)" in note
+        assert note in machine.told()
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("slow", [{"SLOW_LATENCY_S": "2"}, {"SLOW_BYTES_PER_SEC": str(200 * 1024)}])
+def test_a_slow_mirror_costs_a_run_no_time(tmp_path: Path, slow: dict[str, str]) -> None:
+    """Seconds of training with and without, in turn; and the memory, which is printed."""
+    ratios = []
+    for index in range(int(os.environ.get("ROUNDS", "5"))):
+        found = {}
+        for url in ("slow://store", ""):
+            machine = Machine(tmp_path / f"{index}{bool(url)}", Server(url or "null", {}))
+            process = machine.start("--max_epochs", "10", **slow)
+            assert process.wait(600) == 0, machine.told()[-3000:]
+            found[url] = summary(machine.folder)
+        with_it, without = found["slow://store"], found[""]
+        ratios.append(with_it["fit_seconds"] / without["fit_seconds"])
+        memory = [each["memory/peak_rss_gib"] for each in (with_it, without)]
+        print(slow, f"ratio {ratios[-1]:.3f}", f"{without['fit_seconds']:.2f} s", "GiB", memory)
+    assert statistics.median(ratios) < 1.03, ratios

@@ -20,7 +20,7 @@ from project.engine.files import write_atomically
 from project.engine.mirror.copying import Copying
 from project.engine.mirror.lease import Lease
 from project.engine.mirror.manifest import CHECKPOINTS, MIRRORED, Manifest
-from project.engine.mirror.reading import Damaged, newest_files, saves_in
+from project.engine.mirror.reading import Damaged, is_mirrored, newest_files, saves_in
 from project.engine.mirror.save import Save
 from project.engine.mirror.store import Store, is_address, without_password
 from project.engine.ranks import say
@@ -111,7 +111,7 @@ class Mirror:
 
     def _bring(self, store: Store) -> list[str]:
         saves = saves_in(store)
-        if not saves and not store.names("files"):
+        if not saves and not is_mirrored(store):
             return []
         here = RunFiles(self._folder).newest_whole() if self._folder.is_dir() else None
         step = -1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from project.engine.files import flush_folder
 from project.engine.mirror.copying import find_manifests
-from project.engine.mirror.manifest import Entry, Manifest, digest_of
+from project.engine.mirror.manifest import NAME, Entry, Manifest, digest_of
 from project.engine.mirror.store import Store
 
 # A run may replace a save while it is read. Then a newer one is there.
@@ -23,6 +23,11 @@ class Damaged(Exception):
     def __init__(self, reason: str, place: str) -> None:
         super().__init__(reason)
         self.place = place
+
+
+def is_mirrored(store: Store) -> bool:
+    """Whether a folder is that of a run in a mirror, of which a save was once complete."""
+    return any(NAME.fullmatch(name) for name in store.names())
 
 
 def saves_in(store: Store) -> list[Manifest]:

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from project.engine.mirror.lease import FILE as LEASE
-from project.engine.mirror.manifest import CHECKPOINTS, NAME, SMALL_FILES
-from project.engine.mirror.reading import Damaged, newest_files, saves_in
+from project.engine.mirror.manifest import CHECKPOINTS, SMALL_FILES
+from project.engine.mirror.reading import Damaged, is_mirrored, newest_files, saves_in
 from project.engine.mirror.store import Store
 from project.engine.ranks import say
 from project.errors import UserError
@@ -70,11 +70,6 @@ def from_run(store: Store, names: list[str], folder: Path) -> Path:
     say(*(f"{store.shown}: {line}" for line in lines))
     say(f"read from {store.shown}: {there[0]} of step {save.step:,}.")
     return folder / there[0]
-
-
-def is_mirrored(store: Store) -> bool:
-    """Whether a folder is that of a run in a mirror."""
-    return any(NAME.fullmatch(name) for name in store.names())
 
 
 def mirrored_runs(root: Store) -> list[str]:
