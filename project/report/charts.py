@@ -145,6 +145,8 @@ def amounts(ax: Axes, rows: Sequence[tuple[str, float]], unit: str, from_zero: b
     """
     ax.figure.set(figheight=0.8 + 0.3 * len(rows))
     places = range(len(rows))
+    # Fractions that stand one under the other have as many digits each.
+    digits = ".3g" if from_zero else ".3f"
     labels = [label for label, _ in rows]
     values = [value for _, value in rows]
     if from_zero:
@@ -152,7 +154,8 @@ def amounts(ax: Axes, rows: Sequence[tuple[str, float]], unit: str, from_zero: b
     else:
         ax.plot(values, places, "o", markersize=5)
     for place, value in enumerate(values):
-        ax.annotate(f"{value:.3g}", (value, place), (6, 0), textcoords="offset points", va="center")
+        text = f"{value:{digits}}"
+        ax.annotate(text, (value, place), (6, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, labels)
     ax.invert_yaxis()
     ax.margins(x=0.2, y=0.06)
