@@ -490,6 +490,14 @@ def test_a_metric_that_nobody_logs_ends_the_run_after_one_epoch(
     assert not (RUNS / "r").exists() or not list((RUNS / "r").glob("*.ckpt"))
 
 
+def test_a_metric_that_nobody_logs_is_refused_where_a_module_has_no_validation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gan = ["--model", "configs.examples.gan.GAN", "--data", "null"]
+    line = error_of(capsys, *gan, *SHORT, "--monitor", "gloss")
+    assert line == "error: --monitor must be logged, got gloss. Logged: d_loss, g_loss."
+
+
 def test_best_follows_the_modules_own_metric_and_the_command_line_beats_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -584,7 +592,8 @@ def test_where_nothing_can_be_followed_the_last_is_the_best_and_that_is_said(
     flags = [*LINE, *SHORT, "--limit_val_batches", "0"]
     train("r", *flags)
     told = capsys.readouterr().out
-    assert "best.ckpt is the last" in told
+    assert "no metric was followed, so best.ckpt is the last. Name one of those" in told
+    assert "train_loss_epoch" in told
     assert "next:" not in told, (
         "there is no test_step, and nothing says how a file becomes an input"
     )

@@ -14,6 +14,7 @@ from project.command_line.cli import configure
 from project.command_line.explain import explain, with_choices
 from project.command_line.typed import CommandLine
 from project.errors import UserError
+from tests.typed_settings import Typed
 
 CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
 CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]
@@ -24,6 +25,13 @@ class Refuses(Callback):
 
     def __init__(self, count: int = 0) -> None:
         raise ValueError(f"count must be at least 1, not {count}")
+
+
+class Sized(Typed):
+    """Has a list among its settings."""
+
+    def __init__(self, sizes: list[int] = [64]) -> None:  # noqa: B006 - it is only read
+        super().__init__()
 
 
 def error_of(*words: str) -> str:
@@ -38,6 +46,10 @@ def error_of(*words: str) -> str:
     [
         (["--model.mode", "z"], "--model.mode must be one of x, y, 1, null, got z."),
         (["--model.lr", "x"], "--model.lr must be a number, got x."),
+        (
+            ["--model.class_path", "tests.test_explain.Sized", "--model.sizes", "64,32"],
+            "--model.sizes must be a list in brackets, such as [a,b], got 64,32.",
+        ),
         (
             ["--matmul_precision", "low"],
             "--matmul_precision must be one of highest, high, medium, got low.",

@@ -22,6 +22,7 @@ KINDS = {
     "bool": "true or false",
     "str": "text",
     "dict": "key: value pairs",
+    "list": "a list in brackets, such as [a,b]",
 }
 
 

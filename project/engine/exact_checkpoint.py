@@ -482,9 +482,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # No metric was followed: the last is the best.
             self._best_due = True
             if self.best.monitor is None and trainer.callback_metrics:
+                names = ", ".join(sorted(trainer.callback_metrics))
                 say(
-                    "nothing was logged that could be followed: best.ckpt is the last."
-                    " Name a metric with --monitor."
+                    "no metric was followed, so best.ckpt is the last."
+                    f" Name one of those that are logged with --monitor: {names}."
                 )
         self._save_and_stop(trainer, self._take(trainer, "epoch"))
 
@@ -505,7 +506,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._followed or not best.asked:
             # What is followed comes from validations, or nobody has named it.
             return
-        is_typed_without_validation = best.asked == "typed" and trainer.limit_val_batches == 0
+        is_typed_without_validation = best.asked == "typed" and not trainer.enable_validation
         must_be_there = self._followed is not None or is_typed_without_validation
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged))
