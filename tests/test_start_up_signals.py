@@ -8,14 +8,17 @@ chooses others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.commands import CPU2, SMALL, command, kill_group
@@ -73,6 +76,41 @@ def seconds_to_first_step(words: list[str], log: Path) -> float:
     took = time.monotonic() - began
     kill_group(process)
     return took
+
+
+# Rank zero, which starts rank one as Lightning does, and tells its process id.
+RANK_ZERO = """
+import os, subprocess, sys, time
+code = "from project.engine import signals; signals.install(); print(1, flush=True);" \\
+    "import time; time.sleep(60)"
+rank = subprocess.Popen(
+    [sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE
+)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process of its parent's end"
+)
+def test_a_rank_that_starts_ends_with_the_process_that_has_started_it() -> None:
+    words = [sys.executable, "-c", RANK_ZERO]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        rank = int(parent.stdout.readline())
+        parent.kill()
+    end = time.monotonic() + 5
+    try:
+        while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, "it waits for rank zero"
+            time.sleep(0.01)
+    except psutil.NoSuchProcess:
+        return
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.nightly

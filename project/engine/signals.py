@@ -66,6 +66,8 @@ class State:
     # Training or a test has begun.
     begun: bool = False
     watched: bool = False
+    # The process that has started this one: its end gives it another parent.
+    parent: int = 0
     clean_up: Callable[[], None] | None = None
 
 
@@ -84,8 +86,10 @@ def install() -> None:
             # nohup wants no SIGHUP.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _note)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            # A rank would train on without its agent, and nobody could stop it.
+        state.parent = os.getppid()
+        if "TORCHELASTIC_RUN_ID" in os.environ or is_child():
+            # A rank would train on without its agent, or wait for rank zero, and nobody could stop
+            # it.
             end_with_parent()
 
 
@@ -238,11 +242,11 @@ def _stop_watching() -> None:
 
 def _tell_rank_zero(signum: int) -> bool:
     """Pass a signal on to rank zero; returns whether it is still there."""
-    parent = os.getppid()
-    if parent != 1:
-        with suppress(ProcessLookupError):
-            os.kill(parent, signum)
-            return True
+    if os.getppid() != state.parent:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(state.parent, signum)
+        return True
     return False
 
 
