@@ -323,8 +323,9 @@ def test_a_wandb_logger_of_the_users_takes_our_ones_place_and_no_home_is_no_matt
         env=environ,
     )
     assert done.returncode == 0, done.stderr  # offline: there is no key
-    assert not (tmp_path / "checkpoints" / "r" / "wandb").exists()
-    (theirs,) = wandb_folders(tmp_path)
+    # It lies in the run's folder, as Lightning's other loggers do. Ours would be a second one.
+    (theirs,) = wandb_folders(tmp_path / "checkpoints" / "r")
+    assert not (tmp_path / "wandb").exists()
     assert of_type(wandb_records(theirs), "history")
     assert "INFO" not in done.stdout + done.stderr  # of W&B's own log
 
