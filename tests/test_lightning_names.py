@@ -181,10 +181,24 @@ def test_a_name_in_a_config_or_checkpoint_is_translated(name: str, real: str) ->
     assert name_in_lightning(name) == real
 
 
-def test_a_package_that_was_imported_too_early_is_reported() -> None:
-    done = python(f"import pytorch_lightning\n{SWITCHED_ON}", python_path=str(ROOT), fresh=True)
+def test_a_package_that_was_imported_too_early_is_reported_and_its_trainer_refused(
+    tmp_path: Path,
+) -> None:
+    """It would train, and its resume would fail."""
+    code = f"""
+import pytorch_lightning
+from pytorch_lightning.demos.boring_classes import BoringModel
+from project.engine import ExactCheckpoint
+keep = ExactCheckpoint({str(tmp_path / "run")!r})
+trainer = pytorch_lightning.Trainer(callbacks=[keep], logger=False, accelerator="cpu")
+trainer.fit(BoringModel())
+"""
+    done = python(code, python_path=str(ROOT), fresh=True)
+    assert done.returncode == 1
     assert "pytorch_lightning was imported before project.engine" in done.stderr
-    assert "Import project.engine first." in done.stderr
+    assert "ExactCheckpoint cannot resume a Trainer of pytorch_lightning" in done.stderr
+    assert "Import project.engine first" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def flags(folder: Path, start_method: str = "fork") -> list[str]:

@@ -219,6 +219,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     # The start
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_another_lightning(trainer)
         if stage == "predict":
             return
         lightning_internals.check()
@@ -835,6 +836,19 @@ def keeps_trained_weights(part: Any) -> bool:
         return True
     hooks = (part.on_validation_start, part.on_validation_epoch_start)
     return all(hook.__module__.startswith(NOT_THE_USERS) for hook in hooks)
+
+
+def refuse_another_lightning(trainer: Any) -> None:
+    """A UserError for a Trainer of ``pytorch_lightning`` whose classes are not ``lightning``'s.
+
+    It would train, and a resume would fail or not be exact.
+    """
+    if not isinstance(trainer, Trainer):
+        package = type(trainer).__module__.partition(".")[0]
+        raise UserError(
+            f"ExactCheckpoint cannot resume a Trainer of {package}, which was imported before"
+            " project.engine. Import project.engine first: then it is lightning.pytorch's."
+        )
 
 
 def parse_interval(text: str) -> tuple[float, int | None]:
