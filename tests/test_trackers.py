@@ -17,8 +17,10 @@ import pytest
 from project import fit
 from project.command_line import trackers
 from project.command_line.cli import configure
+from project.engine.mirror.manifest import MIRRORED
 from project.engine.run_folder import RunFolder
 from project.errors import UserError
+from project.loggers import followers
 from project.loggers.followers import WholeRows
 from project.loggers.metrics_csv import MetricsCSV
 from project.loggers.tensorboard import TensorBoardRunLogger
@@ -168,7 +170,8 @@ def test_a_resumed_run_leaves_no_value_twice_in_tensorboard(tmp_path: Path) -> N
     for kept in (0, 3):
         # The first logger is never closed, as in a process that was killed.
         logger = TensorBoardRunLogger(run)
-        csv = MetricsCSV(tmp_path / "metrics.csv", [logger])
+        csv = MetricsCSV(tmp_path / "metrics.csv")
+        csv.followers = [logger]
         csv.keep_rows(kept)
         for step in range(max(0, kept - 1), 5):
             for each in (logger, csv):
@@ -255,3 +258,7 @@ def test_a_tracker_has_every_value_of_a_killed_run_once(
 
 
 # end feature: trackers
+
+
+def test_a_run_that_goes_on_from_a_mirror_goes_on_in_its_trackers() -> None:
+    assert followers.NAMES in MIRRORED

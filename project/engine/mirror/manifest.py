@@ -22,7 +22,15 @@ from typing import IO, Any, TypeGuard
 
 # What is mirrored of a run's folder
 CHECKPOINTS = ("best.ckpt", "last.ckpt")
-SMALL_FILES = ("run-id.txt", "config.yaml", "metrics.csv", "summary.json", "report.html")
+SMALL_FILES = (
+    "run-id.txt",
+    # The run's names in trackers
+    "trackers.json",
+    "config.yaml",
+    "metrics.csv",
+    "summary.json",
+    "report.html",
+)
 MIRRORED = (*SMALL_FILES, *CHECKPOINTS)
 FOLDER = "files"
 NAME = re.compile(r"manifest-(\d{8,12})-([0-9a-f]{8})\.json")
