@@ -24,7 +24,7 @@ class Shapes(BatchedDataModule):
 class UNet(nn.Module):
     """Images (batch, 1, height, width) to logits (batch, classes, height, width); sizes even."""
 
-    def __init__(self, classes: int = 3, width: int = 8) -> None:
+    def __init__(self, classes: int = 3, width: int = 16) -> None:
         super().__init__()
         self.fine = nn.Sequential(nn.Conv2d(1, width, 5, padding=2), nn.ReLU())
         self.coarse = nn.Sequential(nn.Conv2d(width, width, 5, padding=2), nn.ReLU())
