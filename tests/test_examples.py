@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -23,6 +22,7 @@ from project import fit
 from project.command_line import start as entry
 from tests import made_data  # feature: images
 from tests.commands import checkpoint, complete
+from tests.example_packages import LACKING, NEEDS
 from tests.promises import (
     ROOT,
     PictureSuite,  # feature: images
@@ -47,15 +47,6 @@ REACHED: dict[str, tuple[str, float] | None] = {
     "tabular": ("test/r2", 0.5),  # feature: supervised
     "tensor_dataset": ("test/accuracy", 0.9),  # feature: images
     "text": None,
-}
-# Example → the package that it needs, and that is not locked with the others.
-NEEDS = {"stream": "litdata", "text": "transformers"}
-LACKING = {
-    name: pytest.mark.skipif(
-        importlib.util.find_spec(package) is None,
-        reason=f"test_an_example_passes_where_its_package_is_installed installs {package}",
-    )
-    for name, package in NEEDS.items()
 }
 
 

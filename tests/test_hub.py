@@ -99,7 +99,14 @@ class Made(LightningModule):
 
 def loaded_of(module: LightningModule) -> Loaded:
     config = Configuration(
-        module, None, {}, None, {"model": {"class_path": f"{__name__}.Made"}}, id, list
+        module=module,
+        datamodule=None,
+        trainer={},
+        options=None,
+        resolved={"model": {"class_path": f"{__name__}.Made"}},
+        notes=[],
+        _make=id,
+        _reread=list,
     )
     return Loaded(module.eval(), None, config, {"run_name": "a|b `c` <i>"}, Path("best.ckpt"))
 

@@ -19,6 +19,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from project.command_line.tracker_words import TRACKERS
+
 ROOT = Path(__file__).parents[1]
 LOCK = (ROOT / "requirements.lock").read_text()
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -125,6 +127,8 @@ def provided_by(requirement: Requirement) -> set[str]:
 
 def test_every_imported_library_is_declared() -> None:
     provided = {PACKAGE, *sys.stdlib_module_names}
+    # A tracker's package is needed by who names it, and a line says so.
+    provided |= {package for package in TRACKERS.values() if package is not None}
     for requirement in declared():
         # A requirement that is not wanted on this platform is not installed.
         with contextlib.suppress(PackageNotFoundError):

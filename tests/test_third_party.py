@@ -116,7 +116,11 @@ def test_a_class_of_another_package_that_was_typed_needs_no_flag_afterwards(
     tested = run("project.test")
     assert tested.returncode == 0, tested.stderr
     Path("molecule.txt").write_text("CCO")
-    for command in (["project.predict", "molecule.txt"], ["project.export"]):
+    commands = [
+        ["project.predict", "molecule.txt"],  # feature: predict
+        ["project.export"],  # feature: export
+    ]
+    for command in commands:
         # Graphs are no image, and have no form in ONNX. Nobody asks whether to trust the classes.
         refused = run(*command)
         assert "--allow_imports" not in refused.stdout + refused.stderr

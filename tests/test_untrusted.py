@@ -45,6 +45,7 @@ from project.errors import UserError, without_control_characters
 from project.export import __main__ as export
 from project.predict import __main__ as predict
 from tests.commands import checkpoint
+from tests.example_packages import LACKING
 
 STRANGE = "strange.ckpt"
 CANARY = "canary"
@@ -472,7 +473,10 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=LACKING.get(path.stem, ())) for path in EXAMPLES],
+)
 def test_every_example_is_made_of_trusted_classes(path: Path) -> None:
     again("--config", str(path))
 

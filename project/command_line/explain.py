@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from project.command_line.trackers import told_as_words
+from project.command_line.tracker_words import told_as_words
 from project.errors import nearest
 
 LONGEST_UNKNOWN = 400  # characters of a sentence that nothing here knows

@@ -16,7 +16,7 @@ def choose_precision(accelerator: Any) -> str:
 
     It is bf16-mixed on a CPU that has instructions for bfloat16, if a training step that is
     measured here is faster with them. On an accelerator it is 32-true: which one is faster there
-    depends on the network's size, and ``python -m project.benchmark devices`` measures it.
+    depends on the network's size, and the benchmark measures it.
 
     Args:
         accelerator: The Trainer's argument of that name.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,9 @@ from typing import Any
 from jsonargparse.typing import restricted_string_type
 from lightning.pytorch.loggers import Logger
 
+from project.command_line.tracker_words import TRACKERS
 from project.errors import UserError
 
-# Each tracker, and the package that it needs beside those of training
-TRACKERS: dict[str, str | None] = {
-    "wandb": "wandb",  # feature: wandb
-    "tensorboard": "tensorboard",
-    "mlflow": "mlflow",  # feature: trackers
-    "trackio": "trackio",  # feature: trackers
-    # metrics.csv, which every run writes
-    "csv": None,
-}
 # Those that log where --logger names none by a word
 USUAL: tuple[str, ...] = (
     "wandb",  # feature: wandb
@@ -43,9 +34,6 @@ PACKAGES_OF_CLASSES = {
 LIGHTNINGS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")
 # Stands in config.yaml for the folder of whichever run it is that the file is used for
 RUN_FOLDER = "{run_folder}"
-
-# What jsonargparse says of a name that leads to no class
-NO_SUCH_CLASS = "dot import path|not a subclass|Import of|No module named|has no attribute"
 
 _WORD = f"({'|'.join(TRACKERS)})"
 TrackerWords = restricted_string_type(
@@ -129,13 +117,3 @@ def _check_package(name: str, package: str | None) -> None:
             f"--logger {name} needs the package {package}, which is not installed."
             f" Run pip install {package}."
         )
-
-
-def told_as_words(option: str, message: str, given: Callable[[str], str]) -> str | None:
-    """What is told of a ``--logger`` that is neither words nor a class; None for other errors."""
-    if option != "--logger" or "TrackerWords" not in message:
-        return None
-    if not re.search(NO_SUCH_CLASS, message):
-        return None
-    allowed = f"any of {', '.join(TRACKERS)}, with commas between them, or false, or a class"
-    return f"{option} must be {allowed} (package.module.Class), got {given(message)}."
