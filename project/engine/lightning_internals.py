@@ -61,6 +61,8 @@ NAMES = {
     "torchmetrics": ["Metric.update_count"],
     "torch": ["Tensor._version"],
     "torch.utils.data": ["DataLoader._get_iterator"],
+    "torch._utils": ["ExceptionWrapper"],
+    "multiprocessing.queues": ["Queue._on_queue_feeder_error"],
     "jsonargparse._optionals": ["_config_read_mode"],
     "jsonargparse._util": ["check_import_path"],
     "jsonargparse._typehints": ["check_import_path", "get_class_instantiator"],
@@ -176,6 +178,28 @@ def iterator_of(part: str) -> property:
         owner(self)._iterator = value
 
     return property(read, write)
+
+
+def tell_what_cannot_be_sent() -> None:
+    """In a loader's worker: send the error where a batch cannot be sent, and the run ends with it.
+
+    Buys one line where ``/dev/shm`` is full, or a batch cannot be pickled: else Python prints the
+    error of its sending thread and drops the batch, and the training waits for it for ever, deaf
+    to signals. Public way missing: torch makes the queue, and Python calls its method private.
+    """
+    from multiprocessing.queues import Queue
+
+    from torch._utils import ExceptionWrapper
+
+    def send_error(queue: Any, error: BaseException, item: Any) -> None:
+        if isinstance(error, ConnectionError):
+            # The training has ended.
+            return
+        number = item[0]
+        told = ExceptionWrapper((type(error), error, error.__traceback__), "as a batch was sent")
+        queue.put((number, told))
+
+    Queue._on_queue_feeder_error = send_error  # type: ignore[attr-defined]
 
 
 # Loops
