@@ -383,6 +383,12 @@ def open_handle(worker: int) -> None:
     info.dataset.handle = 10 + worker
 
 
+@pytest.mark.parametrize("kind", [Numbers, Gathered])
+def test_what_workers_are_asked_for_needs_no_shared_memory(kind: Any) -> None:
+    loader = exact(DataLoader(kind(5), 2, num_workers=1))
+    assert list(loader.fetching.sampler) == [(0, 0, [0, 1]), (0, 1, [2, 3]), (0, 2, [4])]
+
+
 def test_what_a_worker_does_to_its_dataset_reaches_it() -> None:
     ours = exact(DataLoader(Opened(8), batch_size=4, num_workers=2, worker_init_fn=open_handle))
     assert [batch.tolist() for batch in ours] == [[10] * 4, [11] * 4]

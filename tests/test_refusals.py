@@ -69,6 +69,41 @@ def raise_as(module: str, error: Exception) -> None:
     names["work"]()
 
 
+class CannotBeSent:
+    """A batch for which there is no room in shared memory."""
+
+    def __reduce__(self) -> Any:
+        text = (
+            "unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device"
+        )
+        raise RuntimeError(f"{text} (28)")
+
+
+UNSENT_BATCH = """
+import sys
+from torch.utils.data import DataLoader
+from project.command_line.refusals import refusals_as_errors
+from project.command_line.start import exit_code
+from project.engine.loading import ExactLoader
+from tests.test_refusals import CannotBeSent
+
+def main(argv):
+    plain = DataLoader([1, 2], num_workers=1, collate_fn=lambda _: CannotBeSent(),
+                       multiprocessing_context="fork")
+    with refusals_as_errors(None, lambda: True):
+        list(ExactLoader(plain, training=True, seed=0))
+
+sys.exit(exit_code(main, []))
+"""
+
+
+def test_a_batch_that_finds_no_shared_memory_ends_the_run_in_one_line() -> None:
+    done = complete([sys.executable, "-c", UNSENT_BATCH], timeout=30)
+    assert done.returncode == 2, done.stderr
+    assert "error: the processes that load data need more shared memory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -27,7 +27,8 @@ STARTS_A_RUN = ("lightning", f"{OURS}.engine", f"{OURS}.run_record")
 OUR_CALLBACKS = (f"{OURS}.progress", f"{OURS}.wrong_numbers")
 RESTORES = (*STARTS_A_RUN, *OUR_CALLBACKS, "torch", "numpy", "random", "packaging")
 OPTIMIZERS = ("torch.optim",)
-LOADERS = ("torch.utils.data", "torch.multiprocessing", "multiprocessing.")
+# The last raises in the training what was raised in a worker.
+LOADERS = ("torch.utils.data", "torch.multiprocessing", "multiprocessing.", "torch._utils")
 ANYWHERE = ("",)
 
 

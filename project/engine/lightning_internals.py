@@ -62,6 +62,8 @@ NAMES = {
     "torch": ["Tensor._version"],
     "torch.utils.data": ["DataLoader._get_iterator"],
     "torch.utils.data.dataloader": ["_MultiProcessingDataLoaderIter._mark_worker_as_unavailable"],
+    "torch._utils": ["ExceptionWrapper"],
+    "multiprocessing.queues": ["Queue._on_queue_feeder_error"],
     # feature: profiler
     "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],
     # end feature: profiler
@@ -192,6 +194,28 @@ def queues_to_workers(batches: Any) -> list[Any]:
     the iterator alone.
     """
     return getattr(batches, "_index_queues", [])
+
+
+def tell_what_cannot_be_sent() -> None:
+    """In a loader's worker: send the error where a batch cannot be sent, and the run ends with it.
+
+    Buys one line where ``/dev/shm`` is full, or a batch cannot be pickled: else Python prints the
+    error of its sending thread and drops the batch, and the training waits for it for ever, deaf
+    to signals. Public way missing: torch makes the queue, and Python calls its method private.
+    """
+    from multiprocessing.queues import Queue
+
+    from torch._utils import ExceptionWrapper
+
+    def send_error(queue: Any, error: BaseException, item: Any) -> None:
+        if isinstance(error, ConnectionError):
+            # The training has ended.
+            return
+        number = item[0]
+        told = ExceptionWrapper((type(error), error, error.__traceback__), "as a batch was sent")
+        queue.put((number, told))
+
+    Queue._on_queue_feeder_error = send_error  # type: ignore[attr-defined]
 
 
 # Loops

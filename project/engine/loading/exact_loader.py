@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from project.engine import contract
 from project.engine.lightning_internals import iterator_of
-from project.engine.loading.batches import ExactBatches, equally_many
+from project.engine.loading.batches import ExactBatches, Request, equally_many
 from project.engine.loading.fetch import Fetch
 from project.engine.loading.samplers import exact_source, gathers
 from project.engine.loading.workers import end_workers_at_exit, iterate, prepare_worker
@@ -25,6 +25,24 @@ KEPT = (
     "timeout",
     "in_order",
 )
+
+
+class PlainRequests(data.Sampler[Request]):
+    """The same requests without tensors, for worker processes.
+
+    A tensor would be sent through shared memory. Where that is full, the request would be lost, and
+    worker and training would wait for each other.
+    """
+
+    def __init__(self, batches: ExactBatches) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Request]:
+        for epoch, number, part in self.batches:
+            yield epoch, number, part.tolist() if isinstance(part, torch.Tensor) else part
 
 
 class ExactLoader(DataLoader[Any]):
@@ -96,7 +114,7 @@ class ExactLoader(DataLoader[Any]):
         )
         self.fetching: DataLoader[Any] = DataLoader(
             fetch,
-            sampler=batches,
+            sampler=PlainRequests(batches) if loader.num_workers else batches,
             # A request is a whole batch: PyTorch neither collates nor copies it.
             batch_size=None,
             # PyTorch's own would search every batch for arrays.

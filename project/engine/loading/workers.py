@@ -15,14 +15,15 @@ from weakref import WeakKeyDictionary
 
 from torch.utils import data
 
-from project.engine.lightning_internals import queues_to_workers
+from project.engine.lightning_internals import queues_to_workers, tell_what_cannot_be_sent
 
 # The iterators of loaders with workers, and the queues of each. See :func:`iterate`.
 _queues: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
-    """Let a loader's worker ignore stop signals, which the trainer handles, and use one core.
+    """Let a loader's worker ignore stop signals, which the trainer handles, tell what it cannot
+    send, and use one core.
 
     Args:
         worker: Its number.
@@ -30,6 +31,7 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    tell_what_cannot_be_sent()
     # For other libraries. Torch sees to itself.
     os.environ["OMP_NUM_THREADS"] = "1"
     info: Any = data.get_worker_info()
