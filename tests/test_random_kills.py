@@ -8,6 +8,7 @@ The seed of each run is printed: as ``RANDOM_SEED`` it makes this run the first 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.commands import (
@@ -94,6 +96,8 @@ class Started:
     targets: Callable[[], list[int]]
     # The ranks meet there.
     store: Any = None
+    # Who might have got a signal, at every one that was sent.
+    seen: set[int] = field(default_factory=set)
 
     def ended(self) -> bool:
         """Whether it has ended. As torchrun does, the first rank that fails ends the others."""
@@ -105,11 +109,16 @@ class Started:
 
     def left(self) -> list[int]:
         """Processes that have outlived it."""
-        return [pid for process in self.processes for pid in in_session(process.pid)]
+        found = [pid for process in self.processes for pid in in_session(process.pid)]
+        # Torchrun's ranks have sessions of their own.
+        return found + [pid for rank in self.seen for pid in in_session(rank)]
 
     def end(self) -> None:
         for process in self.processes:
             kill_group(process)
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def begin(launcher: str, flags: list[str], log: Path) -> Started:
@@ -136,8 +145,11 @@ def begin(launcher: str, flags: list[str], log: Path) -> Started:
 
 
 def members(pid: int) -> list[int]:
-    """The processes of a session that handle signals as a command does: ranks and their agent."""
-    return [each for each in in_session(pid) if handles_signals(each)] or [pid]
+    """A process and its descendants, those that handle signals as a command does: the ranks."""
+    found = [pid]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return [each for each in found if handles_signals(each)] or [pid]
 
 
 def wait(started: Started, seconds: float) -> bool:
@@ -167,6 +179,7 @@ def hit(launcher: str, started: Started, chance: random.Random, tally: Tally) ->
     """Send one random signal to one of the processes, or to all; returns what was sent."""
     number = chance.choice(SIGNALS)
     targets = started.targets()
+    started.seen.update(targets)
     chosen = targets if chance.random() < 0.3 else [chance.choice(targets)]
     for pid in chosen:
         try:
