@@ -8,19 +8,50 @@ compares the arguments as well.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+# What typing adds to every Protocol.
+OF_TYPING = ("__init__", "__subclasshook__")
+
+
+class AsksByName(type(Protocol)):  # type: ignore[misc]
+    """Lets ``isinstance`` ask an object for a Protocol's names as ``hasattr`` does.
+
+    From Python 3.12 on, ``isinstance`` passes ``__getattr__`` by. But that is where a module has
+    its layers and buffers, and a wrapper the methods of what it wraps.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return all(hasattr(instance, name) for name in names_of(cls))
+
+
+@functools.cache
+def names_of(protocol: type) -> frozenset[str]:
+    """The attributes and methods that a Protocol asks for."""
+    names: set[str] = set()
+    for kind in protocol.__mro__:
+        if isinstance(kind, AsksByName):
+            names |= inspect.get_annotations(kind).keys()
+            for name, value in vars(kind).items():
+                if isinstance(value, FunctionType | property) and name not in OF_TYPING:
+                    names.add(name)
+    return frozenset(names)
+
+
 # What a LightningModule may have
 
 
 @runtime_checkable
-class NamesMetric(Protocol):
+class NamesMetric(Protocol, metaclass=AsksByName):
     """A module that names the metric by which checkpoints are compared.
 
     ``--monitor`` wins over it.
@@ -30,7 +61,7 @@ class NamesMetric(Protocol):
 
 
 @runtime_checkable
-class NamesMode(Protocol):
+class NamesMode(Protocol, metaclass=AsksByName):
     """A module that says whether a small or a large value of its metric is good.
 
     ``--mode`` wins over it.
@@ -40,7 +71,7 @@ class NamesMode(Protocol):
 
 
 @runtime_checkable
-class KeepsSums(Protocol):
+class KeepsSums(Protocol, metaclass=AsksByName):
     """A module that adds up values outside of torchmetrics and ``self.log``, and wants them in a
     checkpoint.
     """
@@ -55,21 +86,21 @@ class KeepsSums(Protocol):
 
 
 @runtime_checkable
-class HasNetwork(Protocol):
+class HasNetwork(Protocol, metaclass=AsksByName):
     """A module whose trained network is one part of it: what ``export`` writes and tables name."""
 
     network: nn.Module
 
 
 @runtime_checkable
-class ChoosesMemoryFormat(Protocol):
+class ChoosesMemoryFormat(Protocol, metaclass=AsksByName):
     """A module that says how the channels of its images lie in memory."""
 
     memory_format: torch.memory_format
 
 
 @runtime_checkable
-class NamesClasses(Protocol):
+class NamesClasses(Protocol, metaclass=AsksByName):
     """A module or data module that names the classes that it tells apart, in the order of the
     outputs.
     """
@@ -78,7 +109,7 @@ class NamesClasses(Protocol):
 
 
 @runtime_checkable
-class ComparesOutputs(Protocol):
+class ComparesOutputs(Protocol, metaclass=AsksByName):
     """A module that knows how far the outputs of its exported form may be from its own."""
 
     def outputs_agree(self, ours: Any, theirs: Any) -> bool:
@@ -87,7 +118,7 @@ class ComparesOutputs(Protocol):
 
 
 @runtime_checkable
-class ValidatesTrainedWeights(Protocol):
+class ValidatesTrainedWeights(Protocol, metaclass=AsksByName):
     """A module or callback that says whether its hooks at a validation's start leave the weights as
     they are.
 
@@ -102,14 +133,14 @@ class ValidatesTrainedWeights(Protocol):
 
 
 @runtime_checkable
-class NamesSource(Protocol):
+class NamesSource(Protocol, metaclass=AsksByName):
     """A data module that says where its samples come from, such as ``mnist`` or ``sample``."""
 
     data_source: str | None
 
 
 @runtime_checkable
-class StaysWithSource(Protocol):
+class StaysWithSource(Protocol, metaclass=AsksByName):
     """A data module with several sources.
 
     A run that goes on must use the source that it began with.
@@ -121,14 +152,14 @@ class StaysWithSource(Protocol):
 
 
 @runtime_checkable
-class MayDownload(Protocol):
+class MayDownload(Protocol, metaclass=AsksByName):
     """A data module that fetches files. What a checkpoint alone names is not downloaded into."""
 
     may_download: bool
 
 
 @runtime_checkable
-class DescribesData(Protocol):
+class DescribesData(Protocol, metaclass=AsksByName):
     """A data module that learns facts from its files, such as class names.
 
     ``predict`` needs them without the files.
@@ -149,14 +180,14 @@ def describes_data(data: Any) -> TypeGuard[DescribesData]:
 
 
 @runtime_checkable
-class ShapesImages(Protocol):
+class ShapesImages(Protocol, metaclass=AsksByName):
     """A data module of images, all of one shape."""
 
     image_shape: tuple[int, int, int]  # channels, height, width
 
 
 @runtime_checkable
-class PreparesFiles(Protocol):
+class PreparesFiles(Protocol, metaclass=AsksByName):
     """A data module that turns a file into an input of the network, for ``predict``."""
 
     def prepare_file(self, path: Path) -> Tensor:
@@ -165,7 +196,7 @@ class PreparesFiles(Protocol):
 
 
 @runtime_checkable
-class PreparesImages(Protocol):
+class PreparesImages(Protocol, metaclass=AsksByName):
     """A data module that turns the pixels of a picture into an input of the network, for
     ``predict``.
     """
@@ -179,28 +210,28 @@ class PreparesImages(Protocol):
 
 
 @runtime_checkable
-class HoldsDataOnDevice(Protocol):
+class HoldsDataOnDevice(Protocol, metaclass=AsksByName):
     """A data module that keeps whole splits in the device's memory."""
 
     bytes_on_device: dict[str, int]  # by split
 
 
 @runtime_checkable
-class HasBatchSize(Protocol):
+class HasBatchSize(Protocol, metaclass=AsksByName):
     """A data module whose loaders follow this number: ``tune`` and ``benchmark`` set it."""
 
     batch_size: int
 
 
 @runtime_checkable
-class HasEvalBatchSize(Protocol):
+class HasEvalBatchSize(Protocol, metaclass=AsksByName):
     """A data module with another batch size for validation and test."""
 
     eval_batch_size: int
 
 
 @runtime_checkable
-class StandardizesImages(Protocol):
+class StandardizesImages(Protocol, metaclass=AsksByName):
     """A data module whose images get mean 0 and standard deviation 1, channel by channel."""
 
     mean: list[float]
@@ -211,7 +242,7 @@ class StandardizesImages(Protocol):
 
 
 @runtime_checkable
-class GathersBatches(Protocol):
+class GathersBatches(Protocol, metaclass=AsksByName):
     """A dataset in memory that gives a whole batch in one call, ready for the step."""
 
     def gather(self, indices: Tensor) -> Any:
@@ -220,7 +251,7 @@ class GathersBatches(Protocol):
 
 
 @runtime_checkable
-class HoldsImages(Protocol):
+class HoldsImages(Protocol, metaclass=AsksByName):
     """A dataset whose images lie in memory, all of one shape."""
 
     images: Tensor  # uint8 in 0-255 or float in 0-1, (count, channels, height, width)
@@ -228,7 +259,7 @@ class HoldsImages(Protocol):
 
 
 @runtime_checkable
-class LivesOnDevice(Protocol):
+class LivesOnDevice(Protocol, metaclass=AsksByName):
     """A dataset whose tensors lie on a device, where its batches are gathered."""
 
     device: torch.device
@@ -238,7 +269,7 @@ class LivesOnDevice(Protocol):
 
 
 @runtime_checkable
-class HasState(Protocol):
+class HasState(Protocol, metaclass=AsksByName):
     """A sampler, loader or dataset that can be saved and gone on with."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,7 +282,7 @@ class HasState(Protocol):
 
 
 @runtime_checkable
-class OrdersByEpoch(Protocol):
+class OrdersByEpoch(Protocol, metaclass=AsksByName):
     """A sampler, loader or dataset whose order is a function of the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -260,7 +291,7 @@ class OrdersByEpoch(Protocol):
 
 
 @runtime_checkable
-class HasWorkers(Protocol):
+class HasWorkers(Protocol, metaclass=AsksByName):
     """A loader that fetches in worker processes."""
 
     num_workers: int
@@ -271,7 +302,7 @@ class HasWorkers(Protocol):
 
 
 @runtime_checkable
-class PausesWhileSaving(Protocol):
+class PausesWhileSaving(Protocol, metaclass=AsksByName):
     """A callback that measures time, and leaves out what a checkpoint takes."""
 
     def pause(self) -> AbstractContextManager[Any]:
@@ -283,7 +314,7 @@ class PausesWhileSaving(Protocol):
 
 
 @runtime_checkable
-class CountsWholeModule(Protocol):
+class CountsWholeModule(Protocol, metaclass=AsksByName):
     """A strategy that cuts the module into shards, and has counted its parameters before."""
 
     whole_parameters: int  # 0 before the module was cut
@@ -293,7 +324,7 @@ class CountsWholeModule(Protocol):
 
 
 @runtime_checkable
-class BindsGenerator(Protocol):
+class BindsGenerator(Protocol, metaclass=AsksByName):
     """A sampler with a generator of its own.
 
     If it is torch's, the engine seeds it for each epoch.
@@ -303,7 +334,7 @@ class BindsGenerator(Protocol):
 
 
 @runtime_checkable
-class FetchesSeveral(Protocol):
+class FetchesSeveral(Protocol, metaclass=AsksByName):
     """A dataset that gives several samples in one call: PyTorch's DataLoader prefers that."""
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
