@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from project.command_line import shown_warnings
+from project.command_line import shown_warnings, start
 from project.command_line.refusals import refusals_as_errors
+from project.command_line.start import exit_code
 from project.errors import UserError
 from tests.commands import complete
 from tests.typed_settings import Numbers, Typed
@@ -50,6 +51,34 @@ def main(argv):
 
 sys.exit(exit_code(main, []))
 """
+
+
+def test_a_worker_that_is_killed_while_it_sends_a_batch_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = iter(DataLoader([1, 2]))
+
+    def is_cut_off() -> None:
+        raise EOFError
+
+    monkeypatch.setattr(loader, "_next_data", is_cut_off)
+    assert exit_code(lambda _: next(loader), []) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: a process that loads data has died (EOFError).")
+    assert told.count("\n") == 1
+
+
+def test_an_error_of_a_dead_worker_while_another_one_is_told_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(error: BaseException) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(start.traceback, "print_exception", interrupted)
+    assert start.report(KeyError("x")) == 2
+    assert (
+        "a process that loads data has died (DataLoader worker (pid 7)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("has_begun", ["None", "lambda: True", "lambda: False"])

@@ -51,6 +51,8 @@ NUMBERED = (
 NO_MEMORY = "t allocate memory|failed to map segment"
 # What torch says where a process that loads data was killed
 DEAD_WORKER = "DataLoader worker (pid"
+# The module that waits for what such processes send
+LOADER = "torch.utils.data.dataloader"
 # Seconds that a worker process has to end itself when the command has ended
 CHILD_PATIENCE = 2.0
 # Characters of an error. A value of a thousand characters is not shown whole.
@@ -146,6 +148,14 @@ def report(error: BaseException) -> int:
     """Print an error on stderr, as one readable line if the user can repair it; returns the exit
     code.
     """
+    try:
+        return _tell(error)
+    except RuntimeError as later:
+        # Torch's signal handler raises it where a worker has died, also while an error is told.
+        return _tell(later)
+
+
+def _tell(error: BaseException) -> int:
     if isinstance(error, signals.Stopped):
         return error.exit_code
     message = _what_the_user_can_do(error)
@@ -169,13 +179,26 @@ def _what_the_user_can_do(error: BaseException) -> str | None:
         return f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}"
     if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
         return f"not enough memory; a smaller --data.batch_size or network takes less. {error}"
-    if isinstance(error, RuntimeError) and DEAD_WORKER in str(error):
-        # Torch raises it from a signal handler, also while another error is being told.
+    if _is_of_a_dead_worker(error):
+        reason = str(error) or type(error).__name__
         return (
-            f"a process that loads data has died ({error}). Often the machine's memory was used"
+            f"a process that loads data has died ({reason}). Often the machine's memory was used"
             " up: use fewer --data.num_workers. --ckpt_path auto goes on with the run."
         )
     return None
+
+
+def _is_of_a_dead_worker(error: BaseException) -> bool:
+    """Whether an error says that a process that loads data was killed.
+
+    Torch says so, unless the process died while it was sending a batch.
+    """
+    if isinstance(error, RuntimeError):
+        return DEAD_WORKER in str(error)
+    if not isinstance(error, (EOFError, ConnectionError)):
+        return False
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == LOADER for frame, _ in frames)
 
 
 @contextmanager
