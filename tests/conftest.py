@@ -34,6 +34,7 @@ FOREIGN = (
     "MASTER_PORT",
     "PL_GLOBAL_SEED",
     "PROJECT_RANK_ZERO_DECISION",
+    "PROJECT_RANK_ZERO_PID",
 )
 # Long files are begun first, so that at the end no process waits long for another.
 LONG = {

@@ -218,6 +218,11 @@ def environment() -> dict[str, str]:
     It has as many threads.
     """
     kept = dict(os.environ)
-    for name in ("LOCAL_RANK", "PROJECT_RANK_ZERO_DECISION", "PL_GLOBAL_SEED"):
+    for name in (
+        "LOCAL_RANK",
+        "PROJECT_RANK_ZERO_DECISION",
+        "PROJECT_RANK_ZERO_PID",
+        "PL_GLOBAL_SEED",
+    ):
         kept.pop(name, None)
     return kept | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "WANDB_MODE": "disabled"}

@@ -224,6 +224,7 @@ def disturb(
 ) -> None:
     """Hit a run until it has had its signals, then let it finish."""
     saved = -1
+    hits: list[str] = []
     for _ in range(KILLS_OF_A_RUN):
         log.write_bytes(b"")
         started = begin(launcher, flags, log)
@@ -233,10 +234,12 @@ def disturb(
                 continue
             what = f"{hit(launcher, started, chance, tally)} after {moment:.2f} s"
             check_end(launcher, started, what, log, tally)
+            hits.append(what)
         finally:
             started.end()
         before = saved
         saved = steps_saved()
+        hits.append(f"{saved} steps")
         if saved < before:
             tally.wrong.append(f"{what}: LOST: {before} steps were saved, and now {saved}")
     log.write_bytes(b"")
@@ -249,7 +252,7 @@ def disturb(
         assert summary(REFERENCE)["test/loss"] == summary(KILLED)["test/loss"]
         assert not list(Path().rglob("*.part"))
     except (AssertionError, KeyError, FileNotFoundError) as error:
-        tally.wrong.append(f"INEXACT: {str(error)[:1500]}")
+        tally.wrong.append(f"INEXACT: {hits}: {str(error)[:1500]}")
 
 
 @pytest.mark.nightly

@@ -113,6 +113,15 @@ def test_a_rank_that_starts_ends_with_the_process_that_has_started_it() -> None:
             os.kill(rank, signal.SIGKILL)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a rank may have another parent")
+@pytest.mark.parametrize(("is_alive", "code"), [(True, 0), (False, 143)])
+def test_a_rank_whose_rank_zero_has_ended_before_it_began_ends(is_alive: bool, code: int) -> None:
+    rank_zero = os.getpid() if is_alive else 1
+    variables = {"LOCAL_RANK": "1", "PROJECT_RANK_ZERO_PID": str(rank_zero)}
+    words = [sys.executable, "-c", "from project.engine import signals; signals.install()"]
+    assert subprocess.run(words, env={**os.environ, **variables}, timeout=20).returncode == code
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("devices", [1, 2])

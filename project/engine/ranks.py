@@ -16,6 +16,8 @@ from project.errors import UserError, without_control_characters
 
 # Lightning's child ranks inherit what rank zero has decided.
 DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
+# The process id of rank zero, for them.
+RANK_ZERO_VARIABLE = "PROJECT_RANK_ZERO_PID"
 # How often ranks that start look whether the others are there.
 MEETING_POLL_SECONDS = 0.05
 
@@ -92,6 +94,7 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
     if world_size == 1:
         decision = decide()
         os.environ[DECISION_VARIABLE] = json.dumps(decision, default=str)
+        os.environ[RANK_ZERO_VARIABLE] = str(os.getpid())
         return decision
     meet(rank, world_size)
     decision = None

@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from project.engine.ranks import is_child
+from project.engine.ranks import RANK_ZERO_VARIABLE, is_child
 
 # SIGHUP: the terminal was closed. SIGBREAK: Ctrl-Break on Windows. A platform has those of these
 # that it knows.
@@ -91,6 +91,10 @@ def install() -> None:
             # A rank would train on without its agent, or wait for rank zero, and nobody could stop
             # it.
             end_with_parent()
+        rank_zero = os.environ.get(RANK_ZERO_VARIABLE)
+        if sys.platform == "linux" and is_child() and rank_zero not in (None, str(state.parent)):
+            # It has ended already, and nobody tells this process of it.
+            os._exit(Stopped(signal.SIGTERM).exit_code)
 
 
 class TakenOver:
