@@ -216,7 +216,8 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         if run.mirror is not None and trainer.is_global_zero:
             run.mirror.take()
             say(*run.mirror.finish(signals.seconds_left()))
-        say(*stopped_lines(run.folder, trainer.global_step, mirrored_again(run)))
+        step = trainer.global_step
+        say(*stopped_lines(run.folder, step, checkpoint.saved_step, mirrored_again(run)))
         raise
     finally:
         release_child_processes()

@@ -205,7 +205,8 @@ def _why_it_stopped(callback: Callback, trainer: Trainer) -> list[str]:
         return [f"stopped early: {' '.join(reason.split())}"]
     if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
         folder = Path(trainer.default_root_dir)
-        go_on = stopped_lines(folder, trainer.global_step, " --max_time DD:HH:MM:SS")
+        step = trainer.global_step
+        go_on = stopped_lines(folder, step, step, " --max_time DD:HH:MM:SS")
         return ["stopped early: --max_time is over.", *go_on]
     return []
 
@@ -225,21 +226,25 @@ def progress_callback(flags: dict[str, Any]) -> Callback | None:
     return EpochLines(bar=sys.stdout.isatty())
 
 
-def stopped_lines(folder: Path, step: int, longer: str = "") -> list[str]:
+def stopped_lines(folder: Path, step: int, saved_step: int | None, longer: str = "") -> list[str]:
     """What is printed when a run was stopped: what is saved, and the command that goes on.
 
     Args:
         folder: The run's folder.
         step: The optimizer step that was reached.
+        saved_step: The one that last.ckpt holds. It is an earlier one where data cannot be started
+            inside an epoch. None: nothing was saved.
         longer: What to add to that command.
     """
-    if not (folder / "last.ckpt").exists():
+    if saved_step is None or not (folder / "last.ckpt").exists():
         return ["nothing was saved yet."]
     go_on = f"python -m project.fit --run_name {shlex.quote(folder.name)} --ckpt_path auto"
     root = os.path.relpath(folder.parent)
     if root != "checkpoints":
         go_on += f" --default_root_dir {shlex.quote(root)}"
     saved = f"saved in {os.path.relpath(folder)}/last.ckpt"
+    if saved_step != step:
+        saved = f"step {saved_step:,} is {saved}"
     return [f"stopped after step {step:,}; {saved}. To go on:", f"  {go_on}{longer}"]
 
 

@@ -181,7 +181,7 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     commands = next_commands(configure([], "project.fit"))
     assert commands[0] == "test"
     assert commands[1:] == ["predict IMAGE.png"]  # feature: predict
-    lines = [*closing_lines(facts, folder, *commands).splitlines(), *stopped_lines(folder, 5)]
+    lines = [*closing_lines(facts, folder, *commands).splitlines(), *stopped_lines(folder, 5, 5)]
     commands = [shlex.split(line) for line in lines if line.startswith("  python")]
     assert len(commands) >= 2
     assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)

@@ -24,6 +24,7 @@ from project.command_line import start as entry
 from project.engine.not_exact import NOT_EXACT
 from tests.commands import (
     TIMED,
+    assert_same_run,
     checkpoint,
     complete,
     differences,
@@ -32,6 +33,7 @@ from tests.commands import (
     summary,
     without_measured,
 )
+from tests.stopped_runs import resume, train, train_until
 
 HERE = "tests.test_lightning_callbacks"  # as a run imports it
 
@@ -164,6 +166,20 @@ def arguments(names: list[str], plateau: bool = False) -> list[str]:
 def test_every_callback_that_lightning_ships_is_among_these() -> None:
     assert {*EXACT, *SAID} | OTHERS == {*callbacks.__all__}
     assert {*SAID} <= {kind.__name__ for kind in NOT_EXACT}
+
+
+def test_averaged_weights_are_exact_where_a_run_stops_in_the_epoch_for_batch_norms(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*arguments(["StochasticWeightAveraging"]), "--max_epochs", "2"]
+    reference = train("reference", *words)
+    batches_of_an_epoch = 12
+    train_until(2 * batches_of_an_epoch + 2, "stopped", *words)
+    # No checkpoint of that epoch can be gone on with, and the last line does not claim one.
+    told = capsys.readouterr()
+    saved = checkpoint(Path("checkpoints/stopped/last.ckpt"))["global_step"]
+    assert f"; step {saved} is saved in " in told.out + told.err
+    assert_same_run(reference, resume("stopped", *words))
 
 
 @pytest.mark.timeout(900)

@@ -213,7 +213,7 @@ def test_a_slow_mirror_costs_a_run_no_time(tmp_path: Path, slow: dict[str, str])
         found = {}
         for url in ("slow://store", ""):
             machine = Machine(tmp_path / f"{index}{bool(url)}", Server(url or "null", {}))
-            process = machine.start("--max_epochs", "10", **slow)
+            process = machine.start("--max_epochs", "60", **slow)
             assert process.wait(600) == 0, machine.told()[-3000:]
             found[url] = summary(machine.folder)
         with_it, without = found["slow://store"], found[""]

@@ -37,7 +37,11 @@ from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
 from project.engine.log_steps import SHARDING, is_optimizer_step
 from project.engine.mirror.mirror import Mirror
-from project.engine.not_exact import mend_states_of_lightnings_callbacks, what_is_not_exact
+from project.engine.not_exact import (
+    begins_averaged_batch_norms,
+    mend_states_of_lightnings_callbacks,
+    what_is_not_exact,
+)
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
@@ -134,6 +138,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._request = 0
         self._best_due = False
         self._last_save = time.monotonic()
+        # The optimizer step that last.ckpt holds. None: nothing is saved yet.
+        self.saved_step: int | None = None
         self._steps = 0
         # What is written now. None: another callback saves a checkpoint.
         self._saving: Snapshot | None = None
@@ -269,6 +275,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Its state dict lacks buffers that are not persistent.
             give_plain_buffers(module, buffers_left_out(checkpoint, trainer.global_rank))
             return
+        self.saved_step = checkpoint["global_step"]
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         if saved.get("state") is None:
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -633,7 +640,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                     pauses.enter_context(callback.pause())
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
-            can_go_on = self._can_go_on(snapshot)
+            can_go_on = self._can_go_on(trainer, snapshot)
             if self.saves and saves and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
             if stop and stop == self.requeue_signal:
@@ -646,9 +653,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
             lightning_internals.release_child_processes()
             raise signals.Stopped(stop)
 
-    def _can_go_on(self, snapshot: Snapshot) -> bool:
-        """Whether a run that is resumed with this snapshot can start its loaders there."""
-        return snapshot.place == "epoch" or self.loading.anywhere
+    def _can_go_on(self, trainer: Trainer, snapshot: Snapshot) -> bool:
+        """Whether a run that is resumed with this snapshot can start there."""
+        if snapshot.place == "epoch":
+            return not begins_averaged_batch_norms(trainer)
+        return self.loading.anywhere
 
     def _save(self, trainer: Trainer, snapshot: Snapshot, can_go_on: bool) -> None:
         """Write the files. Lightning's save asks :meth:`write_state` for what it lacks."""
@@ -658,9 +667,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self.files.write(trainer, self._best_due, can_go_on, self.agreement.group)
         finally:
             self._saving = None
+        # Otherwise a new best alone was saved.
+        saves_last = can_go_on or not self._best_due
+        if saves_last:
+            self.saved_step = trainer.global_step
         if self.mirror is not None and trainer.is_global_zero:
             # A new best alone is ahead of last.ckpt, whose step the mirror tells.
-            self.mirror.take(trainer.global_step if can_go_on or not self._best_due else None)
+            self.mirror.take(trainer.global_step if saves_last else None)
         self._last_save = time.monotonic()
 
     def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -688,7 +701,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state
         record["run_id"] = self.run_id
-        record["can_go_on"] = self._can_go_on(snapshot)
+        record["can_go_on"] = self._can_go_on(trainer, snapshot)
 
     def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
         """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of

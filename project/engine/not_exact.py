@@ -37,6 +37,20 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
     return notes
 
 
+def begins_averaged_batch_norms(trainer: Trainer) -> bool:
+    """Whether training is before the epoch that StochasticWeightAveraging adds for batch norms.
+
+    Lightning cannot go on there: in this epoch the callback makes neither its schedule nor its
+    count, and steps once more with the gradients of the last batch.
+    """
+    if trainer.current_epoch >= (trainer.max_epochs or 0):
+        return False
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            return bool(trainer.current_epoch > callback.swa_end)
+    return False
+
+
 def mend_states_of_lightnings_callbacks(trainer: Trainer, states: dict[str, Any]) -> None:
     """Mend saved states that Lightning could not load, or that would hide what the user typed."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

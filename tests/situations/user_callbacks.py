@@ -59,8 +59,6 @@ add(
     callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
     says="resumes from its last epoch's end",
     max_epochs=4,
-    # Its own state and schedule have no effect any more in the last epoch, for batch norms.
-    ignores=("schedule", "callbacks", "param_groups"),
 )
 
 
