@@ -51,7 +51,7 @@ STOPS = [(6, False, "batch"), (13, False, "validation"), (20, False, "batch"), (
 
 
 # These run with every change, the others nightly.
-QUICK_LOADERS = ("by epoch", "stream with state", "loader with state")
+QUICK_LOADERS = ("by epoch", "stream with state")
 
 
 def loaders_and_stops() -> list[Any]:
@@ -100,6 +100,7 @@ def test_a_value_that_pythons_own_max_reduces_goes_on_in_its_epoch() -> None:
     assert_same_run(reference, resume("stopped"))
 
 
+@pytest.mark.nightly
 def test_a_sum_over_a_group_of_ones_own_is_said_to_begin_anew(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_stream_without_a_state_goes_on_from_the_last_epochs_end_and_says_so(
     assert_same_run(reference, resume("stopped"))
 
 
+@pytest.mark.nightly
 def test_two_ranks_share_a_sampler_of_the_users_own_and_log_what_one_process_does() -> None:
     """Killed and resumed, too.
 
@@ -446,6 +448,7 @@ def test_a_modules_own_code_finds_the_checkpoints_where_lightnings_are(own: bool
         assert float(asks.found.best_model_score) == facts["val_told"]
 
 
+@pytest.mark.nightly
 def test_folders_beside_the_log_and_hyperparameters_of_any_type_are_kept() -> None:
     flags = ["--model", "tests.other_tasks.Habitual", *LINE[2:], *SHORT]
     run = train("r", *flags)
@@ -456,6 +459,7 @@ def test_folders_beside_the_log_and_hyperparameters_of_any_type_are_kept() -> No
 
 
 # feature: wandb
+@pytest.mark.nightly
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_code_for_tensorboard_is_told_the_flag_and_runs_with_it(
     tensorboard: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -472,6 +476,7 @@ def test_code_for_tensorboard_is_told_the_flag_and_runs_with_it(
 
 
 # end feature: wandb
+@pytest.mark.nightly
 def test_a_limit_in_time_ends_the_run() -> None:
     flags = [*LINE, *SHORT[2:], "--max_time", "00:00:00:02", "--max_steps", "100000"]
     assert 0 < summary(train("r", *flags))["steps"] < 100_000
@@ -498,6 +503,7 @@ def test_a_metric_that_nobody_logs_is_refused_where_a_module_has_no_validation(
     assert line == "error: --monitor must be logged, got gloss. Logged: d_loss, g_loss."
 
 
+@pytest.mark.nightly
 def test_best_follows_the_modules_own_metric_and_the_command_line_beats_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -518,6 +524,7 @@ def test_best_follows_the_modules_own_metric_and_the_command_line_beats_it(
     assert "--mode must be min or max" in error_of(capsys, *told, "--mode", "least")
 
 
+@pytest.mark.nightly
 def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
     told = ["--model", "tests.other_tasks.Told", *LINE[2:], *SHORT]
     train("r", *told, "--max_epochs", "2", "--mode", "max")
@@ -552,6 +559,7 @@ def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(
     assert (best.monitor, best.mode) == ("val/accuracy", "max")
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_remembers_that_its_validation_did_not_log_the_metric(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -659,6 +667,7 @@ def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(
     assert "--init_weights starts a new run" in both
 
 
+@pytest.mark.nightly
 def test_the_line_that_starts_from_another_runs_weights_also_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -79,6 +79,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # The tables
 
 
+@pytest.mark.nightly
 def test_a_case_that_the_table_chose_itself_is_left_out_where_it_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_system_that_tells_no_load_is_not_called_quiet(monkeypatch: pytest.Mon
     assert "busy" not in line_of(facts)
 
 
+@pytest.mark.nightly
 def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind(
     tmp_path: Path,
 ) -> None:
@@ -263,6 +265,7 @@ def of_loops() -> list[multiprocessing.process.BaseProcess]:
     return [each for each in multiprocessing.active_children() if not each.daemon]
 
 
+@pytest.mark.nightly
 def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,6 +304,7 @@ def test_what_a_loop_refuses_in_its_process_is_one_line() -> None:
         epochs_in_turn("t", [FLOOR], [*SMALL, "--model.lr", "-1"], 1)
 
 
+@pytest.mark.nightly
 def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,6 +434,7 @@ def test_the_table_is_told_from_the_values_of_fits_flags(
     assert (options.table, options.fit_flags) == (table, rest)
 
 
+@pytest.mark.nightly
 def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -99,6 +99,7 @@ def test_without_a_whole_checkpoint_the_run_starts_afresh_and_says_so(
     assert_same_run(finished, copied)
 
 
+@pytest.mark.nightly
 def test_a_best_of_another_run_is_set_aside_not_lost(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_best_of_another_run_is_set_aside_not_lost(
     )
 
 
+@pytest.mark.nightly
 def test_a_best_that_names_no_run_is_set_aside(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_best_that_names_no_run_is_set_aside(
     assert "best.ckpt belongs to another run. It was set aside; the best" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_best_that_is_missing_is_not_said_to_be_set_aside(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +136,7 @@ def test_a_best_that_is_missing_is_not_said_to_be_set_aside(
     assert "set aside" not in told
 
 
+@pytest.mark.nightly
 def test_two_resumes_of_one_run_at_once_the_second_is_refused(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +381,7 @@ def test_a_file_system_without_locks_is_said_and_written(
     run.release()
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_elsewhere_starts_a_new_run(copied: Path) -> None:
     shutil.copy(copied / "best.ckpt", "elsewhere.ckpt")
     assert (

@@ -53,6 +53,7 @@ class Part(MNISTClassifier):
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
+@pytest.mark.nightly
 def test_ranks_that_count_at_different_steps_do_not_wait_for_each_other(workplace: Path) -> None:
     mine = ["--max_epochs", "1", "--log_every_n_steps", "1", "--run_name", "part"]
     assert (
@@ -77,6 +78,7 @@ class WriteBuffers(Callback):
                 print([buffer.tolist() for buffer in module.buffers()], file=file)
 
 
+@pytest.mark.nightly
 def test_two_ranks_validate_with_the_same_running_statistics(workplace: Path) -> None:
     # once in the middle of an accumulated step, where DDP itself does not share them, and once at
     # the epoch's end

@@ -235,6 +235,7 @@ def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:
     torch.save(whole, path)
 
 
+@pytest.mark.nightly
 def test_a_mistake_leaves_a_folder_that_was_there_as_it_was(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +290,7 @@ def test_an_odd_config_is_told_in_one_line(
     assert os.listdir() == ["odd.yaml"]
 
 
+@pytest.mark.nightly
 def test_a_malformed_config_is_named_with_its_line(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,6 +309,7 @@ def test_a_malformed_config_is_named_with_its_line(
         assert error_of(capsys, "--trainer", f"{name}.yaml").startswith(told)
 
 
+@pytest.mark.nightly
 def test_a_share_of_the_test_set_that_is_less_than_a_batch_loses_no_run_and_is_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path
 ) -> None:
@@ -327,6 +330,7 @@ def finished() -> Path:
     return finished_run()
 
 
+@pytest.mark.nightly
 def test_a_refused_run_leaves_none_of_the_folders_that_it_made_and_all_that_were_there(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,6 @@ def wait_for_step(folder: Path, step: int, process: Any) -> None:
         pytest.param(0, 1, 5, marks=pytest.mark.nightly),
         pytest.param(2, 1, 5, marks=pytest.mark.nightly),
         # Lightning starts the second rank, which imports torch.
-        (0, 2, 1),
         pytest.param(0, 2, 5, marks=pytest.mark.nightly),
     ],
 )
@@ -181,6 +180,7 @@ def test_what_the_trainer_was_given_stays_and_its_own_modelcheckpoint_works(
     assert trainer.validate(Regression(), ckpt_path=keep.best_model_path, verbose=False)
 
 
+@pytest.mark.nightly
 def test_checkpoints_that_were_copied_alone_go_on_with_their_best(workplace: Path) -> None:
     fit("whole", epochs=1)
     Path("copied").mkdir()

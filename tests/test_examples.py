@@ -92,6 +92,7 @@ class TestGAN(PromiseSuite):
 
 
 # feature: images
+@pytest.mark.nightly
 class TestPngFolder(PromiseSuite, PictureSuite):
     """Two worker processes, random flips, a kill instead of a request to stop, and Pillow in
     between.
@@ -123,6 +124,7 @@ class TestFashionMNIST(PictureSuite):
 # end feature: mnist
 
 
+@pytest.mark.nightly
 class TestTensorFiles(PictureSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
@@ -304,6 +306,7 @@ for name in sorted(REACHED):
     RUNNING.append(pytest.param(name, marks=marks))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNNING)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on so short a run
 def test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up(

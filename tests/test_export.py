@@ -161,14 +161,14 @@ def exported_rows(loaded: Loaded, folder: Path) -> tuple[Samples, list[dict[str,
     return samples, compare(files, loaded, samples)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("network", "options"),
     [
         (MLP(image_shape=(3, 16, 24), num_classes=4, dropout=0.5), {}),
-        pytest.param(
+        (
             ConvNet(image_shape=(3, 16, 24), padding=True, num_classes=4, dropout=0.5),
             {"channels_last": True, "activation_checkpointing": True},
-            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -245,6 +245,7 @@ def test_any_module_exports_by_its_own_names_and_is_compared_output_by_output(
     ).stat().st_mode
 
 
+@pytest.mark.nightly
 def test_a_module_says_itself_whether_its_outputs_agree(tmp_path: Path) -> None:
     class Doubtful(Prices):
         def outputs_agree(
@@ -258,6 +259,7 @@ def test_a_module_says_itself_whether_its_outputs_agree(tmp_path: Path) -> None:
     assert not any(row["agrees"] for row in rows)
 
 
+@pytest.mark.nightly
 def test_without_a_test_set_the_example_input_array_is_taken(tmp_path: Path) -> None:
     samples, rows = exported_rows(
         Loaded(Prices().eval(), None, {}, {}, Path("best.ckpt")), tmp_path
@@ -273,6 +275,7 @@ class RawHouses(Houses):
         self.test = TensorDataset(torch.rand(50, 7), torch.rand(50, 7))
 
 
+@pytest.mark.nightly
 def test_where_forward_takes_no_batch_of_the_test_set_the_example_input_array_is_taken(
     tmp_path: Path,
 ) -> None:
@@ -294,6 +297,7 @@ class BringsHouses(Prices):
         return houses.test_dataloader()
 
 
+@pytest.mark.nightly
 def test_a_module_that_brings_its_test_set_is_compared_on_it(tmp_path: Path) -> None:
     samples, rows = exported_rows(
         Loaded(BringsHouses().eval(), None, {}, {}, Path("best.ckpt")), tmp_path
@@ -387,6 +391,7 @@ def test_an_output_with_another_name_is_told_and_no_other(
         assert ("is called" in out) == told
 
 
+@pytest.mark.nightly
 def test_an_example_may_be_a_dictionary_of_inputs_by_name(tmp_path: Path) -> None:
     module = Prices()
     module.example_input_array = {"outside": torch.rand(1, 5), "inside": torch.rand(1, 5)}
@@ -527,6 +532,7 @@ def test_a_network_that_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.nightly
 def test_without_the_training_data_an_export_is_checked_on_random_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -606,6 +612,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not Path("new").exists()
 
 
+@pytest.mark.nightly
 def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(
     workplace: Path,
 ) -> None:

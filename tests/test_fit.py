@@ -187,6 +187,7 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)
 
 
+@pytest.mark.nightly
 def test_two_launches_in_the_same_second_make_two_folders(workplace: Path) -> None:
     processes = [
         start(command("fit", *SMALL, "--max_epochs", "1"), workplace / f"{i}.txt") for i in range(2)
@@ -221,6 +222,7 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(
     assert note.startswith("--ckpt_path auto without --run_name: a new run starts, ")
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_made_longer_and_killed_is_not_finished(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_run_that_was_made_longer_and_killed_is_not_finished(
     assert summary(Path("checkpoints/a"))["steps"] == 150
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # pytest.warns tells again what it has caught
@@ -309,6 +312,7 @@ def test_a_test_says_which_typed_settings_beat_the_checkpoints(
         ] == said
 
 
+@pytest.mark.nightly
 def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,6 +323,7 @@ def test_another_batch_size_goes_on_from_the_right_sample_and_says_so(
     assert "goes on from the right sample" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags", [["--max_steps", "90"], ["--max_time", "00:00:10:00", "--max_steps", "90"]]
 )
@@ -335,6 +340,7 @@ def max_epochs_of(flags: list[str]) -> int:
     return int(configure(flags, "project.fit").trainer["max_epochs"])
 
 
+@pytest.mark.nightly
 def test_no_limit_that_is_spelled_out_is_none(workplace: Path) -> None:
     Path("endless.yaml").write_text("trainer: {max_steps: -1, max_time: null}")
     for flags in (["--max_steps", "-1"], ["--trainer.max_steps=-1"], ["--config", "endless.yaml"]):
@@ -429,6 +435,7 @@ def test_trainer_flags_work_as_they_are(workplace: Path, flags: list[str]) -> No
     assert "test/accuracy" in summary(Path("checkpoints/f"))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what happens without a GPU")
 def test_a_step_without_a_gpu_does_not_look_for_one(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
@@ -461,6 +468,7 @@ def test_the_sample_is_learnt_to_98_percent(workplace: Path) -> None:
     assert summary(Path("checkpoints/sample"))["test/accuracy"] >= 0.98
 
 
+@pytest.mark.nightly
 def test_of_equally_good_epochs_the_last_is_the_best(workplace: Path) -> None:
     assert (
         fit.main([*SMALL, "--run_name", "still", "--model.lr", "1e-12", "--max_epochs", "2"]) == 0
@@ -519,6 +527,7 @@ def test_h_is_one_screen_of_options_that_exist_and_help_has_those_of_model_and_d
     assert "--network.hidden" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_ended(
     workplace: Path,
 ) -> None:
@@ -572,6 +581,7 @@ def on_a_terminal(words: list[str]) -> str:
     return shown.decode()
 
 
+@pytest.mark.nightly
 def test_the_configs_to_debug_and_to_stop_early_do_what_they_say(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -604,6 +614,7 @@ def test_the_configs_to_debug_and_to_stop_early_do_what_they_say(
     ]
 
 
+@pytest.mark.nightly
 def test_a_time_limit_that_ends_a_run_is_said(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_help_names_every_step_and_no_part_may_take_nine_minutes() -> None:
         )
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_a_part_says_so_and_ends(tmp_path: Path) -> None:
     ended = gpu_script(
         "tables", str(tmp_path), str(tmp_path), PYTHON=sys.executable, CUDA_VISIBLE_DEVICES=""

@@ -515,12 +515,8 @@ CASES: dict[str, tuple[list[str], str, int, bool]] = {
 # These run with every change, the others nightly.
 QUICK = (
     "steps of a validation",
-    "wrapped metrics, a validation",
-    "a callback's state in validation",
     "a network made late",
-    "a part of a stream, in training",
     "a data module's state",
-    "steps, between epochs",
     "stopped early, in the test",
 )
 
@@ -553,12 +549,14 @@ def test_an_interrupted_run_is_bit_identical(case: str) -> None:
         assert ours[name] == theirs[name], name
 
 
+@pytest.mark.nightly
 def test_a_loader_may_fill_the_same_tensors_again() -> None:
     refilled, own = train("refilled", *of("RefilledBatches")), train("own", *of("OwnBatches"))
     assert_same_run(own, refilled)
     assert summary(own)["test_loss"] == summary(refilled)["test_loss"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags", [["--limit_val_batches", "0"], ["--check_val_every_n_epoch", "9"]], ids=str
 )
@@ -577,6 +575,7 @@ def test_a_run_that_needs_its_last_validation_no_more_trains_no_step_more(flags:
     )
 
 
+@pytest.mark.nightly
 def test_what_is_typed_beats_a_schedules_state() -> None:
     rate = lambda run: checkpoint(run / "last.ckpt")["optimizer_states"][0]["param_groups"][0]["lr"]  # noqa: E731
     assert rate(train("r", *of("Task", "--max_epochs", "2"))) == pytest.approx(0.02 * 0.9**2)
@@ -596,12 +595,14 @@ class Cycle(Task):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+@pytest.mark.nightly
 def test_a_schedule_is_as_long_as_the_run_that_was_typed() -> None:
     train("r", *of("Cycle", "--max_epochs", "2"))
     resumed = checkpoint(resume("r", "--max_epochs", "3") / "last.ckpt")
     assert resumed["lr_schedulers"][0]["total_steps"] == resumed["global_step"] == 39
 
 
+@pytest.mark.nightly
 def test_a_patience_that_is_typed_beats_the_checkpoints() -> None:
     run = train("r", *of("Task", *EARLY))
     assert summary(run)["epochs"] == 2
@@ -644,6 +645,7 @@ class Joins(Task):
         self.log("val_largest", batch[1].max(), reduce_fx="max", sync_dist=True)
 
 
+@pytest.mark.nightly
 def test_values_that_a_module_joins_itself_are_those_of_one_process() -> None:
     one = train("one", *of("Joins", "--max_epochs", "1"))
     two = run_ranks("fit", *of("Joins", "--max_epochs", "1"), "--run_name", "two")
@@ -681,6 +683,7 @@ class Dealt(Task):
         return DataLoader(table(101), 8, sampler=Deals())
 
 
+@pytest.mark.nightly
 def test_a_further_rank_goes_on_with_the_samplers_state_too() -> None:
     interrupted("r", "on_train_batch_end", 20, False, *of("Dealt"))
     resumed = run_ranks("fit", "--run_name", "r", "--ckpt_path", "auto")
@@ -721,6 +724,7 @@ def test_the_line_of_a_run_is_typed_again_and_adds_nothing_twice() -> None:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [20, 26])
 def test_a_run_goes_on_from_a_file_of_lightnings_own_at_the_right_batch(
     step: int, capsys: pytest.CaptureFixture[str]
@@ -762,6 +766,7 @@ class Doubles(Task):
     val_dataloader = test_dataloader = train_dataloader
 
 
+@pytest.mark.nightly
 def test_a_run_in_double_precision_is_tested_in_it() -> None:
     run = train("r", *of("Doubles", "--precision", "64-true"))
     assert (

@@ -147,14 +147,8 @@ print(found == [lightning.pytorch.callbacks.EarlyStopping] * 2)
 
 @mostly("installed")
 # A fork has what its parent has, and forkserver's workers import as those of spawn do.
-@pytest.mark.parametrize(
-    "start_method",
-    [
-        pytest.param("fork", marks=pytest.mark.nightly),
-        pytest.param("forkserver", marks=pytest.mark.nightly),
-        "spawn",
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
 def test_worker_processes_see_the_same_classes(start_method: str, python_path: str) -> None:
     """The main module is none of ours, so that a worker can only know from its search path."""
     code = f"""
@@ -181,6 +175,7 @@ def test_a_name_in_a_config_or_checkpoint_is_translated(name: str, real: str) ->
     assert name_in_lightning(name) == real
 
 
+@pytest.mark.nightly
 def test_a_package_that_was_imported_too_early_is_reported_and_its_trainer_refused(
     tmp_path: Path,
 ) -> None:

@@ -140,6 +140,7 @@ def test_lightnings_checkpoints_without_a_folder_of_their_own_lie_in_the_runs(
     assert {"best.ckpt", "last.ckpt"} <= {path.name for path in run.iterdir()}
 
 
+@pytest.mark.nightly
 def test_callbacks_of_the_command_line_replace_a_config_files_or_join_them(in_folder: Path) -> None:
     notes = "trainer: {callbacks: [{class_path: tests.other_tasks.Notes, init_args: {word: file}}]}"
     stop = [
@@ -207,6 +208,7 @@ model:
 """
 
 
+@pytest.mark.nightly
 def test_optimizer_schedule_and_class_weights_by_a_config_file(in_folder: Path) -> None:
     run = train([*DIGITS, *PLAIN], OPTIMIZER)
     last = checkpoint(run / "last.ckpt")
@@ -239,6 +241,7 @@ data:
 """
 
 
+@pytest.mark.nightly
 def test_augmentation_and_sampling_by_a_config_file_or_one_method(in_folder: Path) -> None:
     plain = train([*DIGITS, *PLAIN, "--max_epochs", "1"], name="plain")
     mixed = train([*DIGITS, *PLAIN, "--max_epochs", "1"], MIXED, name="mixed")
@@ -266,6 +269,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.nightly
 def test_monitors_and_report_are_switched_off_and_on(
     in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +291,7 @@ def test_monitors_and_report_are_switched_off_and_on(
     assert (told / "report.html").exists()  # feature: report
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flag", "shown"),
     [
@@ -307,6 +312,7 @@ def test_what_is_asked_for_is_printed(
     assert shown in told.out + told.err + caplog.text
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_leaves_no_run_and_no_checkpointing_no_checkpoint(
     in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,6 +328,7 @@ def test_a_rehearsal_leaves_no_run_and_no_checkpointing_no_checkpoint(
 
 
 # feature: wandb
+@pytest.mark.nightly
 def test_wandbs_own_variables_reach_the_run(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -325,6 +325,7 @@ def two_rank_run(folder: Path) -> None:
     trainer.fit(Linear(), Points(80, 8).loader())
 
 
+@pytest.mark.nightly
 def test_two_ranks_share_the_larger_device_figure_and_the_sum_of_host_memory(tmp_path):
     in_a_fork(two_rank_run, tmp_path)
     for rank in (0, 1):
@@ -360,6 +361,7 @@ def test_host_memory_counts_workers_and_forgets_those_that_ended():
     assert host_memory()["process"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 def test_the_peak_is_this_process_own_and_not_its_parents():
     script = "from project.callbacks.memory import host_memory; print(host_memory()['peak_rss'])"

@@ -25,7 +25,7 @@ from project.engine.mirror.mirror import Mirror
 from project.engine.mirror.reading import saves_in
 from project.engine.mirror.save import Save
 from project.engine.mirror.store import Store
-from project.engine.run_folder import RunFolder, find_checkpoint, last_owner
+from project.engine.run_folder import RunFolder, choose, find_checkpoint, last_owner
 from project.errors import UserError
 from tests.commands import checkpoint
 from tests.plain_module import Regression
@@ -253,6 +253,17 @@ def test_a_mirror_of_another_run_is_neither_taken_nor_written(workplace: Path) -
     with pytest.raises(UserError, match="holds another run of this name"):
         fit("other/run", url)
     assert MemoryFileSystem.store.keys() == before.keys()
+
+
+def test_a_run_that_goes_on_without_its_mirror_is_told(workplace: Path) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("machine/run", "memory://store", Dies(13))
+    found = choose(Path("machine"), "run", "auto")
+    assert found.notes == [
+        "run has a mirror, which gets nothing of this start: add --mirror again."
+    ]
+    fit("other/run", None)
+    assert choose(Path("other"), "run", "auto").notes == []
 
 
 # What waits, and what is held

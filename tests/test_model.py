@@ -92,6 +92,7 @@ def test_recomputing_stores_fewer_activations() -> None:
     assert stored_bytes(network) < 0.5 * before
 
 
+@pytest.mark.nightly
 def test_compiled_checkpoints_are_eager_ones() -> None:
     eager = ImageClassifier(MLP())
     compiled = ImageClassifier(MLP(), compile=True)

@@ -233,6 +233,7 @@ def two_rank_run(folder: Path) -> None:
     trainer.fit(Regression(), points())
 
 
+@pytest.mark.nightly
 def test_a_monitor_that_fails_on_one_rank_holds_up_no_other(tmp_path: Path) -> None:
     in_a_fork(two_rank_run, tmp_path)
     for rank in (0, 1):
@@ -293,6 +294,7 @@ for name in ("project.fit", "project.command_line.cli"):
 """
 
 
+@pytest.mark.nightly
 def test_monitors_work_in_a_plain_script_without_our_command_line(tmp_path: Path) -> None:
     done = complete([sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)])
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,6 @@ from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT
 
-# Worker processes read the data of this task.
 FIT = ["--model", "tests.other_tasks.TestedAutoEncoder", "--data", "tests.other_tasks.NoisyWaves"]
 FIT += ["--monitor", "val_loss", "--mode", "min", "--limit_train_batches", "6"]
 # feature: mnist
@@ -33,7 +32,6 @@ BY_WORKERS += ["--data.num_workers", "1"]  # feature: mnist
 COMMANDS: dict[str, list[list[str]]] = {
     "__main__": [[]],
     "fit": [
-        BY_WORKERS,
         [*FIT, "--run_name", "first"],
         [*FIT, "--run_name", "first", "--ckpt_path", "last", "--max_epochs", "3"],
     ],
@@ -103,12 +101,25 @@ def failures(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.stderr}\n{done.stdout[-2000:]}"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+# These take long.
+NIGHTLY = ("benchmark", "export", "runs", "sweep", "tune")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in COMMANDS],
+)
 def test_every_command_runs_without_what_linux_alone_has(name: str, place: Path) -> None:
     for arguments in COMMANDS[name]:
         words = ["-m", f"{project.__name__}.{name}", *arguments]
         done = python(place, *words)
         assert done.returncode == 0, failures(done)
+
+
+@pytest.mark.nightly
+def test_workers_read_data_without_what_linux_alone_has(place: Path) -> None:
+    done = python(place, "-m", f"{project.__name__}.fit", *BY_WORKERS)
+    assert done.returncode == 0, failures(done)
 
 
 def test_no_link_is_needed_and_none_is_left(system: str, place: Path) -> None:

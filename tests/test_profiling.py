@@ -146,6 +146,7 @@ def test_accumulated_batches_have_an_optimizer_region_only_where_it_steps(tmp_pa
     }
 
 
+@pytest.mark.nightly
 def test_a_compiled_network_is_profiled_and_stays_compiled(tmp_path):
     module, compilations = Linear(), []
 
@@ -218,6 +219,7 @@ def test_a_schedule_that_makes_no_sense_is_refused(name, value):
         StepProfiler(**{name: value})
 
 
+@pytest.mark.nightly
 def test_the_profile_config_works_as_its_first_lines_say(tmp_path):
     root = Path(__file__).parents[1]
     config = root / "configs" / "profile.yaml"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,9 +207,18 @@ def test_no_mark_stands_at_the_end_of_a_sentence_in_docs(page: str) -> None:
 # Commands
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in all_commands() if f"-m {PACKAGE}" in line and " install " not in line]
-)
+def commands_of_the_project() -> list[Any]:
+    """Those of the README run with every change, those of the other pages nightly."""
+    quick = {*commands(README)}
+    found = []
+    for line in all_commands():
+        if f"-m {PACKAGE}" in line and " install " not in line:
+            marks = [] if line in quick else [pytest.mark.nightly]
+            found.append(pytest.param(line, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("line", commands_of_the_project())
 def test_every_command_is_there_and_knows_its_options(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,6 +353,7 @@ def test_the_page_for_newcomers_passes_the_checks_of_this_repository() -> None:
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.nightly
 def test_the_library_snippet_gives_the_same_logits_for_both_kinds_of_images(folder: Path) -> None:
     from project import fit
 

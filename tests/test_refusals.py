@@ -169,6 +169,7 @@ def test_a_metric_that_nobody_logs_is_told_in_any_phase() -> None:
         trainer.fit(Typed(), Numbers())
 
 
+@pytest.mark.nightly
 def test_a_library_s_warning_is_one_line_without_the_path_of_its_file() -> None:
     code = """
         from project.command_line.start import prepare_process, run

@@ -286,6 +286,7 @@ def problems_of_marks() -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_what_is_left_of_every_marked_file_is_python() -> None:
     assert problems_of_marks() == []
 

@@ -221,6 +221,7 @@ def test_report_of_a_regression_follows_its_own_metric_and_shows_nothing_of_clas
     assert marked == [{1: 9, 2: 19, 3: 29, 4: 39}] * 2
 
 
+@pytest.mark.nightly
 def test_charts_that_are_too_many_are_said_to_be_left_out() -> None:
     record = record_of()
     record.series = {f"own/{index}": [(1, 1.0)] for index in range(page.MOST_OTHERS + 2)}
@@ -406,6 +407,7 @@ def crowded_record() -> RunRecord:
     return record
 
 
+@pytest.mark.nightly
 def test_report_of_any_data_is_small_quick_and_safe(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     began = time.process_time()

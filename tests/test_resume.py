@@ -137,6 +137,7 @@ def test_a_run_killed_soon_after_a_validation_inside_an_epoch_goes_on_bit_identi
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_a_version_that_kept_less_goes_on(workplace: Path) -> None:
     arguments = [*SMALL, "--max_epochs", "1"]
     assert fit.main(["--run_name", "older", *arguments]) == 0
@@ -174,12 +175,10 @@ def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace:
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/killed"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("step", "epochs"),
-    [
-        pytest.param(25, "1", id="in validation"),
-        pytest.param(60, "3", id="in training", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(25, "1", id="in validation"), pytest.param(60, "3", id="in training")],
 )
 def test_a_stopped_run_with_averaged_weights_is_bit_identical(
     workplace: Path, step: int, epochs: str
@@ -214,6 +213,7 @@ def test_a_stopped_run_with_averaged_weights_is_bit_identical(
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))
 
 
+@pytest.mark.nightly
 def test_data_on_the_device_give_the_weights_of_data_on_the_host_also_after_a_stop(
     workplace: Path,
 ) -> None:

@@ -124,6 +124,7 @@ class DeletesFolderInAStep(Callback):
             shutil.rmtree(trainer.default_root_dir)
 
 
+@pytest.mark.nightly
 def test_a_folder_that_is_deleted_before_rows_are_saved_ends_no_run(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,7 @@ def test_seeds_of_one_configuration_are_averaged(root: Path) -> None:
     assert (fast["runs"], fast["test/accuracy"], fast["test/accuracy std"]) == ("fast", 0.94, None)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("workplace")
 def test_a_configuration_is_trained_with_several_seeds_and_goes_on_after_a_stop(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -260,6 +261,7 @@ def test_a_run_is_running_while_its_lock_is_held_and_interrupted_without_an_end(
         }
 
 
+@pytest.mark.nightly
 def test_damaged_files_of_a_run_hide_no_other_run(root: Path) -> None:
     (root / "slow-1" / "config.yaml").write_bytes(b"\xff{")
     (root / "slow-2" / "summary.json").write_text("[1")

@@ -39,6 +39,7 @@ def unlike(a: Any, b: Any, where: str) -> list[str]:
     return [] if a == b else [where]
 
 
+@pytest.mark.nightly
 def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> None:
     """Two processes, each with half of every batch, against one; not with Adam, whose steps magnify
     rounding errors.
@@ -163,6 +164,7 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
     )
 
 
+@pytest.mark.nightly
 def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
     words = [
         *SMALL,

@@ -124,6 +124,7 @@ def test_measuring_draws_no_random_number_and_keeps_the_threads() -> None:
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="x86 with AVX2"
 )

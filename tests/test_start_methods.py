@@ -76,6 +76,7 @@ def examples() -> list[object]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows can only spawn")
 @pytest.mark.parametrize(("name", "start_method"), examples())
 def test_worker_processes_give_the_same_numbers_however_they_are_started(

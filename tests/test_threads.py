@@ -75,6 +75,7 @@ def test_a_system_that_tells_no_affinity_has_all_its_cores(
     assert available_cores() == os.cpu_count()
 
 
+@pytest.mark.nightly
 def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     callback = ["--trainer.callbacks", "tests.test_threads.WriteThreads"]

@@ -169,6 +169,7 @@ def peak_of(steps: TrainingSteps, size: int) -> int:
     return int((measured.peak_allocated_gib or 0) * GIB)
 
 
+@pytest.mark.nightly
 def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(
     steps: TrainingSteps,
 ) -> None:
@@ -464,6 +465,7 @@ def test_a_module_without_lr_is_tuned_by_the_rates_of_its_optimizer(
     assert [round(math.log10(row["lr"]), 2) for row in facts["curve"][:2]] == [-6, -5.96]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("largest", "present", "shown"),
     [

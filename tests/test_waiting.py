@@ -145,6 +145,7 @@ worker.join()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2,
     reason="two cores under Linux",
@@ -157,6 +158,7 @@ def test_on_two_cores_all_threads_move_to_one_and_back_and_workers_have_both() -
     assert told.stdout.split("\n")[0] == "{1} 2 {2}", told.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_others_use_of_a_core_is_seen() -> None:
     """Beside a process that never rests on the same core: half of the core is its, as this one
@@ -244,6 +246,7 @@ print(spinning, asleep, sleeps())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2,
     reason="threads of Linux",
@@ -257,6 +260,7 @@ def test_waiting_threads_sleep_and_spin_as_told_while_the_process_goes_on() -> N
     assert max(spinning, again) < asleep / 3
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP")
 def test_a_change_of_waiting_in_mid_run_changes_no_bit(workplace: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if "OMP_" not in k} | {

@@ -307,6 +307,7 @@ def test_online_without_a_key_is_an_error_before_anything_is_written(
     assert not list((tmp_path / "checkpoints").glob("*/*"))
 
 
+@pytest.mark.nightly
 def test_a_wandb_logger_of_the_users_takes_our_ones_place_and_no_home_is_no_matter(
     tmp_path: Path,
 ) -> None:
@@ -346,6 +347,7 @@ def test_what_wandb_would_refuse_is_an_error(
     assert str(refused.value) == said
 
 
+@pytest.mark.nightly
 def test_a_wandb_that_cannot_start_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -403,6 +405,7 @@ def small_record(stopped_by: str | None = None) -> RunRecord:
     return RunRecord(facts, config="", stopped_by=stopped_by)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_wandbs_own_variables_name_project_entity_group_tags_and_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -466,6 +469,7 @@ def test_a_mode_that_is_empty_or_in_capitals_is_given_to_wandb_as_it_takes_it(
     assert os.environ["WANDB_MODE"] == "offline"  # for a WandbLogger of the user's
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_runs_are_summed_up_by_the_metric_that_is_monitored(tmp_path: Path) -> None:
     logger = logger_in(tmp_path, {})
@@ -520,6 +524,7 @@ class SilentServer:
                 self.taken.append(self.socket.accept()[0])
 
 
+@pytest.mark.nightly
 def test_a_server_that_does_not_answer_holds_up_neither_training_nor_the_end(
     tmp_path: Path,
 ) -> None:
@@ -692,6 +697,7 @@ def test_a_runs_folder_for_staged_files_is_not_left_to_later_runs(
     assert os.environ.get("WANDB_DATA_DIR") == chosen
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_the_users_variables_name_the_run_and_what_is_not_used_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -713,6 +719,7 @@ def test_the_users_variables_name_the_run_and_what_is_not_used_is_told(
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_a_home_that_cannot_be_written_costs_one_line(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("no folder")

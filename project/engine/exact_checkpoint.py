@@ -876,4 +876,4 @@ def parse_interval(text: str) -> tuple[float, int | None]:
     if steps and int(steps[1]) > 0:
         return 60.0, int(steps[1])
     must = "be optimizer steps (500) or seconds (60s), above 0"
-    raise UserError(f"--checkpoint_every must {must}, got {text}.")
+    raise UserError(f"--checkpoint_every (in a script: every) must {must}, got {text}.")

@@ -244,7 +244,13 @@ def choose(
     """
     _check_names(root, run_name)
     if mirror is None:
-        return _choose_here(root, run_name, ckpt_path)
+        run = _choose_here(root, run_name, ckpt_path)
+        goes_on = run.checkpoint is not None and not run.finished
+        if goes_on and (run.folder / OWNER_FILE).is_file():
+            run.notes.append(
+                f"{run.name} has a mirror, which gets nothing of this start: add --mirror again."
+            )
+        return run
     if ckpt_path == "auto" and run_name is not None:
         folder = (root / run_name).absolute()
         mirror.claim(folder, last_owner(folder))
