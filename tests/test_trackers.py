@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
 
 from project import fit
 from project.command_line import trackers
@@ -165,7 +166,12 @@ def test_tensorboard_has_every_value_of_a_killed_run_once(workplace: Path) -> No
     assert_has_every_value_once(in_tensorboard(folder), folder)
 
 
-def test_a_resumed_run_leaves_no_value_twice_in_tensorboard(tmp_path: Path) -> None:
+def test_a_resumed_run_leaves_no_value_twice_in_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file's name has the second and a number that counts the process' files. TensorBoard reads
+    # files by their names, and of two in the same second it would read the tenth before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     run = RunFolder(tmp_path)
     for kept in (0, 3):
         # The first logger is never closed, as in a process that was killed.
