@@ -4,7 +4,6 @@ that moment.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from project.engine.checkpoint_files import RUN_KEY
 from project.engine.parts.hyperparameters import plain_groups
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
-from project.engine.same_values import is_same
+from project.engine.same_values import deep_copy, is_same
 
 # How a state dict names what a part of a module gives it beside tensors.
 EXTRA_STATE = "_extra_state"
@@ -45,7 +44,7 @@ class Snapshot:
     def add(self, trainer: Trainer, parts: Sequence[Part]) -> None:
         """Take parts. They are copied, for the training goes on and changes sums in place."""
         for part in parts:
-            value = copy.deepcopy(part.take(trainer))
+            value = deep_copy(part.take(trainer))
             if part.of_each_rank:
                 self.mine[part.name] = value
             else:
@@ -66,7 +65,7 @@ class Snapshot:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             entries[type(data).__qualname__] = data.state_dict()
-        self.entries = copy.deepcopy(recursive_detach(entries))
+        self.entries = deep_copy(recursive_detach(entries))
 
     def add_saved(self, trainer: Trainer) -> None:
         """Take what the user's own ``on_save_checkpoint`` adds."""
@@ -112,18 +111,18 @@ class BeforeHooks:
             self.weights.append((tensor, tensor.detach().to("cpu", copy=True)))
         self.callbacks = []
         for callback in users_callbacks(trainer):
-            self.callbacks.append((callback, copy.deepcopy(callback.state_dict())))
+            self.callbacks.append((callback, deep_copy(callback.state_dict())))
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
-            self.data = copy.deepcopy(data.state_dict())
+            self.data = deep_copy(data.state_dict())
         self.own = saved_by_users(trainer)
-        self.extra = copy.deepcopy(extra_states(module))
+        self.extra = deep_copy(extra_states(module))
 
     def take_training(self, trainer: Trainer) -> None:
         """Note what Lightning loads later: the states of optimizers and schedules."""
-        self.optimizers = [copy.deepcopy(each.state_dict()) for each in trainer.optimizers]
+        self.optimizers = [deep_copy(each.state_dict()) for each in trainer.optimizers]
         configs = trainer.lr_scheduler_configs
-        self.schedules = [copy.deepcopy(config.scheduler.state_dict()) for config in configs]
+        self.schedules = [deep_copy(config.scheduler.state_dict()) for config in configs]
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the hooks have changed."""
@@ -168,7 +167,7 @@ class TrainingState:
             self.optimizers.append((optimizer, groups, states))
         self.schedules: list[tuple[Any, Any]] = []
         for config in trainer.lr_scheduler_configs:
-            state = copy.deepcopy(config.scheduler.state_dict())
+            state = deep_copy(config.scheduler.state_dict())
             self.schedules.append((config.scheduler, state))
         # The module and callbacks, each with what its own on_save_checkpoint adds.
         self.own = saved_by_users(trainer)
@@ -249,7 +248,7 @@ def saved_by(trainer: Trainer, part: Any) -> dict[str, Any]:
             part.on_save_checkpoint(added)
         # A command's own record of the run is none of the training's state.
         added.pop(RUN_KEY, None)
-        return copy.deepcopy(recursive_detach(added))
+        return deep_copy(recursive_detach(added))
     except Exception:
         # It changes entries of Lightning's, which are not there.
         return {}
