@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from torch.nn.parameter import is_lazy
 from project.engine import own_runs
 from project.engine.bounded_reading import TooMuch, unpack
 from project.engine.files import write_atomically
@@ -216,7 +217,7 @@ def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Whether several places of a tensor are one place in memory, as after ``expand``."""
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)

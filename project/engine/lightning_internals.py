@@ -25,6 +25,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 
 from project.errors import UserError
+from torch.nn.parameter import is_lazy
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 
@@ -322,13 +323,18 @@ def buffers_left_out(part: nn.Module) -> set[str]:
     return part._non_persistent_buffers_set
 
 
-def versions_of(module: nn.Module) -> list[tuple[int, int]]:
-    """Numbers that are others as soon as a parameter has been changed in place or replaced.
+def versions_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """By parameter, numbers that are others as soon as it has been changed in place or replaced.
 
-    Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
-    tensor tells its version under this name alone.
+    A lazy parameter, which a forward pass is still to make, has none. Buys a look whether a
+    validation changes weights, without a copy of them. Public way missing: a tensor tells its
+    version under this name alone.
     """
-    return [(parameter.data_ptr(), parameter._version) for parameter in module.parameters()]
+    versions = {}
+    for name, parameter in module.named_parameters():
+        if not is_lazy(parameter):
+            versions[name] = (parameter.data_ptr(), parameter._version)
+    return versions
 
 
 # Averaged weights

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from project.engine import lightning_internals
 from project.engine.checkpoint_files import RUN_KEY
@@ -61,7 +62,8 @@ class Snapshot:
             states[callback.state_key] = callback.state_dict()
         entries: dict[str, Any] = {"callbacks": states}
         module = trainer.lightning_module
-        entries["state_dict"] = {**dict(module.named_buffers()), **extra_states(module)}
+        buffers = {name: each for name, each in module.named_buffers() if not is_lazy(each)}
+        entries["state_dict"] = {**buffers, **extra_states(module)}
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             entries[type(data).__qualname__] = data.state_dict()
@@ -107,7 +109,7 @@ class BeforeHooks:
         """
         module = trainer.lightning_module
         self.weights = []
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors_of(trainer):
             self.weights.append((tensor, tensor.detach().to("cpu", copy=True)))
         self.callbacks = []
         for callback in users_callbacks(trainer):
@@ -186,10 +188,11 @@ class TrainingState:
 
     def has_changed_weights(self, trainer: Trainer) -> bool:
         """Whether the validation has changed weights that :meth:`give_back` cannot give back."""
-        return (
-            not self.weights
-            and lightning_internals.versions_of(trainer.lightning_module) != self.versions
-        )
+        if self.weights:
+            return False
+        now = lightning_internals.versions_of(trainer.lightning_module)
+        # One that is there now alone was lazy, and had no value that could be changed.
+        return any(now.get(name) != version for name, version in self.versions.items())
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the validation has changed."""
@@ -210,9 +213,10 @@ class TrainingState:
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
-    """The parameters and buffers of the module."""
+    """The parameters and buffers of the module, but for lazy ones, which have no values yet."""
     module = trainer.lightning_module
-    return [*module.parameters(), *module.buffers()]
+    tensors = [*module.parameters(), *module.buffers()]
+    return [tensor for tensor in tensors if not is_lazy(tensor)]
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
