@@ -7,7 +7,8 @@ import io
 import os
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+
 
 from torch.nn.parameter import is_lazy
 from project.engine import own_runs
@@ -41,6 +43,8 @@ SPARSE = (
     torch.sparse_bsc,
 )
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
+# The names of entries that were left out, in what this project adds.
+LEFT_OUT = "left_out"
 RUN_KEY = "run"
 
 
@@ -56,6 +60,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         self._is_proved = False
         # A run that goes on from a stranger's file does not vouch for what it took over.
+        # Entries that Lightning restores itself, beside its usual ones. A run cannot do without.
+        self.restored: set[str] = set()
+        self._has_told_left_out = False
         self._vouches = True
 
     def save_checkpoint(
@@ -68,8 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # A ModelCheckpoint that the user added may name a new folder.
         target.parent.mkdir(parents=True, exist_ok=True)
         make_hyperparameters_plain(checkpoint)
-        for key, value in checkpoint.items():
-            checkpoint[key] = made_plain(value, key)
+        self._make_plain(checkpoint)
         if RUN_KEY in checkpoint:
             sign(checkpoint, self._vouches)
         buffer = io.BytesIO()
@@ -82,6 +88,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             prove_it_can_be_read(buffer, target)
             self._is_proved = True
         write_atomically(buffer.getbuffer(), target)
+    def _make_plain(self, checkpoint: dict[str, Any]) -> None:
+        """Let a checkpoint hold plain values only.
+
+        What the user's own ``on_save_checkpoint`` has added is left out where it holds objects: the
+        module that a resumed run makes has them, too. Anything else is a TypeError then.
+        """
+        # The names of entries, and the place of what is no plain value in them.
+        left_out: dict[str, str] = {}
+        for key, value in checkpoint.items():
+            try:
+                checkpoint[key] = made_plain(value, key)
+            except TypeError as error:
+                if key in ENTRIES_OF_A_RUN or key in self.restored:
+                    raise
+                left_out[key] = str(error).partition(" is ")[0]
+        for key in left_out:
+            del checkpoint[key]
+        if left_out and RUN_KEY in checkpoint:
+            checkpoint[RUN_KEY][LEFT_OUT] = list(left_out)
+        if left_out and not self._has_told_left_out:
+            self._has_told_left_out = True
+            places = ", ".join(left_out.values())
+            say(
+                f"left out of checkpoints, which hold plain values only: {places}."
+                " A resumed run has what is made anew."
+            )
+
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -217,6 +250,11 @@ def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Whether several places of a tensor are one place in memory, as after ``expand``."""
+    if is_lazy(tensor):
+        raise TypeError(
+            f"{place} is the weight of a lazy layer that no batch has passed, and has no size:"
+            " use the layer, or remove it."
+        )
     if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -332,6 +370,16 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``,
     ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where the
     file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
+# Entries with which a run goes on: one of them that is no plain data is an error.
+ENTRIES_OF_A_RUN = {
+    *LIGHTNING,
+    RUN_KEY,
+    "hyper_parameters",
+    "datamodule_hyper_parameters",
+    # Of WeightAveraging
+    "current_model_state",
+    "averaging_state",
+}
     """
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
@@ -341,6 +389,7 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
         )
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
+    LEFT_OUT: list,
     for key in run["config"]:
         # The parser would take it for a section's entry.
         if "." in str(key):
@@ -504,6 +553,7 @@ def give_expanded_buffers_memory(module: LightningModule) -> None:
     """Make expanded buffers whole, in place: nothing can be copied into a tensor whose places share
     their memory.
     """
+    fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint])
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if is_expanded(buffer):
@@ -511,6 +561,8 @@ def give_expanded_buffers_memory(module: LightningModule) -> None:
 
 
 def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:
+    if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
+        return False
     """The buffers of a rank that its state dict leaves out, of a checkpoint of ours; else none."""
     record = checkpoint.get(RUN_KEY)
     state = record.get("state") if isinstance(record, dict) else None
@@ -522,3 +574,52 @@ def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, tor
     if not isinstance(buffers, dict):
         return {}
     return {n: value for n, value in buffers.items() if isinstance(value, torch.Tensor)}
+def _lets_setup_size_buffers(module: LightningModule, weights: dict[str, Any]) -> bool:
+    """Whether buffers have other sizes than in a checkpoint, and all parameters have theirs.
+
+    ``setup`` may give a buffer its size, as of a mean of the data. Another network has other
+    parameters.
+    """
+    buffers = dict(module.named_buffers())
+    misfits = [
+        name
+        for name, own in module.state_dict().items()
+        if isinstance(own, Tensor) and not is_lazy(own) and name in weights
+        if isinstance(weights[name], Tensor) and weights[name].shape != own.shape
+    ]
+    return bool(misfits) and all(name in buffers for name in misfits)
+
+
+def fill_in_what_was_left_out(
+    checkpoint: dict[str, Any], saves: Sequence[Callable[[dict[str, Any]], Any]]
+) -> None:
+    """Put entries that a checkpoint could not hold into it, as they would be saved now.
+
+    Args:
+        checkpoint: As it was read.
+        saves: The ``on_save_checkpoint`` of the module, and of callbacks.
+    """
+    record = checkpoint.get(RUN_KEY)
+    left_out = record.get(LEFT_OUT) if isinstance(record, dict) else None
+    if not isinstance(left_out, list) or not left_out:
+        return
+    # A hook may change Lightning's entries, which it expects to find.
+    now = {key: dict(value) if type(value) is dict else value for key, value in checkpoint.items()}
+    for save in saves:
+        # It may need a training, which has not begun.
+        with suppress(Exception):
+            save(now)
+    for name in left_out:
+        if name in now:
+            checkpoint.setdefault(name, now[name])
+
+
+def plain_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    """Those entries that a checkpoint can hold."""
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        with suppress(TypeError):
+            found[name] = made_plain(value, name)
+    return found
+
+

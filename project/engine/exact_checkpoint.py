@@ -32,6 +32,7 @@ from project.engine import contract, lightning_internals, signals
 from project.engine.checkpoint_files import (
     RUN_KEY,
     buffers_left_out,
+    fill_in_what_was_left_out,
 )
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
@@ -53,7 +54,13 @@ from project.engine.seams import Seams
 from project.engine.shared_buffers import share_buffers, share_buffers_in_next_pass
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import NOT_THE_USERS, BeforeHooks, Snapshot, TrainingState
+from project.engine.snapshot import (
+    NOT_THE_USERS,
+    BeforeHooks,
+    Snapshot,
+    TrainingState,
+    users_callbacks,
+)
 from project.engine.stop import SAVE_DUE, Agreement, NextBatch
 from project.errors import UserError
 
@@ -236,6 +243,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
         self.loading.install(self._seams, trainer)
+        self._seams.after_loading(lambda checkpoint: self._fill_in(trainer, checkpoint))
         lightning_internals.leave_signals_alone(trainer)
         self._signals.begin()
         if isinstance(trainer.precision_plugin, DoublePrecision):
@@ -243,6 +251,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
             pl_module.double()
         if self.requeue_signal is not None:
             signals.note_requeue(self.requeue_signal)
+
+    def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Put the objects of this start into a checkpoint that could not hold those of the last."""
+        module = trainer.lightning_module
+        of_callbacks = [
+            partial(callback.on_save_checkpoint, trainer, module)
+            for callback in users_callbacks(trainer)
+        ]
+        fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint, *of_callbacks])
 
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
@@ -743,7 +760,7 @@ class Hooks(Callback):
 
     | hook | what happens |
     | --- | --- |
-    | setup | loaders, signals and three seams (seams.py) are taken over |
+    | setup | loaders, signals and four seams (seams.py) are taken over |
     | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
     | on_fit_start | what optimizers and schedules start with is noted |
     | on_train_start | changed hyperparameters win; the user's hooks come after this |

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from project.engine import lightning_internals
-from project.engine.checkpoint_files import RUN_KEY
+from project.engine.checkpoint_files import RUN_KEY, plain_entries
 from project.engine.parts.hyperparameters import plain_groups
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
@@ -72,7 +72,7 @@ class Snapshot:
     def add_saved(self, trainer: Trainer) -> None:
         """Take what the user's own ``on_save_checkpoint`` adds."""
         for _, saved in saved_by_users(trainer):
-            self.added |= saved
+            self.added |= plain_entries(saved)
 
     def put_entries_into(self, checkpoint: dict[str, Any]) -> None:
         """Let Lightning's own entries in a checkpoint be those of this moment."""
