@@ -283,9 +283,14 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """Read what Lightning does not restore, and set where training goes on in its loaders."""
         saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
-            # Its state dict lacks buffers that are not persistent.
-            give_plain_buffers(module, buffers_left_out(checkpoint, trainer.global_rank))
+            lightning_internals.forget_averages(trainer)
+            # Its state dict lacks buffers that are not persistent. One that training has changed
+            # later only is again as it was made.
+            buffers = {name: value.clone() for name, value in self._buffers.fresh.items()}
+            buffers |= buffers_left_out(checkpoint, trainer.global_rank)
+            give_plain_buffers(module, buffers)
             return
+        lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         if saved.get("state") is None:
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -321,6 +326,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         assert self._seams is not None
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
+        if trainer.ckpt_path is None:
+            lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         lightning_internals.average_on_the_device(trainer)
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
