@@ -19,9 +19,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-
-
 from torch.nn.parameter import is_lazy
+
 from project.engine import own_runs
 from project.engine.bounded_reading import TooMuch, unpack
 from project.engine.files import write_atomically
@@ -43,9 +42,9 @@ SPARSE = (
     torch.sparse_bsc,
 )
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
+RUN_KEY = "run"
 # The names of entries that were left out, in what this project adds.
 LEFT_OUT = "left_out"
-RUN_KEY = "run"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -60,10 +59,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         self._is_proved = False
         # A run that goes on from a stranger's file does not vouch for what it took over.
+        self._vouches = True
         # Entries that Lightning restores itself, beside its usual ones. A run cannot do without.
         self.restored: set[str] = set()
         self._has_told_left_out = False
-        self._vouches = True
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -88,6 +87,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             prove_it_can_be_read(buffer, target)
             self._is_proved = True
         write_atomically(buffer.getbuffer(), target)
+
     def _make_plain(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint hold plain values only.
 
@@ -114,7 +114,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"left out of checkpoints, which hold plain values only: {places}."
                 " A resumed run has what is made anew."
             )
-
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -157,7 +156,26 @@ def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
         for place, leaf in _leaves(checkpoint.get("callbacks"))
         if isinstance(leaf, str)
     ]
+    for attributes in _attributes_in(checkpoint):
+        for place, leaf in _leaves(attributes):
+            if isinstance(leaf, str) and not place.startswith("a key of"):
+                texts.append((place, leaf))
     return [checkpoint[RUN_KEY].get("config"), texts]
+
+
+def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank keeps of attributes of the module and data module, as a checkpoint has it."""
+    found: list[dict[str, Any]] = []
+    record = checkpoint.get(RUN_KEY)
+    state = record.get("state") if isinstance(record, dict) else None
+    while isinstance(state, dict):
+        ranks = state.get("ranks")
+        if isinstance(ranks, list):
+            kept = [rank.get("attributes") for rank in ranks if isinstance(rank, dict)]
+            found += [attributes for attributes in kept if isinstance(attributes, dict)]
+        inside = state.get("inside_epoch")
+        state = inside.get("state") if isinstance(inside, dict) else None
+    return found
 
 
 def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
@@ -232,6 +250,11 @@ def _mapping_made_plain(value: Any, place: str) -> Any:
 
 
 def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
+    if is_lazy(tensor):
+        raise TypeError(
+            f"{place} is the weight of a lazy layer that no batch has passed, and has no size:"
+            " use the layer, or remove it."
+        )
     if tensor.is_meta:
         raise TypeError(f"{place} is a tensor without values (on the device meta).")
     if tensor.layout != torch.strided:
@@ -250,11 +273,6 @@ def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Whether several places of a tensor are one place in memory, as after ``expand``."""
-    if is_lazy(tensor):
-        raise TypeError(
-            f"{place} is the weight of a lazy layer that no batch has passed, and has no size:"
-            " use the layer, or remove it."
-        )
     if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -352,24 +370,6 @@ LIGHTNING: dict[str, Any] = {
     "optimizer_states": list,
     "lr_schedulers": list,
 }
-RECORD: dict[str, Any] = {
-    "config": dict,
-    "data": dict,
-    "metrics": dict,
-    "versions": dict,
-    "state": dict,
-    "run_name": str,
-    "run_id": str,
-    "can_go_on": bool,
-}
-SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
-RESTORED = ("loops", "optimizer_states", "lr_schedulers")
-
-
-def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
-    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``,
-    ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where the
-    file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
 # Entries with which a run goes on: one of them that is no plain data is an error.
 ENTRIES_OF_A_RUN = {
     *LIGHTNING,
@@ -380,6 +380,25 @@ ENTRIES_OF_A_RUN = {
     "current_model_state",
     "averaging_state",
 }
+RECORD: dict[str, Any] = {
+    "config": dict,
+    "data": dict,
+    "metrics": dict,
+    "versions": dict,
+    "state": dict,
+    "run_name": str,
+    "run_id": str,
+    "can_go_on": bool,
+    LEFT_OUT: list,
+}
+SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
+RESTORED = ("loops", "optimizer_states", "lr_schedulers")
+
+
+def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
+    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``,
+    ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where the
+    file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
     """
     checkpoint = read(path)
     run = checkpoint.get(RUN_KEY)
@@ -389,7 +408,6 @@ ENTRIES_OF_A_RUN = {
         )
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
-    LEFT_OUT: list,
     for key in run["config"]:
         # The parser would take it for a section's entry.
         if "." in str(key):
@@ -444,20 +462,26 @@ def _leaves(value: Any, where: str = "", with_places: bool = True) -> Iterator[t
 
 
 def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
-    """Remove the states of callbacks that name a path outside of the run's folder; returns a line
-    for each.
+    """Remove the states of callbacks that name a path outside of the run's folder, and attributes
+    of the module that do; returns a line for each.
 
     Callbacks write, move and delete what their state names: a ModelCheckpoint removes its worst
     file. Only what lies inside the folder of the checkpoint may be named, and only if that is a
     run's folder.
     """
     lines = []
+    for attributes in _attributes_in(checkpoint):
+        for name in list(attributes):
+            if _names_path_outside(attributes[name], path, name):
+                del attributes[name]
+                shown = without_control_characters(str(name))[:80]
+                lines.append(
+                    f"the attribute {shown} in {path} names a path outside of the run's folder: it"
+                    " was not taken over."
+                )
     states = checkpoint.get("callbacks", {})
     for name in list(states):
-        if any(
-            isinstance(text, str) and is_path(place, text) and _leaves_folder(place, text, path)
-            for place, text in _leaves(states[name])
-        ):
+        if _names_path_outside(states[name], path):
             del states[name]
             # Lightning adds the arguments of a ModelCheckpoint to its name.
             shown = without_control_characters(str(name).partition("{")[0])[:80]
@@ -466,6 +490,13 @@ def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
                 " folder as a file: it was not taken over."
             )
     return lines
+
+
+def _names_path_outside(state: Any, path: Path, where: str = "") -> bool:
+    for place, text in _leaves(state, where):
+        if isinstance(text, str) and is_path(place, text) and _leaves_folder(place, text, path):
+            return True
+    return False
 
 
 def is_path(place: str, text: str) -> bool:
@@ -522,6 +553,7 @@ def load_weights(
     # SupervisedModule warns of it; here a misfit is an error.
     checkpoint.pop("network", None)  # feature: supervised
     module.configure_model()
+    fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint])
     if not again:
         module.on_load_checkpoint(checkpoint)
         # Those that a state dict leaves out. On a resume the engine gives them back itself.
@@ -529,6 +561,8 @@ def load_weights(
     give_expanded_buffers_memory(module)
     weights = checkpoint["state_dict"]
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
+    if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
+        return False
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
         if missing and again and fills_in_on_load:
@@ -549,31 +583,6 @@ def load_weights(
     return True
 
 
-def give_expanded_buffers_memory(module: LightningModule) -> None:
-    """Make expanded buffers whole, in place: nothing can be copied into a tensor whose places share
-    their memory.
-    """
-    fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint])
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if is_expanded(buffer):
-                setattr(part, name, buffer.contiguous())
-
-
-def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:
-    if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
-        return False
-    """The buffers of a rank that its state dict leaves out, of a checkpoint of ours; else none."""
-    record = checkpoint.get(RUN_KEY)
-    state = record.get("state") if isinstance(record, dict) else None
-    ranks = state.get("ranks") if isinstance(state, dict) else None
-    if not isinstance(ranks, list) or not ranks:
-        return {}
-    mine = ranks[rank % len(ranks)]
-    buffers = mine.get("buffers") if isinstance(mine, dict) else None
-    if not isinstance(buffers, dict):
-        return {}
-    return {n: value for n, value in buffers.items() if isinstance(value, torch.Tensor)}
 def _lets_setup_size_buffers(module: LightningModule, weights: dict[str, Any]) -> bool:
     """Whether buffers have other sizes than in a checkpoint, and all parameters have theirs.
 
@@ -623,3 +632,25 @@ def plain_entries(entries: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def give_expanded_buffers_memory(module: LightningModule) -> None:
+    """Make expanded buffers whole, in place: nothing can be copied into a tensor whose places share
+    their memory.
+    """
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if is_expanded(buffer):
+                setattr(part, name, buffer.contiguous())
+
+
+def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:
+    """The buffers of a rank that its state dict leaves out, of a checkpoint of ours; else none."""
+    record = checkpoint.get(RUN_KEY)
+    state = record.get("state") if isinstance(record, dict) else None
+    ranks = state.get("ranks") if isinstance(state, dict) else None
+    if not isinstance(ranks, list) or not ranks:
+        return {}
+    mine = ranks[rank % len(ranks)]
+    buffers = mine.get("buffers") if isinstance(mine, dict) else None
+    if not isinstance(buffers, dict):
+        return {}
+    return {n: value for n, value in buffers.items() if isinstance(value, torch.Tensor)}
