@@ -357,7 +357,7 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
         ),
         (["~nouser/*.png"], "IMAGE ~nouser/*.png matches no file"),
         (["x.png", "--ckpt", "a"], "unknown option --ckpt. Did you mean --ckpt_path?"),
-        ([], "IMAGE"),
+        (["--contact_sheet", "x.png"], "--contact_sheet must draw files, got no IMAGE"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
