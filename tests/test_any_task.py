@@ -409,6 +409,8 @@ def test_a_module_of_an_odd_kind_is_resumed_and_its_best_tested_alike_by_fit_and
     assert test_command.main([*given, "--output", "m.json"]) == 0
     found = yaml.safe_load(Path("m.json").read_text())
     assert found["test_loss"] == summary(reference)["test_loss"]
+    # Its test set is its validation set.
+    assert found["test_loss"] == pytest.approx(summary(reference)["val_loss"])
     if named[0] == "Queue":
         assert summary(reference)["best_epoch"] == 0
         assert checkpoint(reference / "last.ckpt")["run"]["state"]["ranks"][0]["buffers"]
