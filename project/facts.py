@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch.nn.parameter import is_lazy
 
 from project.engine import contract
 from project.engine.mirror.store import without_password
@@ -147,12 +148,16 @@ def training_samples(trainer: Trainer) -> int | None:
 
 
 def parameter_count(trainer: Trainer, module: LightningModule) -> int:
-    """Parameters of a module, of the whole one where a strategy has cut it."""
+    """Parameters of a module, of the whole one where a strategy has cut it.
+
+    Those of lazy layers, whose sizes come with the first batch, count from then on.
+    """
     if isinstance(trainer.strategy, contract.CountsWholeModule):
         whole = trainer.strategy.whole_parameters
         if whole:
             return whole
-    return sum(parameter.numel() for parameter in module.parameters())
+    sized = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
+    return sum(parameter.numel() for parameter in sized)
 
 
 def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, benchmark, export

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from project.engine import contract
+from project.engine.lazy_layers import has_lazy_layers
 from project.engine.ranks import say
 from project.facts import Summary, device_name, parameter_count, training_samples
 from project.run_result import RunResult
@@ -95,7 +96,10 @@ def _first_line(trainer: Trainer, module: LightningModule) -> list[str]:
     parts = [device_name(trainer) + devices, f"precision {trainer.precision}"]
     if isinstance(data, contract.NamesSource) and data.data_source is not None:
         parts.append(f"data {data.data_source}")
-    parts.append(f"{parameter_count(trainer, module):,} parameters")
+    parameters = f"{parameter_count(trainer, module):,} parameters"
+    if has_lazy_layers(module):
+        parameters += " and those of lazy layers"
+    parts.append(parameters)
     samples = training_samples(trainer)
     if samples is not None:
         parts.append(f"{samples:,} training samples")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn.parameter import is_lazy
 
 from project.engine.ranks import say
 from project.run_result import RunResult
@@ -98,7 +99,8 @@ def _are_finite(module: LightningModule) -> bool:
     """Whether every weight is a finite number. One wait for the device."""
     found = []
     for parameter in module.parameters():
-        is_plain = parameter.layout is torch.strided and parameter.numel() > 0
-        if is_plain and parameter.is_floating_point():
+        if is_lazy(parameter) or parameter.layout is not torch.strided:
+            continue
+        if parameter.numel() > 0 and parameter.is_floating_point():
             found.append(parameter.detach().isfinite().all())
     return not found or bool(torch.stack(found).all())

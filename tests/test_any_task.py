@@ -21,7 +21,7 @@ from project import test as test_command
 from project.command_line import start as entry
 from project.command_line.cli import configure
 from project.command_line.read_checkpoint import load
-from project.engine import signals
+from project.engine import ExactCheckpoint, signals
 from project.engine.following import Best
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
@@ -366,6 +366,99 @@ def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
     weights = checkpoint(reference / "best.ckpt")["state_dict"]
     assert {*weights} == {*used.state_dict()} >= {"last.weight"}
     assert all(torch.equal(value, weights[name]) for name, value in used.state_dict().items())
+
+
+CALLBACKS = "lightning.pytorch.callbacks"
+SWA = ["--trainer.callbacks", f"{CALLBACKS}.StochasticWeightAveraging"]
+SWA += ["--trainer.callbacks.swa_lrs", "0.01", "--trainer.callbacks.swa_epoch_start", "1"]
+
+
+def odd(module: str, *flags: str) -> list[str]:
+    """Flags for a run of three epochs of five batches."""
+    named = ["--model", f"tests.odd_modules.{module}", "--data", "null", "--accelerator", "cpu"]
+    return [*named, *SHORT, *flags]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Lazy modules are a new feature",
+    "ignore:Sparse CSR tensor",
+    "ignore:Validating sparse tensor",
+)
+@pytest.mark.parametrize(
+    "named",
+    [
+        ["Lazy"],
+        pytest.param(["Queue"], marks=pytest.mark.nightly),
+        ["Queue", "--model.first_epoch", "1"],
+        pytest.param(["Graph", "--model.layout", "coo"], marks=pytest.mark.nightly),
+        pytest.param(["Graph", "--model.layout", "csr"], marks=pytest.mark.nightly),
+        ["MadeInSetup", "--trainer.callbacks", f"{CALLBACKS}.EMAWeightAveraging"],
+        pytest.param(["MadeInSetup", *SWA], marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_a_module_of_an_odd_kind_is_resumed_and_its_best_tested_alike_by_fit_and_by_test(
+    named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a buffer that no state dict holds changes after the best epoch."""
+    line = odd(*named, "--num_sanity_val_steps", "1")
+    reference = train("reference", *line)
+    train_until(8, "stopped", *line, dies=named[0] != "Lazy")
+    # The check before training, which a resumed run has had, gives lazy layers their sizes.
+    assert_same_run(reference, resume("stopped"), ignores=("in_features", "num_features"))
+    capsys.readouterr()
+    given = ["--ckpt_path", str(reference / "best.ckpt"), "--accelerator", "cpu"]
+    assert test_command.main([*given, "--output", "m.json"]) == 0
+    found = yaml.safe_load(Path("m.json").read_text())
+    assert found["test_loss"] == summary(reference)["test_loss"]
+    # Its test set is its validation set.
+    assert found["test_loss"] == pytest.approx(summary(reference)["val_loss"])
+    if named[0] == "Queue":
+        assert summary(reference)["best_epoch"] == 0
+        assert checkpoint(reference / "last.ckpt")["run"]["state"]["ranks"][0]["buffers"]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["Unused"], "state_dict['other.weight'] is the weight of a lazy layer that no batch has"),
+        (
+            ["Lazy", "--trainer.callbacks", f"{CALLBACKS}.EMAWeightAveraging"],
+            "the weights of lazy layers cannot be averaged",
+        ),
+    ],
+)
+def test_what_lazy_layers_cannot_do_is_told_in_one_line(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in error_of(capsys, *odd(*flags))
+
+
+class NotesSharing(Callback):
+    """Keeps whether the engine shares the data."""
+
+    def __init__(self) -> None:
+        self.shares: list[bool] = []
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.shares.append(fit.the(ExactCheckpoint, trainer).loading.shares)
+
+
+@pytest.mark.parametrize(("flags", "shares"), [(["false"], False), ([], True)])
+def test_a_typed_use_distributed_sampler_reaches_the_loaders(
+    flags: list[str], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = NotesSharing()
+    monkeypatch.setattr(fit, "build", partial(fit.build, extra=[notes]))
+    typed = ["--use_distributed_sampler", *flags] if flags else []
+    train("r", *odd("Queue", "--max_epochs", "1", *typed))
+    assert notes.shares == [shares]
+
+
+def test_an_epoch_of_less_than_a_log_interval_has_its_last_step_in_the_rows_of_fit() -> None:
+    run = train("r", *odd("Queue", "--max_epochs", "2", "--log_every_n_steps", "50"))
+    assert [row["step"] for row in rows(run) if "train_loss_step" in row] == ["4", "9"]
 
 
 @pytest.mark.nightly

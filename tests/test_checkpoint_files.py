@@ -11,16 +11,17 @@ import subprocess
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from project import fit
 from project.command_line import start as entry
-from project.engine import run_folder
+from project.engine import ExactCheckpoint, run_folder
 from project.engine.checkpoint_files import AtomicCheckpointIO, damage, load_weights
 from project.engine.files import write_atomically
 from project.engine.run_folder import RunFolder, choose, find_checkpoint, newest_run
@@ -32,12 +33,14 @@ from tests.commands import (
     assert_same_run,
     checkpoint,
     command,
+    differences,
     finished_run,
     kill_group,
     start,
     summary,
     wait_for,
 )
+from tests.plain_module import Regression
 
 
 @pytest.fixture
@@ -237,10 +240,60 @@ UNFIT = [
 
 @pytest.mark.parametrize("value", UNFIT)
 def test_what_would_not_load_again_is_not_saved(tmp_path: Path, value: object) -> None:
-    contents = {"state_dict": {}, "loops": {}, "mine": {"data": [value]}}
-    with pytest.raises(TypeError, match=r"mine.*data.*plain"):
+    contents = {"state_dict": {}, "loops": {}, "callbacks": {"data": [value]}}
+    with pytest.raises(TypeError, match=r"callbacks.*data.*plain"):
         AtomicCheckpointIO().save_checkpoint(contents, tmp_path / "x.ckpt")
     assert not (tmp_path / "x.ckpt").exists()
+
+
+class Scaled(Regression):
+    """Saves an object of its own, which its constructor makes, and needs it when it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = SimpleNamespace(factor=2.0)
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        return super().training_step(batch, batch_idx) * self.scaler.factor
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"] = {}
+        checkpoint["scaling"] = {"scaler": self.scaler, "count": self.count}
+        checkpoint["count"] = self.count
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.scaler = checkpoint["scaling"]["scaler"]
+        self.count = checkpoint["count"]
+
+
+def test_objects_of_a_modules_own_entries_are_left_out_said_once_and_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(folder: str, **flags: Any) -> Scaled:
+        seed_everything(7, verbose=False)
+        keep = ExactCheckpoint(tmp_path / folder, every="5")
+        module = Scaled()
+        quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        trainer = Trainer(accelerator="cpu", callbacks=[keep], **quiet, **flags)
+        trainer.fit(module, ckpt_path=keep.resume_from)
+        return module
+
+    whole = fit("whole", max_steps=60)
+    said = "left out of checkpoints, which hold plain values only: scaling['scaler']."
+    assert capsys.readouterr().out.count(said) == 1
+    found = torch.load(tmp_path / "whole" / "last.ckpt", weights_only=True)
+    assert "scaling" not in found
+    assert found["count"] == 60
+    fit("cut", max_steps=33)
+    resumed = fit("cut", max_steps=60)
+    assert resumed.count == 60
+    assert differences(whole.state_dict(), resumed.state_dict(), "weights") == []
+    again = Scaled()
+    assert load_weights(again, tmp_path / "cut" / "last.ckpt")
+    assert again.scaler.factor == 2
+    assert again.count == 60
 
 
 def test_what_is_saved_loads_again(tmp_path: Path) -> None:

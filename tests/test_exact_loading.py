@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,13 +34,17 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
+    random_split,
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from project.engine import ExactCheckpoint
 from project.engine.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
+from project.engine.loading.held_data import held_data
 from project.engine.loading.proof import fault_of_state
 from project.engine.ranks import of_all_ranks
 from project.engine.same_values import is_same
@@ -620,6 +624,117 @@ def test_a_subset_per_rank_is_left_alone_where_the_user_shares() -> None:
     assert sorted(seen) == sorted([*range(8), *range(8)]), "once in training, once in evaluation"
 
 
+class Files(Dataset[int]):
+    """Names of files in a folder, as each machine has it."""
+
+    def __init__(self, names: list[str], folder: str = "data", rank: int = 0) -> None:
+        self.samples = [(f"{folder}/{name}", number) for number, name in enumerate(names)]
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("no sample is asked for")
+
+
+class Wraps(Dataset[int]):
+    """Transforms another set's samples."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("no sample is asked for")
+
+
+NAMES = [f"{number}.png" for number in range(8)]
+ROWS = torch.arange(8.0).reshape(8, 1)
+
+
+class Frame:
+    """Gives rows as a table of pandas does."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.iloc = [torch.tensor(value).numpy() for value in values]
+
+    def __len__(self) -> int:
+        return len(self.iloc)
+
+
+def unseeded_split(rank: int) -> Any:
+    return random_split(Numbers(8), [6, 2], torch.Generator().manual_seed(rank))[0]
+
+
+def of_frame(rank: int) -> Any:
+    dataset = Wraps(range(8))
+    dataset.inner = Frame([rank] * 8)
+    return dataset
+
+
+SHARED_BY_HAND: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "subset": lambda rank: DataLoader(Subset(Numbers(8), range(rank, 8, 2)), 2),
+    "split without a seed": lambda rank: DataLoader(unseeded_split(rank), 2),
+    "inside another set": lambda rank: DataLoader(Wraps(Subset(Numbers(8), [rank, 4])), 2),
+    "list of files": lambda rank: DataLoader(Files(NAMES[rank::2]), 2),
+    "rows": lambda rank: DataLoader(TensorDataset(ROWS[rank::2]), 2),
+    "list": lambda rank: DataLoader(list(range(rank, 8, 2)), 2),
+    "table": lambda rank: DataLoader(of_frame(rank), 2),
+    "lengths": lambda rank: DataLoader(Numbers(8 + rank), 2),
+    "sampler": lambda rank: DataLoader(
+        Numbers(8), 2, sampler=SubsetRandomSampler(range(rank, 8, 2))
+    ),
+}
+THE_SAME: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "subset": lambda rank: DataLoader(Subset(Numbers(8), range(0, 8, 2)), 2),
+    "split with a seed": lambda rank: DataLoader(unseeded_split(0), 2),
+    "files in another folder": lambda rank: DataLoader(Files(NAMES, f"/scratch/{rank}"), 2),
+    "knows its rank": lambda rank: DataLoader(Files(NAMES, rank=rank), 2),
+    "computed on another machine": lambda rank: DataLoader(
+        TensorDataset(ROWS * (1 + rank * 1e-6)), 2
+    ),
+    "shuffled": lambda rank: DataLoader(Numbers(8), 2, shuffle=True),
+}
+
+
+def of_two_ranks(monkeypatch: pytest.MonkeyPatch, other: DataLoader[Any]) -> None:
+    """Let the ranks be this one, and another with another loader."""
+
+    def of_both(mine: Any) -> list[Any]:
+        return [mine, held_data(other) if isinstance(mine, list) else mine]
+
+    monkeypatch.setattr(exact_loading, "of_all_ranks", of_both)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", SHARED_BY_HAND)
+def test_ranks_that_hold_different_data_have_shared_them_themselves(
+    kind: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_two_ranks(monkeypatch, SHARED_BY_HAND[kind](1))
+    loading = ExactLoading(seed=0)
+    mine = SHARED_BY_HAND[kind](0)
+    found = loading.exact(mine, rank_of(0, 2, training))
+    assert len(found) == len(mine)
+    assert "the ranks hold different data in" in loading.notes[0]
+
+
+@pytest.mark.parametrize("kind", THE_SAME)
+def test_what_every_rank_holds_is_shared_and_that_is_said(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_two_ranks(monkeypatch, THE_SAME[kind](1))
+    loading = ExactLoading(seed=0)
+    mine = THE_SAME[kind](0)
+    found = loading.exact(mine, rank_of(0, 2))
+    assert len(found) == -(-len(mine) // 2)
+    name = type(mine.dataset).__name__
+    assert loading.notes == [f"each of the 2 ranks trains on its share of {name}."]
+
+
 def test_a_resumed_share_goes_on_behind_its_own_batches() -> None:
     whole = shared_by_the_user("sampler", 1, 24)
     order = flat(indices(ExactLoading(seed=0).exact(whole, rank_of(1, 2))))
@@ -671,10 +786,19 @@ def test_shares_of_unequal_length_are_refused_before_training(
 
 
 class CountsSamples(Line):
-    """Its batch sampler shares the data; it logs how many different samples all ranks see."""
+    """Its batch sampler, or a subset for each rank, shares the data; it logs how many different
+    samples all ranks see.
+    """
+
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.by_hand = by_hand
 
     def train_dataloader(self) -> DataLoader[Any]:
         rows: Any = table(96)
+        if self.by_hand:
+            mine = range(self.global_rank, 96, self.trainer.world_size)
+            return DataLoader(Subset(rows, mine), 8, shuffle=True)
         sampler: Any = DistributedSampler(rows, self.trainer.world_size, self.global_rank, seed=1)
         return DataLoader(rows, batch_sampler=OwnBatchSampler(sampler, 8, False))
 
@@ -691,12 +815,26 @@ class CountsSamples(Line):
         self.log("train_different", float(len(set(samples))))
 
 
-def test_two_ranks_train_on_every_sample_of_their_own_shares(workplace: Path) -> None:
-    words = ["--model", "tests.test_exact_loading.CountsSamples", "--data", "null"]
-    words += ["--accelerator", "cpu", "--max_epochs", "1", "--report", "false", "--run_name", "r"]
+@pytest.mark.parametrize(
+    ("by_hand", "said"),
+    [
+        pytest.param(
+            "false",
+            "OwnBatchSampler shares the training data among the ranks itself",
+            marks=pytest.mark.nightly,
+        ),
+        ("true", "the ranks hold different data in Subset: each trains on all of its own"),
+    ],
+)
+def test_two_ranks_train_on_every_sample_of_their_own_shares(
+    by_hand: str, said: str, workplace: Path
+) -> None:
+    words = ["--model", "tests.test_exact_loading.CountsSamples", "--model.by_hand", by_hand]
+    words += ["--data", "null", "--accelerator", "cpu", "--max_epochs", "1", "--run_name", "r"]
+    words += ["--report", "false"]  # feature: report
     ended = run_ranks("fit", *words)
     assert ended.returncode == 0, ended.stderr
-    assert "OwnBatchSampler shares the training data among the ranks itself" in ended.stdout
+    assert said in ended.stdout
     (counts,) = [row for row in rows(Path("checkpoints/r")) if row.get("train_seen")]
     assert float(counts["train_seen"]) == float(counts["train_different"]) == 96
 

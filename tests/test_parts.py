@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
 
+from project.engine.checkpoint_files import made_plain
 from project.engine.loading import ExactLoading
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
@@ -35,6 +36,7 @@ from project.engine.parts.module import (
     UntrackedStatistics,
 )
 from project.engine.parts.rows import MetricRows
+from project.engine.same_values import is_same
 
 
 class Module(LightningModule):
@@ -193,7 +195,11 @@ class Collects(LightningModule):
         self.outputs: list[torch.Tensor] = []
         self.window: deque[float] = deque([1.0], maxlen=2)
         self.weights = list(self.net.parameters())
-        self.path = "made for one process"
+        self.phase = "warm-up"
+        self.seen: set[int] = set()
+        self.counts = np.zeros(2, dtype=np.int16)
+        self.best = np.float32(1)
+        self.names = [f"{number}.png" for number in range(2000)]
 
 
 def test_plain_attributes_that_have_changed_are_kept() -> None:
@@ -203,13 +209,24 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     before.outputs.append(before.net(torch.ones(1, 2)).sum())
     before.window.extend([2.0, 3.0])
     before.net[1].p = 0.5
-    before.path = "another"
+    before.phase = "main"
+    before.seen.add(3)
+    before.counts[1] = 5
+    before.best = np.float32(0.1)
+    before.names.append("more.png")
     value = part.take(before.trainer)
-    assert value == {
+    expected = {
         "module.outputs": [before.outputs[0].detach()],
         "module.window": [2.0, 3.0],
         "module.net.1.p": 0.5,
+        "module.phase": "main",
+        "module.seen": {3},
+        "module.counts": {"numpy.ndarray": torch.tensor([0, 5], dtype=torch.int16)},
+        "module.best": {"numpy.generic": torch.tensor(0.1)},
     }
+    assert is_same(value, expected), "a list of many texts is data"
+    # What a checkpoint holds
+    value = made_plain(value, "attributes")
 
     after = Collects()
     other = PlainAttributes()
@@ -222,7 +239,10 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     assert after.window == deque([2.0, 3.0], maxlen=2)
     assert after.window.maxlen == 2
     assert after.net[1].p == 0.5
-    assert after.path == "made for one process"
+    assert after.phase == "main"
+    assert after.seen == {3}
+    assert is_same(after.counts, np.array([0, 5], dtype=np.int16))
+    assert is_same(after.best, np.float32(0.1))
     assert after.weights[0] is after.net[0].weight
 
 

@@ -29,6 +29,8 @@ from project.predict.labelling import predict_files
 from project.predict.preparation import choose_preparation
 from tests.digit_files import WAYS
 from tests.photos import KINDS, photograph, take_photographs
+from tests.plain_module import rows
+from tests.stopped_runs import SHORT, error_of, train
 from tests.trained import trained_checkpoint
 
 
@@ -45,6 +47,32 @@ def digits(loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
     test = loaded.datamodule.splits["test"]
     chosen = np.arange(300) * (len(test) // 300)
     return test.images[chosen, 0].numpy(), test.labels[chosen].numpy()
+
+
+def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for module in ("Answers", "Queue"):
+        train(
+            module,
+            *("--model", f"tests.odd_modules.{module}", "--data", "null", "--accelerator", "cpu"),
+            *SHORT,
+        )
+    capsys.readouterr()
+    best = ["--ckpt_path", "checkpoints/Answers/best.ckpt"]
+    assert predict.main([*best, "--output", "answers.csv"]) == 0
+    assert "answer" in capsys.readouterr().out
+    with open("answers.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["row"] for row in found] == [f"row {index % 4}" for index in range(11)]
+    module = load(Path(best[1])).module
+    with torch.no_grad():
+        expected = module(torch.stack([row[0] for row in rows(11, 2)]))
+    assert [float(row["answer"]) for row in found] == pytest.approx(expected.flatten().tolist())
+
+    line = error_of(capsys, "--ckpt_path", "checkpoints/Queue/best.ckpt", main=predict.main)
+    assert line == "error: IMAGE is missing: name files, or give Queue a predict_dataloader."
 
 
 @pytest.mark.parametrize(
@@ -334,7 +362,7 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
         ),
         (["~nouser/*.png"], "IMAGE ~nouser/*.png matches no file"),
         (["x.png", "--ckpt", "a"], "unknown option --ckpt. Did you mean --ckpt_path?"),
-        ([], "IMAGE"),
+        (["--contact_sheet", "x.png"], "--contact_sheet must draw files, got no IMAGE"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 
 from project.command_line import shown_warnings, start
@@ -152,6 +155,37 @@ def test_the_same_text_of_the_users_own_code_keeps_its_traceback() -> None:
     told = pytest.raises(RuntimeError, match="out of shared memory")
     with told, refusals_as_errors(Path("x.ckpt"), lambda: True):
         raise_as("mine", RuntimeError("out of shared memory"))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_several_ranks_of_lazy_layers_are_refused_with_what_helps(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with (
+            pytest.raises(UserError, match="several ranks cannot train lazy layers"),
+            refusals_as_errors(None, lambda: False),
+        ):
+            DistributedDataParallel(nn.LazyLinear(1))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_number_of_workers_that_suits_an_idle_machine_is_not_advised_against(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch counts the cores that are free at the moment."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+
+    def warned() -> list[str]:
+        DataLoader([1], num_workers=2)
+        return [str(each.message) for each in found]
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert "suggested max number of worker" in warned()[0]
+        found.clear()
+        shown_warnings.silence_unfounded_advice()
+        assert warned() == []
 
 
 def test_a_metric_that_nobody_logs_is_told_in_any_phase() -> None:

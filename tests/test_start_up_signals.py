@@ -20,7 +20,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
+from tests import commands
 from tests.commands import CPU2, SMALL, command, kill_group
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
@@ -120,6 +122,32 @@ def test_a_rank_whose_rank_zero_has_ended_before_it_began_ends(is_alive: bool, c
     variables = {"LOCAL_RANK": "1", "PROJECT_RANK_ZERO_PID": str(rank_zero)}
     words = [sys.executable, "-c", "from project.engine import signals; signals.install()"]
     assert subprocess.run(words, env={**os.environ, **variables}, timeout=20).returncode == code
+
+
+@pytest.mark.nightly
+def test_a_rank_that_waits_for_a_late_one_inside_a_library_ends_with_a_signal(
+    workplace: Path,
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    log = workplace / "log.txt"
+    rank = commands.start(
+        command("fit", *SMALL, *CPU2), log, env={**os.environ, **place, **address}
+    )
+    try:
+        begun = time.monotonic()
+        while not store.num_keys():
+            assert rank.poll() is None, log.read_text()
+            assert time.monotonic() - begun < 60
+            time.sleep(0.01)
+        # It has told its address, and asks for that of rank zero.
+        time.sleep(0.5)
+        assert rank.poll() is None, log.read_text()
+        os.kill(rank.pid, signal.SIGTERM)
+        assert rank.wait(timeout=PATIENCE_S) == 143, log.read_text()
+    finally:
+        kill_group(rank)
 
 
 @pytest.mark.nightly

@@ -37,6 +37,7 @@ from project.engine.bounded_reading import BoundedMaking, length_of_range
 from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     drop_states_that_leave,
+    is_own,
     outline,
     read,
     record,
@@ -787,6 +788,23 @@ def test_a_callbacks_state_deletes_nothing_outside_the_runs_folder(
     assert name not in loaded["callbacks"]
     assert "the state of ModelCheckpoint in given/last.ckpt names" in capsys.readouterr().out
     assert Path("precious").is_dir()
+
+
+def test_a_text_of_an_attribute_names_no_path_outside_and_breaks_the_seal_if_it_is_changed(
+    trained: Path,
+) -> None:
+    home = Path("given")
+    home.mkdir()
+    attributes = {"module.log_path": "/etc/precious", "module.phase": "main", "module.count": 3}
+    contents = {"callbacks": {}, "run": {"state": {"ranks": [{"attributes": dict(attributes)}]}}}
+    (line,) = drop_states_that_leave(contents, home / "last.ckpt")
+    assert "the attribute module.log_path in given/last.ckpt names a path outside" in line
+    (rank,) = contents["run"]["state"]["ranks"]
+    assert rank["attributes"].keys() == {"module.phase", "module.count"}
+    forged = checkpoint(trained)
+    assert is_own(forged)
+    forged["run"]["state"]["ranks"][0]["attributes"]["module.phase"] = "another"
+    assert not is_own(forged)
 
 
 @pytest.mark.parametrize("name", ["run-id.txt", ".lock", "metrics.csv", "tensorboard"])

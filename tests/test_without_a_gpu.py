@@ -229,7 +229,11 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
 
     strategy = SimpleNamespace(barrier=dist.barrier, checkpoint_io=AtomicCheckpointIO())
     trainer: Any = SimpleNamespace(
-        save_checkpoint=save_checkpoint, strategy=strategy, is_global_zero=rank == 0
+        save_checkpoint=save_checkpoint,
+        strategy=strategy,
+        is_global_zero=rank == 0,
+        precision_plugin=Precision(),
+        datamodule=None,
     )
     checkpoint = ExactCheckpoint(folder)
     checkpoint.agreement = Agreement(2)

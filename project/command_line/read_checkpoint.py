@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.nn.parameter import is_lazy
 
 from project.command_line import trust
 from project.command_line.cli import Configuration, configure, differences
@@ -195,10 +196,13 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     path = find_checkpoint(name, option="--init_weights")
     module.configure_model()
     given = read(path)["state_dict"]
-    own = {key: getattr(value, "shape", None) for key, value in module.state_dict().items()}
+    own = module.state_dict()
 
     def fits(key: str, value: Any) -> bool:
-        return key in own and getattr(value, "shape", None) == own[key]
+        if key not in own or is_lazy(own[key]):
+            # A lazy layer takes any size.
+            return key in own
+        return getattr(value, "shape", None) == getattr(own[key], "shape", None)
 
     fitting = {key: value for key, value in given.items() if fits(key, value)}
     if not fitting:

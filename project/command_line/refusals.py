@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from project.engine.lazy_layers import CANNOT_BE_AVERAGED, CANNOT_BE_SHARED
 from project.errors import UserError
 
 OURS = __name__.split(".")[0]
@@ -119,6 +120,25 @@ TABLE = (
         passed_through=f"{OURS}.engine.resume",
         raised_in=(f"{OURS}.model.supervised", f"{OURS}.model.running_sums"),
         needs_checkpoint=True,
+    ),
+    Refusal(
+        CANNOT_BE_SHARED,
+        phase=Phase.BEFORE_A_STEP,
+        raised_in=("torch.nn.parallel",),
+        text="ninitialized parameters can't be used",
+    ),
+    # WeightAveraging and StochasticWeightAveraging copy the module.
+    Refusal(
+        CANNOT_BE_AVERAGED,
+        phase=Phase.BEFORE_A_STEP,
+        passed_through="torch.optim.swa_utils",
+        text="use an uninitialized parameter",
+    ),
+    Refusal(
+        CANNOT_BE_AVERAGED,
+        phase=Phase.BEFORE_A_STEP,
+        passed_through="lightning.pytorch.callbacks.stochastic_weight_avg",
+        text="use an uninitialized parameter",
     ),
     Refusal(
         "the Trainer refuses the strategy: {text}.",

@@ -7,7 +7,8 @@ import io
 import os
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from project.engine import own_runs
 from project.engine.bounded_reading import TooMuch, unpack
@@ -41,6 +43,8 @@ SPARSE = (
 )
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
 RUN_KEY = "run"
+# The names of entries that were left out, in what this project adds.
+LEFT_OUT = "left_out"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -56,6 +60,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._is_proved = False
         # A run that goes on from a stranger's file does not vouch for what it took over.
         self._vouches = True
+        # Entries that Lightning restores itself, beside its usual ones. A run cannot do without.
+        self.restored: set[str] = set()
+        self._has_told_left_out = False
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -67,8 +74,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # A ModelCheckpoint that the user added may name a new folder.
         target.parent.mkdir(parents=True, exist_ok=True)
         make_hyperparameters_plain(checkpoint)
-        for key, value in checkpoint.items():
-            checkpoint[key] = made_plain(value, key)
+        self._make_plain(checkpoint)
         if RUN_KEY in checkpoint:
             sign(checkpoint, self._vouches)
         buffer = io.BytesIO()
@@ -81,6 +87,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             prove_it_can_be_read(buffer, target)
             self._is_proved = True
         write_atomically(buffer.getbuffer(), target)
+
+    def _make_plain(self, checkpoint: dict[str, Any]) -> None:
+        """Let a checkpoint hold plain values only.
+
+        What the user's own ``on_save_checkpoint`` has added is left out where it holds objects: the
+        module that a resumed run makes has them, too. Anything else is a TypeError then.
+        """
+        # The names of entries, and the place of what is no plain value in them.
+        left_out: dict[str, str] = {}
+        for key, value in checkpoint.items():
+            try:
+                checkpoint[key] = made_plain(value, key)
+            except TypeError as error:
+                if key in ENTRIES_OF_A_RUN or key in self.restored:
+                    raise
+                left_out[key] = str(error).partition(" is ")[0]
+        for key in left_out:
+            del checkpoint[key]
+        if left_out and RUN_KEY in checkpoint:
+            checkpoint[RUN_KEY][LEFT_OUT] = list(left_out)
+        if left_out and not self._has_told_left_out:
+            self._has_told_left_out = True
+            places = ", ".join(left_out.values())
+            say(
+                f"left out of checkpoints, which hold plain values only: {places}."
+                " A resumed run has what is made anew."
+            )
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -123,7 +156,26 @@ def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
         for place, leaf in _leaves(checkpoint.get("callbacks"))
         if isinstance(leaf, str)
     ]
+    for attributes in _attributes_in(checkpoint):
+        for place, leaf in _leaves(attributes):
+            if isinstance(leaf, str) and not place.startswith("a key of"):
+                texts.append((place, leaf))
     return [checkpoint[RUN_KEY].get("config"), texts]
+
+
+def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank keeps of attributes of the module and data module, as a checkpoint has it."""
+    found: list[dict[str, Any]] = []
+    record = checkpoint.get(RUN_KEY)
+    state = record.get("state") if isinstance(record, dict) else None
+    while isinstance(state, dict):
+        ranks = state.get("ranks")
+        if isinstance(ranks, list):
+            kept = [rank.get("attributes") for rank in ranks if isinstance(rank, dict)]
+            found += [attributes for attributes in kept if isinstance(attributes, dict)]
+        inside = state.get("inside_epoch")
+        state = inside.get("state") if isinstance(inside, dict) else None
+    return found
 
 
 def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
@@ -198,6 +250,11 @@ def _mapping_made_plain(value: Any, place: str) -> Any:
 
 
 def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
+    if is_lazy(tensor):
+        raise TypeError(
+            f"{place} is the weight of a lazy layer that no batch has passed, and has no size:"
+            " use the layer, or remove it."
+        )
     if tensor.is_meta:
         raise TypeError(f"{place} is a tensor without values (on the device meta).")
     if tensor.layout != torch.strided:
@@ -216,7 +273,7 @@ def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Whether several places of a tensor are one place in memory, as after ``expand``."""
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)
@@ -313,6 +370,16 @@ LIGHTNING: dict[str, Any] = {
     "optimizer_states": list,
     "lr_schedulers": list,
 }
+# Entries with which a run goes on: one of them that is no plain data is an error.
+ENTRIES_OF_A_RUN = {
+    *LIGHTNING,
+    RUN_KEY,
+    "hyper_parameters",
+    "datamodule_hyper_parameters",
+    # Of WeightAveraging
+    "current_model_state",
+    "averaging_state",
+}
 RECORD: dict[str, Any] = {
     "config": dict,
     "data": dict,
@@ -322,6 +389,7 @@ RECORD: dict[str, Any] = {
     "run_name": str,
     "run_id": str,
     "can_go_on": bool,
+    LEFT_OUT: list,
 }
 SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
@@ -394,20 +462,26 @@ def _leaves(value: Any, where: str = "", with_places: bool = True) -> Iterator[t
 
 
 def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
-    """Remove the states of callbacks that name a path outside of the run's folder; returns a line
-    for each.
+    """Remove the states of callbacks that name a path outside of the run's folder, and attributes
+    of the module that do; returns a line for each.
 
     Callbacks write, move and delete what their state names: a ModelCheckpoint removes its worst
     file. Only what lies inside the folder of the checkpoint may be named, and only if that is a
     run's folder.
     """
     lines = []
+    for attributes in _attributes_in(checkpoint):
+        for name in list(attributes):
+            if _names_path_outside(attributes[name], path, name):
+                del attributes[name]
+                shown = without_control_characters(str(name))[:80]
+                lines.append(
+                    f"the attribute {shown} in {path} names a path outside of the run's folder: it"
+                    " was not taken over."
+                )
     states = checkpoint.get("callbacks", {})
     for name in list(states):
-        if any(
-            isinstance(text, str) and is_path(place, text) and _leaves_folder(place, text, path)
-            for place, text in _leaves(states[name])
-        ):
+        if _names_path_outside(states[name], path):
             del states[name]
             # Lightning adds the arguments of a ModelCheckpoint to its name.
             shown = without_control_characters(str(name).partition("{")[0])[:80]
@@ -416,6 +490,13 @@ def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
                 " folder as a file: it was not taken over."
             )
     return lines
+
+
+def _names_path_outside(state: Any, path: Path, where: str = "") -> bool:
+    for place, text in _leaves(state, where):
+        if isinstance(text, str) and is_path(place, text) and _leaves_folder(place, text, path):
+            return True
+    return False
 
 
 def is_path(place: str, text: str) -> bool:
@@ -472,6 +553,7 @@ def load_weights(
     # SupervisedModule warns of it; here a misfit is an error.
     checkpoint.pop("network", None)  # feature: supervised
     module.configure_model()
+    fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint])
     if not again:
         module.on_load_checkpoint(checkpoint)
         # Those that a state dict leaves out. On a resume the engine gives them back itself.
@@ -479,6 +561,8 @@ def load_weights(
     give_expanded_buffers_memory(module)
     weights = checkpoint["state_dict"]
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
+    if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
+        return False
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
         if missing and again and fills_in_on_load:
@@ -497,6 +581,55 @@ def load_weights(
             f"--ckpt_path {path}: its weights do not fit the network: {reason}"
         ) from None
     return True
+
+
+def _lets_setup_size_buffers(module: LightningModule, weights: dict[str, Any]) -> bool:
+    """Whether buffers have other sizes than in a checkpoint, and all parameters have theirs.
+
+    ``setup`` may give a buffer its size, as of a mean of the data. Another network has other
+    parameters.
+    """
+    buffers = dict(module.named_buffers())
+    misfits = [
+        name
+        for name, own in module.state_dict().items()
+        if isinstance(own, Tensor) and not is_lazy(own) and name in weights
+        if isinstance(weights[name], Tensor) and weights[name].shape != own.shape
+    ]
+    return bool(misfits) and all(name in buffers for name in misfits)
+
+
+def fill_in_what_was_left_out(
+    checkpoint: dict[str, Any], saves: Sequence[Callable[[dict[str, Any]], Any]]
+) -> None:
+    """Put entries that a checkpoint could not hold into it, as they would be saved now.
+
+    Args:
+        checkpoint: As it was read.
+        saves: The ``on_save_checkpoint`` of the module, and of callbacks.
+    """
+    record = checkpoint.get(RUN_KEY)
+    left_out = record.get(LEFT_OUT) if isinstance(record, dict) else None
+    if not isinstance(left_out, list) or not left_out:
+        return
+    # A hook may change Lightning's entries, which it expects to find.
+    now = {key: dict(value) if type(value) is dict else value for key, value in checkpoint.items()}
+    for save in saves:
+        # It may need a training, which has not begun.
+        with suppress(Exception):
+            save(now)
+    for name in left_out:
+        if name in now:
+            checkpoint.setdefault(name, now[name])
+
+
+def plain_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    """Those entries that a checkpoint can hold."""
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        with suppress(TypeError):
+            found[name] = made_plain(value, name)
+    return found
 
 
 def give_expanded_buffers_memory(module: LightningModule) -> None:

@@ -32,6 +32,7 @@ from project.engine import contract, lightning_internals, signals
 from project.engine.checkpoint_files import (
     RUN_KEY,
     buffers_left_out,
+    fill_in_what_was_left_out,
 )
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
@@ -57,7 +58,13 @@ from project.engine.seams import Seams
 from project.engine.shared_buffers import share_buffers, share_buffers_in_next_pass
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import NOT_THE_USERS, BeforeHooks, Snapshot, TrainingState
+from project.engine.snapshot import (
+    NOT_THE_USERS,
+    BeforeHooks,
+    Snapshot,
+    TrainingState,
+    users_callbacks,
+)
 from project.engine.stop import SAVE_DUE, Agreement, NextBatch
 from project.errors import UserError
 
@@ -242,6 +249,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
         self.loading.install(self._seams, trainer)
+        self._seams.after_loading(lambda checkpoint: self._fill_in(trainer, checkpoint))
         lightning_internals.leave_signals_alone(trainer)
         self._signals.begin()
         if isinstance(trainer.precision_plugin, DoublePrecision):
@@ -249,6 +257,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
             pl_module.double()
         if self.requeue_signal is not None:
             signals.note_requeue(self.requeue_signal)
+
+    def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Put the objects of this start into a checkpoint that could not hold those of the last."""
+        module = trainer.lightning_module
+        of_callbacks = [
+            partial(callback.on_save_checkpoint, trainer, module)
+            for callback in users_callbacks(trainer)
+        ]
+        fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint, *of_callbacks])
 
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
@@ -272,10 +289,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """Read what Lightning does not restore, and set where training goes on in its loaders."""
         saved = checkpoint.get(RUN_KEY) or {}
         if trainer.state.fn != "fit":
-            # Its state dict lacks buffers that are not persistent.
-            give_plain_buffers(module, buffers_left_out(checkpoint, trainer.global_rank))
+            lightning_internals.forget_averages(trainer)
+            # Its state dict lacks buffers that are not persistent. One that training has changed
+            # later only is again as it was made.
+            buffers = {name: value.clone() for name, value in self._buffers.fresh.items()}
+            buffers |= buffers_left_out(checkpoint, trainer.global_rank)
+            give_plain_buffers(module, buffers)
             return
         self.saved_step = checkpoint["global_step"]
+        lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         if saved.get("state") is None:
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -311,6 +333,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         assert self._seams is not None
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
+        if trainer.ckpt_path is None:
+            lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         lightning_internals.average_on_the_device(trainer)
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
@@ -756,7 +780,7 @@ class Hooks(Callback):
 
     | hook | what happens |
     | --- | --- |
-    | setup | loaders, signals and three seams (seams.py) are taken over |
+    | setup | loaders, signals and four seams (seams.py) are taken over |
     | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
     | on_fit_start | what optimizers and schedules start with is noted |
     | on_train_start | changed hyperparameters win; the user's hooks come after this |

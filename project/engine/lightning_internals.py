@@ -8,9 +8,11 @@ or losing a sum later.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.metadata
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -19,11 +21,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from project.engine.lazy_layers import CANNOT_BE_AVERAGED, has_lazy_layers
+from project.engine.same_values import is_same
 from project.errors import UserError
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
@@ -322,13 +327,18 @@ def buffers_left_out(part: nn.Module) -> set[str]:
     return part._non_persistent_buffers_set
 
 
-def versions_of(module: nn.Module) -> list[tuple[int, int]]:
-    """Numbers that are others as soon as a parameter has been changed in place or replaced.
+def versions_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """By parameter, numbers that are others as soon as it has been changed in place or replaced.
 
-    Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
-    tensor tells its version under this name alone.
+    A lazy parameter, which a forward pass is still to make, has none. Buys a look whether a
+    validation changes weights, without a copy of them. Public way missing: a tensor tells its
+    version under this name alone.
     """
-    return [(parameter.data_ptr(), parameter._version) for parameter in module.parameters()]
+    versions = {}
+    for name, parameter in module.named_parameters():
+        if not is_lazy(parameter):
+            versions[name] = (parameter.data_ptr(), parameter._version)
+    return versions
 
 
 # Averaged weights
@@ -346,6 +356,82 @@ def averaged_models(trainer: Trainer) -> dict[Any, Any]:
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             found[callback._average_model] = callback._device
     return found
+
+
+def forget_averages(trainer: Trainer) -> None:
+    """After training: let a checkpoint that is tested give the module its averaged weights.
+
+    A callback that still has its averages would load the trained weights into the module instead.
+    Public way missing: the callback does not ask whether it is in a training.
+    """
+    advice = "You're using the WeightAveraging callback, but loading a checkpoint outside"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging):
+            callback._average_model = None
+            # It tells what happens then, and that it can be ignored.
+            warnings.filterwarnings("ignore", advice)
+
+
+def average_what_setup_has_made(trainer: Trainer, is_loaded: bool) -> None:
+    """Let averaged weights begin as a copy of the module that its own ``setup`` has made.
+
+    Lightning calls ``setup`` of callbacks before the module's own. So their copy lacks what the
+    module makes or changes there: layers, buffers of another size, the mean of the data. Public way
+    missing: the callbacks have no attribute for their model.
+
+    Args:
+        trainer: Its module has been set up.
+        is_loaded: Whether the module has the weights of a checkpoint, and the callbacks are still
+            to load theirs.
+
+    Raises:
+        UserError: for lazy layers, which have no values to average.
+    """
+    module = trainer.lightning_module
+    for average in averaged_models(trainer):
+        average.module = _as_set_up(average.module, module, is_loaded)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
+            callback._average_model = _as_set_up(callback._average_model, module, is_loaded)
+
+
+def _as_set_up(copied: Any, module: LightningModule, is_loaded: bool) -> Any:
+    """``copied``, or a new copy of the module where that one lacks what ``setup`` has made."""
+    if has_lazy_layers(module):
+        raise UserError(CANNOT_BE_AVERAGED)
+    if not _lacks_what_setup_has_made(copied, module, is_loaded):
+        return copied
+    before = next(copied.parameters(), None)
+    made = copy.deepcopy(module)
+    if before is not None:
+        # Where it was, and not in the half precision that the strategy may have brought since.
+        made.to(before.device)
+        if next(made.parameters()).dtype != before.dtype:
+            made.to(before.dtype)
+    return made
+
+
+def _lacks_what_setup_has_made(copied: Any, module: LightningModule, is_loaded: bool) -> bool:
+    ours = _tensors_by_name(module)
+    theirs = _tensors_by_name(copied)
+    our_shapes = {name: tensor.shape for name, tensor in ours.items()}
+    their_shapes = {name: tensor.shape for name, tensor in theirs.items()}
+    if our_shapes != their_shapes:
+        return True
+    compared = set(ours)
+    if is_loaded:
+        # The others have the values of the checkpoint, as the copy will have.
+        compared -= module.state_dict().keys()
+    for name in compared:
+        value = theirs[name].to(ours[name])
+        if not is_same(value, ours[name]):
+            return True
+    return False
+
+
+def _tensors_by_name(module: nn.Module) -> dict[str, Tensor]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors}
 
 
 def average_on_the_device(trainer: Trainer) -> None:

@@ -18,6 +18,8 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.best = folder / "best.ckpt"
         self.last = folder / "last.ckpt"
+        # Writes where the Trainer has another way.
+        self._own_io = AtomicCheckpointIO()
 
     def newest_whole(self) -> Path | None:
         """The checkpoint to go on from. A line says which is skipped, and why."""
@@ -41,8 +43,9 @@ class RunFiles:
         is_saved = False
         theirs = trainer.strategy.checkpoint_io
         try:
-            if not isinstance(theirs, AtomicCheckpointIO):
-                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            atomic = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
+            trainer.strategy.checkpoint_io = atomic
+            atomic.restored = restored_by_lightning(trainer)
             trainer.save_checkpoint(self.best if is_best else self.last, weights_only=False)
             is_saved = True
             if is_best and is_last and trainer.is_global_zero:
@@ -81,6 +84,12 @@ class RunFiles:
         """Copy ``best.ckpt`` where ``last.ckpt`` is damaged, for nothing else would do so."""
         if damage(self.last) is not None and self.best.exists():
             write_atomically(self.best.read_bytes(), self.last)
+
+
+def restored_by_lightning(trainer: Trainer) -> set[str]:
+    """The names under which a checkpoint holds the states of data module and precision."""
+    owners = [trainer.precision_plugin, trainer.datamodule]  # type: ignore[attr-defined]
+    return {type(owner).__qualname__ for owner in owners}
 
 
 def run_id_in(path: Path) -> str | None:

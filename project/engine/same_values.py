@@ -1,11 +1,26 @@
-"""Whether two values are the same, whatever they are made of."""
+"""Copies of values, and whether two values are the same, whatever they are made of."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+
+def deep_copy(value: Any) -> Any:
+    """``copy.deepcopy``, also of compressed sparse tensors, which it cannot copy."""
+    copies: dict[int, Any] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            copies[id(tensor)] = tensor.detach().clone()
+        return tensor
+
+    apply_to_collection(value, Tensor, note, allow_frozen=True)
+    return copy.deepcopy(value, copies)
 
 
 def is_same(a: Any, b: Any) -> bool:

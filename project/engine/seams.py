@@ -21,6 +21,7 @@ from project.errors import UserError
 SEAMS: list[tuple[type, str]] = [
     (Strategy, "process_dataloader"),
     (Strategy, "on_train_start"),
+    (Strategy, "load_checkpoint"),
     (Precision, "convert_input"),
 ]
 
@@ -73,6 +74,21 @@ class Seams:
             act()
 
         self._replace(strategy, "on_train_start", start)
+
+    def after_loading(self, act: Callable[[dict[str, Any]], None]) -> None:
+        """``act`` is called with a checkpoint that was read, before any hook gets it.
+
+        Lightning calls the module's ``on_load_checkpoint`` before that of any callback.
+        """
+        strategy: Any = self._trainer.strategy
+        original = strategy.load_checkpoint
+
+        def load(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            checkpoint: dict[str, Any] = original(*args, **kwargs)
+            act(checkpoint)
+            return checkpoint
+
+        self._replace(strategy, "load_checkpoint", load)
 
     def before_each_batch(self, act: Callable[[], None]) -> None:
         """``act`` is called between two steps of the training.

@@ -17,6 +17,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.optim import Optimizer
 
+from project.engine.lazy_layers import CANNOT_BE_SHARED, has_lazy_layers
+from project.errors import UserError
+
 # Parameters of a part that is gathered, and freed, by itself.
 LARGE = 1_000_000
 
@@ -40,6 +43,8 @@ class ShardedStrategy(FSDPStrategy):
         super().__init__(**{"auto_wrap_policy": cut_where_large, **kwargs})
 
     def setup(self, trainer: Trainer) -> None:
+        if has_lazy_layers(trainer.lightning_module):
+            raise UserError(CANNOT_BE_SHARED)
         parameters = trainer.lightning_module.parameters()
         self.whole_parameters = sum(parameter.numel() for parameter in parameters)
         super().setup(trainer)

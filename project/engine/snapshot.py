@@ -4,7 +4,6 @@ that moment.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from project.engine import lightning_internals
-from project.engine.checkpoint_files import RUN_KEY
+from project.engine.checkpoint_files import RUN_KEY, plain_entries
 from project.engine.parts.hyperparameters import plain_groups
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
-from project.engine.same_values import is_same
+from project.engine.same_values import deep_copy, is_same
 
 # How a state dict names what a part of a module gives it beside tensors.
 EXTRA_STATE = "_extra_state"
@@ -45,7 +45,7 @@ class Snapshot:
     def add(self, trainer: Trainer, parts: Sequence[Part]) -> None:
         """Take parts. They are copied, for the training goes on and changes sums in place."""
         for part in parts:
-            value = copy.deepcopy(part.take(trainer))
+            value = deep_copy(part.take(trainer))
             if part.of_each_rank:
                 self.mine[part.name] = value
             else:
@@ -62,16 +62,17 @@ class Snapshot:
             states[callback.state_key] = callback.state_dict()
         entries: dict[str, Any] = {"callbacks": states}
         module = trainer.lightning_module
-        entries["state_dict"] = {**dict(module.named_buffers()), **extra_states(module)}
+        buffers = {name: each for name, each in module.named_buffers() if not is_lazy(each)}
+        entries["state_dict"] = {**buffers, **extra_states(module)}
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
             entries[type(data).__qualname__] = data.state_dict()
-        self.entries = copy.deepcopy(recursive_detach(entries))
+        self.entries = deep_copy(recursive_detach(entries))
 
     def add_saved(self, trainer: Trainer) -> None:
         """Take what the user's own ``on_save_checkpoint`` adds."""
         for _, saved in saved_by_users(trainer):
-            self.added |= saved
+            self.added |= plain_entries(saved)
 
     def put_entries_into(self, checkpoint: dict[str, Any]) -> None:
         """Let Lightning's own entries in a checkpoint be those of this moment."""
@@ -108,22 +109,22 @@ class BeforeHooks:
         """
         module = trainer.lightning_module
         self.weights = []
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors_of(trainer):
             self.weights.append((tensor, tensor.detach().to("cpu", copy=True)))
         self.callbacks = []
         for callback in users_callbacks(trainer):
-            self.callbacks.append((callback, copy.deepcopy(callback.state_dict())))
+            self.callbacks.append((callback, deep_copy(callback.state_dict())))
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
-            self.data = copy.deepcopy(data.state_dict())
+            self.data = deep_copy(data.state_dict())
         self.own = saved_by_users(trainer)
-        self.extra = copy.deepcopy(extra_states(module))
+        self.extra = deep_copy(extra_states(module))
 
     def take_training(self, trainer: Trainer) -> None:
         """Note what Lightning loads later: the states of optimizers and schedules."""
-        self.optimizers = [copy.deepcopy(each.state_dict()) for each in trainer.optimizers]
+        self.optimizers = [deep_copy(each.state_dict()) for each in trainer.optimizers]
         configs = trainer.lr_scheduler_configs
-        self.schedules = [copy.deepcopy(config.scheduler.state_dict()) for config in configs]
+        self.schedules = [deep_copy(config.scheduler.state_dict()) for config in configs]
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the hooks have changed."""
@@ -168,7 +169,7 @@ class TrainingState:
             self.optimizers.append((optimizer, groups, states))
         self.schedules: list[tuple[Any, Any]] = []
         for config in trainer.lr_scheduler_configs:
-            state = copy.deepcopy(config.scheduler.state_dict())
+            state = deep_copy(config.scheduler.state_dict())
             self.schedules.append((config.scheduler, state))
         # The module and callbacks, each with what its own on_save_checkpoint adds.
         self.own = saved_by_users(trainer)
@@ -187,10 +188,11 @@ class TrainingState:
 
     def has_changed_weights(self, trainer: Trainer) -> bool:
         """Whether the validation has changed weights that :meth:`give_back` cannot give back."""
-        return (
-            not self.weights
-            and lightning_internals.versions_of(trainer.lightning_module) != self.versions
-        )
+        if self.weights:
+            return False
+        now = lightning_internals.versions_of(trainer.lightning_module)
+        # One that is there now alone was lazy, and had no value that could be changed.
+        return any(now.get(name) != version for name, version in self.versions.items())
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the validation has changed."""
@@ -211,9 +213,10 @@ class TrainingState:
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
-    """The parameters and buffers of the module."""
+    """The parameters and buffers of the module, but for lazy ones, which have no values yet."""
     module = trainer.lightning_module
-    return [*module.parameters(), *module.buffers()]
+    tensors = [*module.parameters(), *module.buffers()]
+    return [tensor for tensor in tensors if not is_lazy(tensor)]
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
@@ -249,7 +252,7 @@ def saved_by(trainer: Trainer, part: Any) -> dict[str, Any]:
             part.on_save_checkpoint(added)
         # A command's own record of the run is none of the training's state.
         added.pop(RUN_KEY, None)
-        return copy.deepcopy(recursive_detach(added))
+        return deep_copy(recursive_detach(added))
     except Exception:
         # It changes entries of Lightning's, which are not there.
         return {}

@@ -1,8 +1,9 @@
-"""Label image files of any size, format and colours.
+"""Label image files of any size, format and colours, or what a predict_dataloader gives.
 
 python -m project.predict digit.png
 python -m project.predict scans/ "photos/*.jpg" --output labels.csv
 python -m project.predict scans/ --contact_sheet prepared.png     # what the network is shown
+python -m project.predict --output answers.csv                    # what predict_dataloader gives
 
 The module's `predict_step` answers, and its answer becomes the columns. What turns a file into an
 input is the data module's `prepare_file(path)`, or its `prepare_image(pixels)`; without either, the
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 from project.command_line.parser import CommandParser, add_checkpoint, add_output
 from project.command_line.start import quick_imports, run
+from project.errors import require
 from project.predict.files import find_files
 from project.tables import Row, format_table, printable, write_rows
 
@@ -24,6 +26,8 @@ from project.tables import Row, format_table, printable, write_rows
 def main(argv: list[str]) -> int:
     """Predict as ``argv`` says. Returns 2 where a file had to be skipped."""
     args = parse(argv)
+    if not args.images:
+        return predict_what_the_data_give(args)
     # A mistyped word is told at once, before torch is imported, which takes seconds.
     find_files(args.images)
 
@@ -61,14 +65,33 @@ def main(argv: list[str]) -> int:
     return 2
 
 
+def predict_what_the_data_give(args: argparse.Namespace) -> int:
+    """Predict the batches of the ``predict_dataloader``; returns the exit code."""
+    require(not args.contact_sheet, "--contact_sheet", "draw files", "no IMAGE")
+    with quick_imports():
+        from project.command_line.read_checkpoint import load
+        from project.engine.run_folder import find_checkpoint
+        from project.predict.loader import predict_loaders
+
+    allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
+    loaded = load(find_checkpoint(args.ckpt_path), allowed)
+    rows = predict_loaders(loaded)
+    if rows:
+        print(format_table(rows))
+        if args.output:
+            write_rows(args.output, rows)
+    return 0
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options of the command line."""
     parser = CommandParser("project.predict", __doc__)
     parser.add_argument(
         "images",
-        nargs="+",
+        nargs="*",
         metavar="IMAGE",
-        help="files, folders (with what is below them) and globs",
+        help="files, folders (with what is below them) and globs; without any, the batches of the"
+        " predict_dataloader of the data module or module",
     )
     add_checkpoint(parser)
     add_output(parser)

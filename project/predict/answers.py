@@ -94,12 +94,17 @@ def label_columns(answer: Tensor, names: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def value_columns(answer: Any) -> dict[str, Sequence[Any]]:
-    """The columns of any other answer: ``prediction``, or a dictionary's own keys.
+    """The columns of any other answer: ``prediction``, or a dictionary's own keys; of a tuple of
+    tensors ``prediction_0``, ``prediction_1`` and so on.
 
     A tensor (batch, n) becomes n columns, ``NAME_0``, ``NAME_1`` and so on; one of n = 1 keeps its
     name. A value that has no entries per input becomes an empty column.
     """
-    parts = answer if isinstance(answer, Mapping) else {"prediction": answer}
+    parts: Mapping[str, Any] = {"prediction": answer}
+    if isinstance(answer, Mapping):
+        parts = answer
+    elif is_of_tensors(answer):
+        parts = {f"prediction_{index}": part for index, part in enumerate(answer)}
     table: dict[str, Sequence[Any]] = {}
     for name, values in parts.items():
         if isinstance(values, Tensor) and values.ndim == 2 and values.shape[1] > 1:
@@ -108,6 +113,11 @@ def value_columns(answer: Any) -> dict[str, Sequence[Any]]:
         else:
             table[str(name)] = one_column(values)
     return table
+
+
+def is_of_tensors(answer: Any) -> bool:
+    """Whether an answer is a tuple of tensors, such as a prediction and its target."""
+    return isinstance(answer, tuple) and all(isinstance(part, Tensor) for part in answer)
 
 
 def one_column(values: Any) -> list[Any] | tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from project.engine import contract
 from project.engine.loading.batches import ExactBatches
 from project.engine.loading.exact_loader import ExactLoader
+from project.engine.loading.held_data import held_data, is_alike
 from project.engine.loading.passes import Passes, Start
 from project.engine.loading.proof import OTHER_SAMPLES, Proof, proved
 from project.engine.loading.samplers import (
@@ -40,6 +41,8 @@ class Form(Enum):
     EXACT = auto()
     # An ExactLoader, too, but the user has shared the data among the ranks himself.
     OWN_SHARE = auto()
+    # The same, told by what the ranks hold: other data than one another.
+    OWN_DATA = auto()
     # Its order is its own: a WatchedLoader.
     WATCHED = auto()
 
@@ -61,7 +64,7 @@ class ExactLoading:
         self.shares = True
         # Whether training can start inside an epoch.
         self.anywhere = True
-        # What could not be made exact; several loaders may say the same.
+        # What could not be made exact, and who shares the data; several loaders may say the same.
         self.notes: list[str] = []
         self.training: list[Passes] = []
         # Whether Lightning reads before the module's hooks: it does so where a loader has no
@@ -88,6 +91,8 @@ class ExactLoading:
             self._expect_loaders_of(trainer.current_epoch, trainer)
         seed = self._seed_of_next(training)
         form = self._form_of(loader, training, trainer.world_size)
+        if form is Form.EXACT and trainer.world_size > 1 and not ranks_hold_the_same(loader):
+            form = Form.OWN_DATA
         found: Any
         if form is Form.WATCHED:
             found = self._watched(loader, seed, trainer)
@@ -98,10 +103,12 @@ class ExactLoading:
                 seed,
                 trainer.global_rank,
                 trainer.world_size,
-                own_share=form is Form.OWN_SHARE,
+                own_share=form is not Form.EXACT,
             )
-            self._note_what_is_not_exact(source_of(loader), form, trainer)
-            if form is Form.OWN_SHARE and trainer.world_size > 1:
+            self._note_order(source_of(loader), trainer)
+            if trainer.world_size > 1:
+                self._note_shares(loader, form, trainer)
+            if form is not Form.EXACT and trainer.world_size > 1:
                 self._compare_shares(found, trainer)
         if training:
             self._add(found)
@@ -167,16 +174,30 @@ class ExactLoading:
         # An evaluation is shared anew where that only mends what the sampler repeats or drops.
         return training or not deals_in_order(source)
 
-    def _note_what_is_not_exact(self, source: Any, form: Form, trainer: Trainer) -> None:
-        name = type(source).__name__
+    def _note_order(self, source: Any, trainer: Trainer) -> None:
         if trainer.training and not _has_known_order(source):
             self.notes.append(
-                f"{name} has neither set_epoch nor state_dict: if it keeps its own random state, "
-                "a resumed run sees another order."
+                f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its"
+                " own random state, a resumed run sees another order."
             )
-        if trainer.world_size == 1 or form is not Form.OWN_SHARE:
-            return
-        if not self.shares:
+
+    def _note_shares(self, loader: Any, form: Form, trainer: Trainer) -> None:
+        """Say who shares the data among several ranks: we, or the user."""
+        name = type(source_of(loader)).__name__
+        if form is Form.EXACT:
+            if trainer.training:
+                self.notes.append(
+                    f"each of the {trainer.world_size} ranks trains on its share of"
+                    f" {_name_of(loader)}."
+                )
+        elif form is Form.OWN_DATA:
+            use = "trains on" if trainer.training else "evaluates"
+            self.notes.append(
+                f"the ranks hold different data in {_name_of(loader)}: each {use} all of its own,"
+                " and nothing is shared here. If all should hold the same, draw them with one"
+                " seed."
+            )
+        elif not self.shares:
             self._note_that_nothing_is_shared()
         elif trainer.training:
             self.notes.append(
@@ -352,6 +373,12 @@ def _no_data_on(rank: int) -> UserError:
         f"rank {rank} has no batch of data that others have. Give each rank one or more, or use"
         " fewer devices."
     )
+
+
+def ranks_hold_the_same(loader: DataLoader[Any]) -> bool:
+    """Whether the data of a loader are the same on every rank, as far as can be seen at once."""
+    first, *others = of_all_ranks(held_data(loader))
+    return all(is_alike(first, other) for other in others)
 
 
 def _has_known_order(source: Any) -> bool:

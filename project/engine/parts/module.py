@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from project.engine import lightning_internals
 from project.engine.parts.part import Part
@@ -152,7 +153,9 @@ def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
     for path, part in module.named_modules():
         for name in lightning_internals.buffers_left_out(part):
             buffer = getattr(part, name, None)
-            if isinstance(buffer, Tensor) and buffer.layout == torch.strided:
+            if not isinstance(buffer, Tensor) or is_lazy(buffer):
+                continue
+            if buffer.layout == torch.strided:
                 buffers[f"{path}.{name}" if path else name] = buffer
     return buffers
 
