@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from project.engine import ExactCheckpoint, Part, Stopped
 from project.errors import UserError
@@ -259,6 +259,27 @@ def test_steps_that_end_a_run_inside_an_epoch_leave_the_rest_of_it_to_a_longer_r
     assert checkpoint(Path("longer/last.ckpt"))["global_step"] == 70
     fit("longer", epochs=-1, max_steps=120)
     assert_same_end(Path("undisturbed"), Path("longer"))
+
+
+class KeepsWeights(Callback):
+    """Has the module's weights as they are when ``Trainer.fit`` returns."""
+
+    weights: dict[str, torch.Tensor]
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+
+def test_averaged_weights_are_in_the_module_also_where_nothing_was_left_to_train(
+    workplace: Path,
+) -> None:
+    ends = []
+    for _ in range(2):
+        end = KeepsWeights()
+        fit("run", EMAWeightAveraging(decay=0.9), end, epochs=1, limit_train_batches=4)
+        ends.append(end.weights)
+    trained, started_again = ends
+    assert differences(trained, started_again, "weights") == []
 
 
 class Halves(Regression):

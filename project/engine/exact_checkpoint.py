@@ -41,6 +41,7 @@ from project.engine.mirror.mirror import Mirror
 from project.engine.not_exact import (
     begins_averaged_batch_norms,
     mend_states_of_lightnings_callbacks,
+    put_averages_into_module,
     what_is_not_exact,
 )
 from project.engine.parts import all_parts
@@ -527,6 +528,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Nothing was left to train. Only the test is repeated.
             left = [each for each in self.parts if each.is_a_file or each.is_left_at_the_end]
             self._resume.give_back(trainer, left)
+            # Their hook at the end of training is not called.
+            put_averages_into_module(trainer)
             if self.saves and trainer.is_global_zero:
                 # The run may have been resumed from best.ckpt after its end.
                 self.files.replace_damaged_last()

@@ -51,6 +51,17 @@ def begins_averaged_batch_norms(trainer: Trainer) -> bool:
     return False
 
 
+def put_averages_into_module(trainer: Trainer) -> None:
+    """Where nothing was left to train: let WeightAveraging give the module its averaged weights.
+
+    It does so in ``on_train_end``, which Lightning does not call then. The module would end with
+    the trained weights.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.WeightAveraging):
+            callback.on_train_end(trainer, trainer.lightning_module)
+
+
 def mend_states_of_lightnings_callbacks(trainer: Trainer, states: dict[str, Any]) -> None:
     """Mend saved states that Lightning could not load, or that would hide what the user typed."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
