@@ -70,7 +70,7 @@ def examples() -> list[object]:
     found: list[object] = []
     for name in EXAMPLES:
         for start_method in ("forkserver", "spawn"):
-            is_usual = start_method == "spawn" and sys.platform in ("win32", "darwin")
+            is_usual = start_method == "spawn" and sys.platform == "darwin"
             is_quick = name == "lightnings_own" and is_usual
             marks = () if is_quick else pytest.mark.nightly
             found.append(pytest.param(name, start_method, marks=marks))
