@@ -306,9 +306,12 @@ def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
 def main() -> None:
     """Import, then serve. In a child, run its command."""
     from project import threads
+    from project.command_line import start
 
     # It sets variables that torch reads as it is imported.
     threads.configure()
+    # As in a fresh interpreter, the exit handlers of libraries come before this one.
+    start.end_after_all_others()
     # The garbage collector would visit the many objects that an import makes again and again.
     gc.disable()
     # With fit come torch, Lightning and most of the project.

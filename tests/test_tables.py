@@ -78,8 +78,10 @@ def test_a_folder_that_cannot_be_opened_or_flushed_is_done_without(
     def cannot_open(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("project.tables.os.open", cannot_open)
-    write_rows(tmp_path / "out.json", ROWS[:1])
+    # pytest, too, opens folders.
+    with monkeypatch.context() as patch:
+        patch.setattr("project.tables.os.open", cannot_open)
+        write_rows(tmp_path / "out.json", ROWS[:1])
     assert json.loads((tmp_path / "out.json").read_text()) == ROWS[:1]
 
 

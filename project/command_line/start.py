@@ -59,6 +59,13 @@ CHILD_PATIENCE = 2.0
 LONGEST = 800
 
 
+def end_after_all_others() -> None:
+    """Register the exit handler of commands, once. It comes last if it is registered first."""
+    if not End.is_registered:
+        End.is_registered = True
+        atexit.register(_end_process)
+
+
 class End:
     """How this process ends. It is global because an exit handler has no other place to find the
     code.
@@ -83,9 +90,7 @@ def prepare_process(name: str) -> None:
     if name != "__main__" or signals.state.importing:
         return
     gc.disable()
-    if not End.is_registered:
-        End.is_registered = True
-        atexit.register(_end_process)
+    end_after_all_others()
     signals.install()
     _open_closed_streams()
     sys.excepthook = _report_and_end
