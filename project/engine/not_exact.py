@@ -51,10 +51,25 @@ def begins_averaged_batch_norms(trainer: Trainer) -> bool:
     return False
 
 
+def has_averaged_batch_norms(trainer: Trainer) -> bool:
+    """Whether the epoch that StochasticWeightAveraging adds for batch norms is over.
+
+    The callback can end only a training whose last epoch it has seen itself.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            return bool(trainer.current_epoch > callback.swa_end + 1)
+    return False
+
+
 def mend_states_of_lightnings_callbacks(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Mend saved states that Lightning could not load, or that would hide what the user typed."""
+    """Mend saved states that Lightning could not load, or that would hide what the user typed, and
+    load what it leaves out.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, callbacks.SpikeDetection):
             states.pop(callback.state_key, None)
         if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
             states[callback.state_key]["patience"] = callback.patience
+        if isinstance(callback, callbacks.ModelCheckpoint) and callback.state_key in states:
+            callback.current_score = states[callback.state_key]["current_score"]
