@@ -40,8 +40,8 @@ from project.engine.log_steps import SHARDING, is_optimizer_step
 from project.engine.mirror.mirror import Mirror
 from project.engine.not_exact import (
     begins_averaged_batch_norms,
+    has_averaged_batch_norms,
     mend_states_of_lightnings_callbacks,
-    put_averages_into_module,
     what_is_not_exact,
 )
 from project.engine.parts import all_parts
@@ -149,6 +149,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # The optimizer step that last.ckpt holds. None: nothing is saved yet.
         self.saved_step: int | None = None
         self._steps = 0
+        # The training had ended when this process began.
+        self._was_over = False
         # What is written now. None: another callback saves a checkpoint.
         self._saving: Snapshot | None = None
         # The state at the start of the validation that runs, for a stop inside it.
@@ -507,6 +509,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def training_ends(self, trainer: Trainer) -> None:
         """Save after the last epoch."""
+        if self._was_over:
+            # It is saved.
+            return
         assert self.agreement is not None
         requests = of_all_ranks(signals.state.requested, self.agreement.group)
         self._request = max(self._request, *requests)
@@ -522,14 +527,25 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 )
         self._save_and_stop(trainer, self._take(trainer, "epoch"))
 
+    def _end_again(self, trainer: Trainer) -> None:
+        """Call the hooks of a training's end, before which the last checkpoint was saved.
+
+        Such a hook may give the module its averaged weights. Lightning calls none of them where
+        nothing is left to train. Those of the start come first, since callbacks rely on them.
+        """
+        self._was_over = True
+        trainer.fit_loop.on_run_start()
+        trainer.fit_loop.on_run_end()
+
     def fit_ends(self, trainer: Trainer) -> None:
-        """Put files right where nothing was left to train."""
+        """Put right what a training leaves, where nothing was left to train."""
         if self._resume is not None:
-            # Nothing was left to train. Only the test is repeated.
-            left = [each for each in self.parts if each.is_a_file or each.is_left_at_the_end]
-            self._resume.give_back(trainer, left)
-            # Their hook at the end of training is not called.
-            put_averages_into_module(trainer)
+            # Only the test is repeated.
+            if self._resume.place == "epoch" and not has_averaged_batch_norms(trainer):
+                self._end_again(trainer)
+            else:
+                left = [each for each in self.parts if each.is_a_file or each.is_left_at_the_end]
+                self._resume.give_back(trainer, left)
             if self.saves and trainer.is_global_zero:
                 # The run may have been resumed from best.ckpt after its end.
                 self.files.replace_damaged_last()
@@ -795,6 +811,7 @@ class Hooks(Callback):
     | on_validation_end | the followed metric is compared with the best so far |
     | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
+    | on_fit_end | where nothing was left to train: on_train_start and on_train_end again |
     """
 
     def __init__(self, checkpoint: ExactCheckpoint) -> None:

@@ -51,21 +51,25 @@ def begins_averaged_batch_norms(trainer: Trainer) -> bool:
     return False
 
 
-def put_averages_into_module(trainer: Trainer) -> None:
-    """Where nothing was left to train: let WeightAveraging give the module its averaged weights.
+def has_averaged_batch_norms(trainer: Trainer) -> bool:
+    """Whether the epoch that StochasticWeightAveraging adds for batch norms is over.
 
-    It does so in ``on_train_end``, which Lightning does not call then. The module would end with
-    the trained weights.
+    The callback can end only a training whose last epoch it has seen itself.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, callbacks.WeightAveraging):
-            callback.on_train_end(trainer, trainer.lightning_module)
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            return bool(trainer.current_epoch > callback.swa_end + 1)
+    return False
 
 
 def mend_states_of_lightnings_callbacks(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Mend saved states that Lightning could not load, or that would hide what the user typed."""
+    """Mend saved states that Lightning could not load, or that would hide what the user typed, and
+    load what it leaves out.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, callbacks.SpikeDetection):
             states.pop(callback.state_key, None)
         if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
             states[callback.state_key]["patience"] = callback.patience
+        if isinstance(callback, callbacks.ModelCheckpoint) and callback.state_key in states:
+            callback.current_score = states[callback.state_key]["current_score"]
