@@ -142,6 +142,7 @@ def test_a_table_without_a_measured_value_leaves_its_panel_empty(tmp_path: Path)
     assert (tmp_path / "chart.png").exists()
 
 
+@pytest.mark.nightly
 def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Path) -> None:
     rows = {
         row["loader"]: row
@@ -197,7 +198,9 @@ def test_memory_shows_what_halves_and_what_stays(tmp_path: Path) -> None:
     assert with_checkpointing["peak_mib"] < peaks[64, 1]
 
 
-@pytest.mark.parametrize("asked", ["auto", "cpu", pytest.param("gpu", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "asked", ["auto", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("cpu", "gpu"))]
+)
 def test_memory_measures_the_device_that_was_asked_for(
     asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +302,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.nightly
 def test_what_a_loop_refuses_in_its_process_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^--model.lr must be above 0, got -1\.0\.$"):
         epochs_in_turn("t", [FLOOR], [*SMALL, "--model.lr", "-1"], 1)

@@ -57,7 +57,7 @@ def wait_for_step(folder: Path, step: int, process: Any) -> None:
 @pytest.mark.parametrize(
     ("workers", "devices", "kills"),
     [
-        (0, 1, 3),
+        (0, 1, 2),
         pytest.param(0, 1, 5, marks=pytest.mark.nightly),
         pytest.param(2, 1, 5, marks=pytest.mark.nightly),
         # Lightning starts the second rank, which imports torch.

@@ -75,6 +75,7 @@ class TestAutoEncoderThatIsKilled(TestAutoEncoder, PromiseSuite):
     signal = "SIGKILL"
 
 
+@pytest.mark.nightly
 class TestGAN(PromiseSuite):
     """Manual optimization with two optimizers, loaders of the module's own, nothing that could be
     followed.

@@ -478,6 +478,7 @@ def test_of_equally_good_epochs_the_last_is_the_best(workplace: Path) -> None:
     assert still["epochs"] == 2
 
 
+@pytest.mark.nightly
 def test_help_lists_the_flat_flags_and_imports_nothing_that_it_does_not_need(
     workplace: Path,
 ) -> None:

@@ -321,6 +321,7 @@ def test_a_save_stays_what_it_was_while_the_run_goes_on(workplace: Path) -> None
 # Stores that are slow, or fail
 
 
+@pytest.mark.nightly
 def test_a_slow_store_slows_no_step(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlowFileSystem, "latency_s", 0.1)
     monkeypatch.setattr(copying, "STALLED_S", 5.0)

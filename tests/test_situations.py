@@ -30,7 +30,6 @@ QUICK = (
     "plain",
     "queue_that_is_not_persistent",
     "module_counts_in_a_buffer_at_on_validation_epoch_end",
-    "longer_module_turns_weights_at_epoch_end",
 )
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
 KILLED = -signal.SIGKILL

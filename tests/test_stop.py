@@ -106,6 +106,7 @@ def test_a_signal_to_any_rank_saves_the_step_that_was_reached(
     assert not list(Path("checkpoints/r").glob(".*.part"))
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_to_the_same_end(workplace: Path) -> None:
     arguments = [*SMALL, "--max_epochs", "6", "--data.rotate_degrees", "10"]
     assert run("fit", "--run_name", "reference", *arguments).returncode == 0

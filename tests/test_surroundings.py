@@ -104,13 +104,14 @@ def test_a_refusal_with_closed_streams_is_exit_code_2() -> None:
     assert fit(*TINY, "--max_epochs", "x", shell="{} >&- 2>&-").returncode == 2
 
 
+@nightly
 @pytest.mark.parametrize(
     ("line", "code"),
     [
         ("fit -h > /dev/full", 2),
-        pytest.param("fit -h | true", 0, marks=nightly),
-        pytest.param("test --max_epochs x 2> /dev/full", 2, marks=nightly),
-        pytest.param("fit > /dev/full", 2, marks=nightly),
+        ("fit -h | true", 0),
+        ("test --max_epochs x 2> /dev/full", 2),
+        ("fit > /dev/full", 2),
     ],
 )
 def test_what_cannot_be_written_ends_with_our_own_exit_codes(line: str, code: int) -> None:

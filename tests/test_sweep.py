@@ -741,6 +741,7 @@ def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path:
 
 # feature: mnist
 # feature: wandb
+@pytest.mark.nightly
 def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -977,7 +977,13 @@ FILES = {kind.__name__: kind for kind in KINDS}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures as Linux does")
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.nightly if kind == "compressed" else ())
+        for kind in FILES
+    ],
+)
 def test_no_file_takes_more_than_three_times_its_size(
     kind: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1013,7 +1019,13 @@ MADE_IN_PASSING: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MADE_IN_PASSING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "a row of thresholds" else pytest.mark.nightly)
+        for name in MADE_IN_PASSING
+    ],
+)
 def test_what_a_configuration_makes_is_bounded_by_the_file(
     name: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -270,6 +270,7 @@ def test_a_server_that_fails_costs_a_run_nothing_but_its_dashboard(
     assert server.requests or fails == "refused"
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_ends_in_wandb_with_its_exit_code_and_has_a_report(tmp_path: Path) -> None:
     flags = [
         *REPORTED,
