@@ -46,6 +46,7 @@ from project.engine import ExactCheckpoint
 from project.engine.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
 from project.engine.loading.held_data import held_data
 from project.engine.loading.proof import fault_of_state
+from project.engine.loading.workers import workers_end_with_block
 from project.engine.ranks import of_all_ranks
 from project.engine.same_values import is_same
 from project.engine.seams import Seams
@@ -1412,6 +1413,15 @@ def test_a_trial_that_fails_in_a_worker_leaves_no_worker_that_torch_would_miss()
     assert "has a state_dict that cannot be used" in fault
     assert multiprocessing.active_children() == []
     assert len(list(loader)) == 16
+
+
+def test_torch_does_not_miss_killed_workers_whose_loader_somebody_still_holds() -> None:
+    with workers_end_with_block():
+        batches = iter(DataLoader(Numbers(8), 4, num_workers=1))
+        next(batches)
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    assert multiprocessing.active_children() == []
+    del batches
 
 
 def test_trying_a_state_leaves_the_loader_and_the_generators_alone() -> None:

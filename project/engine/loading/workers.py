@@ -97,6 +97,9 @@ def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
     if can_kill:
         for worker in workers:
             worker.kill()
+        # Torch misses an ended worker until somebody has waited for it.
+        for worker in workers:
+            worker.join()
     # A loader takes its workers off torch's list as it goes.
     gc.collect()
     if handler is not None:
