@@ -499,6 +499,7 @@ def test_what_a_module_lacks_is_one_line_before_any_work(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.nightly
 def test_an_export_that_disagrees_is_an_error_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,6 +215,7 @@ TEST = f"{SWITCHED_ON}import sys; from project import test; sys.exit(test.main(s
 INTERRUPTED = f"{SWITCHED_ON}from tests import interrupted; interrupted.main()"
 
 
+@pytest.mark.nightly
 @mostly("not installed")
 def test_a_run_that_was_killed_and_resumed_is_bit_identical_and_can_be_tested(
     python_path: str, tmp_path: Path

@@ -324,6 +324,7 @@ def test_a_text_in_any_encoding_is_renamed_and_a_picture_is_not(tmp_path: Path) 
     assert (tmp_path / "b.png").read_bytes() == picture % PACKAGE.encode()
 
 
+@pytest.mark.nightly
 def test_a_renamed_clone_works_under_its_new_name_and_twice(clone: Path, before: set[str]) -> None:
     told = python(clone, "-m", f"{PACKAGE}.rename", LONGER)
     assert told.returncode == 0, told.stderr
