@@ -25,6 +25,7 @@ from project.command_line import shown_warnings, start
 from project.command_line.refusals import refusals_as_errors
 from project.command_line.start import exit_code
 from project.errors import UserError
+from tests import commands
 from tests.commands import complete
 from tests.typed_settings import Numbers, Typed
 
@@ -82,6 +83,35 @@ def test_an_error_of_a_dead_worker_while_another_one_is_told_is_told(
     assert (
         "a process that loads data has died (DataLoader worker (pid 7)" in capsys.readouterr().err
     )
+
+
+MEETS = """
+import os, sys
+from torch import distributed
+from project.command_line.start import exit_code
+
+rank = int(sys.argv[1])
+
+def main(argv):
+    distributed.init_process_group("gloo", f"file://{sys.argv[2]}", rank=rank, world_size=2)
+    distributed.barrier()
+    if rank == 0:
+        os._exit(143)
+    distributed.barrier()
+
+sys.exit(exit_code(main, []))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file's address has another form there")
+def test_the_end_of_another_rank_is_told_in_one_line(tmp_path: Path) -> None:
+    ranks = []
+    for rank in ("0", "1"):
+        words = [sys.executable, "-c", MEETS, rank, str(tmp_path / "store")]
+        ranks.append(commands.start(words, tmp_path / f"{rank}.txt"))
+    assert [rank.wait(60) for rank in ranks] == [143, 1]
+    (line,) = (tmp_path / "1.txt").read_text().splitlines()
+    assert line.startswith("error: another process of this run has ended")
 
 
 @pytest.mark.parametrize("has_begun", ["None", "lambda: True", "lambda: False"])

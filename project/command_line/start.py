@@ -51,6 +51,8 @@ NUMBERED = (
 NO_MEMORY = "t allocate memory|failed to map segment"
 # What torch says where a process that loads data was killed
 DEAD_WORKER = "DataLoader worker (pid"
+# What gloo says where the process of another rank has ended
+ENDED_RANK = r"gloo/.*Connection (closed|reset) by peer"
 # The module that waits for what such processes send
 LOADER = "torch.utils.data.dataloader"
 # Seconds that a worker process has to end itself when the command has ended
@@ -163,6 +165,11 @@ def report(error: BaseException) -> int:
 def _tell(error: BaseException) -> int:
     if isinstance(error, signals.Stopped):
         return error.exit_code
+    if isinstance(error, RuntimeError) and re.search(ENDED_RANK, str(error)):
+        told = "error: another process of this run has ended, and has said why. This one ends, too."
+        with suppress(OSError):
+            print(told, file=sys.stderr, flush=True)
+        return 1
     message = _what_the_user_can_do(error)
     if message is None:
         with suppress(OSError):
