@@ -237,17 +237,17 @@ def stopped_lines(folder: Path, step: int, saved_step: int | None, longer: str =
         folder: The run's folder.
         step: The optimizer step that was reached.
         saved_step: The one that last.ckpt holds. It is an earlier one where data cannot be started
-            inside an epoch. None: nothing was saved.
+            inside an epoch. None: this start has neither read nor written one.
         longer: What to add to that command.
     """
-    if saved_step is None or not (folder / "last.ckpt").exists():
+    if not (folder / "last.ckpt").exists():
         return ["nothing was saved yet."]
     go_on = f"python -m project.fit --run_name {shlex.quote(folder.name)} --ckpt_path auto"
     root = os.path.relpath(folder.parent)
     if root != "checkpoints":
         go_on += f" --default_root_dir {shlex.quote(root)}"
     saved = f"saved in {os.path.relpath(folder)}/last.ckpt"
-    if saved_step != step:
+    if saved_step is not None and saved_step != step:
         saved = f"step {saved_step:,} is {saved}"
     return [f"stopped after step {step:,}; {saved}. To go on:", f"  {go_on}{longer}"]
 

@@ -187,6 +187,15 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)
 
 
+def test_a_resumed_run_that_is_stopped_before_it_has_read_its_checkpoint_says_how_to_go_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "last.ckpt").touch()
+    told = stopped_lines(tmp_path, 0, None)
+    assert "last.ckpt. To go on:" in told[0]
+    assert "--ckpt_path auto" in told[1]
+
+
 @pytest.mark.nightly
 def test_two_launches_in_the_same_second_make_two_folders(workplace: Path) -> None:
     processes = [

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,10 +106,16 @@ def failures(done: subprocess.CompletedProcess[str]) -> str:
 NIGHTLY = ("benchmark", "export", "runs", "sweep", "tune")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in COMMANDS],
-)
+def commands() -> list[Any]:
+    """The names of all commands."""
+    found = []
+    for name in COMMANDS:
+        marks = pytest.mark.nightly if name in NIGHTLY else ()
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("name", commands())
 def test_every_command_runs_without_what_linux_alone_has(name: str, place: Path) -> None:
     for arguments in COMMANDS[name]:
         words = ["-m", f"{project.__name__}.{name}", *arguments]

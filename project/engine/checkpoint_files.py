@@ -613,7 +613,10 @@ def fill_in_what_was_left_out(
     if not isinstance(left_out, list) or not left_out:
         return
     # A hook may change Lightning's entries, which it expects to find.
-    now = {key: dict(value) if type(value) is dict else value for key, value in checkpoint.items()}
+    now = dict(checkpoint)
+    for name, value in checkpoint.items():
+        if type(value) is dict:
+            now[name] = dict(value)
     for save in saves:
         # It may need a training, which has not begun.
         with suppress(Exception):

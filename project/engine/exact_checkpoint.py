@@ -146,7 +146,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._request = 0
         self._best_due = False
         self._last_save = time.monotonic()
-        # The optimizer step that last.ckpt holds. None: nothing is saved yet.
+        # The optimizer step that last.ckpt holds. None: it was neither read nor written yet.
         self.saved_step: int | None = None
         self._steps = 0
         # The training had ended when this process began.
