@@ -190,6 +190,35 @@ def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(
     assert not differences(*weights, "weights")
 
 
+# A run of fit in which nothing has imported W&B Launch, and then a run for which an input is staged
+LAUNCH = """
+import sys
+from project import fit
+
+assert fit.main([*sys.argv[1:], "--run_name", "first"]) == 0
+assert "wandb" in sys.modules
+assert "wandb.sdk.launch" not in sys.modules
+
+from wandb.sdk.launch import manage_wandb_config
+from wandb.sdk.launch.inputs import internal
+
+applied = []
+internal._publish_job_input = lambda staged, run: applied.append((staged.include, run.name))
+manage_wandb_config(include=["model.lr"])
+assert fit.main([*sys.argv[1:], "--run_name", "second"]) == 0
+assert applied == [(["model.lr"], "second")], applied
+"""
+
+
+def test_a_run_starts_without_wandb_launch_unless_it_has_staged_inputs(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LAUNCH, *SMALL]
+    done = complete(words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("first", "second"):
+        (folder,) = wandb_folders(tmp_path / "checkpoints" / name)
+        assert "Problem" not in (folder / "logs" / "debug.log").read_text()
+
+
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "small"
     shutil.copytree(reported_run(), folder, symlinks=True)

@@ -15,9 +15,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ SETTINGS: dict[str, Any] = {
     # Also for W&B's own process.
     "finish_timeout": END_PATIENCE,
 }
+# The module in which W&B Launch keeps what it wants to give to the next run
+LAUNCH_INPUTS = "wandb.sdk.launch.inputs.internal"
 # What a run keeps once W&B has everything that it logged
 ENDED = "W&B has all of"
 # In a confusion matrix, whose table has a row per cell.
@@ -301,7 +304,8 @@ class WandbRunLogger(WandbLogger, Callback):
             return wandb.run
         self._keep_files_beside_the_run()
         try:
-            run = self._init()
+            with without_launch():
+                run = self._init()
             # All panels are drawn over optimizer steps.
             run.define_metric(STEP, hidden=True)
             run.define_metric("epoch", hidden=True)
@@ -402,6 +406,33 @@ def disabled_run() -> Any:
     except Exception:
         # W&B cannot even do nothing, such as where its settings are refused.
         return DummyExperiment()
+
+
+@contextlib.contextmanager
+def without_launch() -> Iterator[None]:
+    """Let W&B start a run without its import of W&B Launch, which takes half a second.
+
+    A run that starts takes the inputs that were staged for it in W&B's module ``LAUNCH_INPUTS``.
+    Before anything has imported that module, none can be staged: W&B then gets a stand-in that
+    holds none. Where something has imported it, and afterwards, it is W&B's own.
+    """
+    if LAUNCH_INPUTS in sys.modules:
+        yield
+        return
+    stand_in = ModuleType(LAUNCH_INPUTS)
+    stand_in.__dict__["StagedLaunchInputs"] = NoLaunchInputs
+    sys.modules[LAUNCH_INPUTS] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[LAUNCH_INPUTS]
+
+
+class NoLaunchInputs:
+    """W&B's ``StagedLaunchInputs``, where nothing is staged."""
+
+    def apply(self, run: Any) -> None:
+        """Nothing: there is nothing to apply to the run."""
 
 
 def keep_wandb_quiet() -> None:

@@ -83,20 +83,31 @@ def curves(
     logarithmic = axis == "log" and min(values) > 0 and max(values) > 10 * min(values)
     ax.set_xlabel("optimizer step")
     ax.set_ylabel(f"{unit}, log scale" if logarithmic else unit)
+    place_axis_labels(ax)
     ax.set_xlim(0, max(1, last_step) * 1.02)
     if logarithmic:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
-    else:
-        ax.ticklabel_format(axis="y", scilimits=(-3, 6))
     if axis == "from zero" and min(values) >= 0:
         ax.set_ylim(0, 1.12 * max(values) or 1)
     if epochs:
         mark_epochs(ax, epochs)
     if len(lines) > 1:
         ax.legend()
+
+
+def place_axis_labels(ax: Axes) -> None:
+    """Put the labels of the axes, once they are written, at the figure's edge: the margins of
+    report.mplstyle leave room for them.
+
+    matplotlib can find their place itself. That takes it as long as to draw the chart.
+    """
+    axes = ax.get_position()  # fractions of the figure
+    whole = ax.figure.transFigure
+    ax.xaxis.set_label_coords((axes.x0 + axes.x1) / 2, 0.07, transform=whole)
+    ax.yaxis.set_label_coords(0.04, (axes.y0 + axes.y1) / 2, transform=whole)
 
 
 def draw_line(ax: Axes, series: Series, label: str) -> None:
@@ -122,15 +133,13 @@ def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
     """
     apart = math.ceil(len(epochs) / MOST_EPOCHS)
     shown = {str(epoch): step for epoch, step in epochs.items() if epoch % apart == 0}
-    steps = list(shown.values())
     ax.grid(axis="x", visible=False)
-    for step in steps:
+    for name, step in shown.items():
         ax.axvline(step, color=rcParams["grid.color"], linewidth=0.6, linestyle="--", zorder=0.5)
-    top = ax.secondary_xaxis("top")
-    top.set_xticks(steps, list(shown))
-    top.tick_params(length=0, pad=1)
-    top.spines["top"].set_visible(False)
-    top.set_xlabel("end of epoch", fontsize=8)
+        # Across, the place is a step; upwards, it is a share of the axis, just above it.
+        above = ax.get_xaxis_transform()
+        ax.text(step, 1.01, name, transform=above, ha="center", va="bottom", fontsize=8)
+    ax.text(0.5, 1.09, "end of epoch", transform=ax.transAxes, ha="center", fontsize=8)
 
 
 def shortened(name: str) -> str:
@@ -144,6 +153,7 @@ def amounts(ax: Axes, rows: Sequence[tuple[str, float]], unit: str, from_zero: b
     They are bars from zero, or dots on an axis that fits them.
     """
     ax.figure.set(figheight=0.8 + 0.3 * len(rows))
+    leave_room_for_names(ax)
     places = range(len(rows))
     # Fractions that stand one under the other have as many digits each.
     digits = ".3g" if from_zero else ".3f"
@@ -166,6 +176,7 @@ def amounts(ax: Axes, rows: Sequence[tuple[str, float]], unit: str, from_zero: b
 def confusion_matrix(ax: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
     """Draw labels (rows) against predictions; the colour grows with the cube root of the count."""
     ax.figure.set(figheight=0.93 * rcParams["figure.figsize"][0])
+    leave_room_for_names(ax)
     classes = len(names)
     shades = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
     # Without the root only the diagonal would be seen.
@@ -178,6 +189,13 @@ def confusion_matrix(ax: Axes, counts: np.ndarray, names: Sequence[str]) -> None
         name_classes(ax, names)
     ax.grid(visible=False)
     ax.tick_params(length=0, labelsize=min(8, 240 / classes))
+
+
+def leave_room_for_names(ax: Axes) -> None:
+    """Have matplotlib find the margins: names of classes, of any length, stand beside the axes."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.set_layout_engine("constrained")
 
 
 def write_counts(ax: Axes, counts: np.ndarray) -> None:

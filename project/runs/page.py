@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from project.report.charts import draw
+from project.report.charts import draw, place_axis_labels
 from project.report.page import fill_page
 from project.run_result import Series, read_series
 from project.runs.listing import by_module, differing
@@ -118,6 +118,7 @@ def paint(ax: Any, metric: str, lines: Sequence[Line]) -> None:
             linewidth=1.1,
         )
     ax.set_xlabel("optimizer step")
+    place_axis_labels(ax)
 
 
 def make_tables(runs: Sequence[SavedRun], lines: Sequence[Line]) -> dict[str, list[Row]]:
