@@ -166,21 +166,24 @@ def _tell(error: BaseException) -> int:
     if isinstance(error, signals.Stopped):
         return error.exit_code
     if isinstance(error, RuntimeError) and re.search(ENDED_RANK, str(error)):
-        told = "error: another process of this run has ended, and has said why. This one ends, too."
-        with suppress(OSError):
-            print(told, file=sys.stderr, flush=True)
+        _print_error("another process of this run has ended, and has said why. This one ends, too.")
         return 1
     message = _what_the_user_can_do(error)
     if message is None:
         with suppress(OSError):
             traceback.print_exception(error)
         return 1
-    message = without_control_characters(" ".join(message.split()))
-    if len(message) > LONGEST:
-        message = f"{message[:LONGEST]} ..."
-    with suppress(OSError):  # stderr may be a file on the same full disk
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    _print_error(message)
     return 2
+
+
+def _print_error(message: str) -> None:
+    """Print an error in one line on stderr, which may be a file on the same full disk."""
+    line = without_control_characters(" ".join(message.split()))
+    if len(line) > LONGEST:
+        line = f"{line[:LONGEST]} ..."
+    with suppress(OSError):
+        print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def _what_the_user_can_do(error: BaseException) -> str | None:

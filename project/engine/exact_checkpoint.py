@@ -703,20 +703,21 @@ class ExactCheckpoint(callbacks.Checkpoint):
         return self.loading.anywhere
 
     def _save(self, trainer: Trainer, snapshot: Snapshot, can_go_on: bool) -> None:
-        """Write the files. Lightning's save asks :meth:`write_state` for what it lacks."""
+        """Write the files. Lightning's save asks :meth:`write_state` for what it lacks.
+
+        Where a resumed run cannot go on, a new best is saved alone, and last.ckpt stays as it is.
+        """
         assert self.agreement is not None
         self._saving = snapshot
         try:
             self.files.write(trainer, self._best_due, can_go_on, self.agreement.group)
         finally:
             self._saving = None
-        # Otherwise a new best alone was saved.
-        saves_last = can_go_on or not self._best_due
-        if saves_last:
+        if can_go_on:
             self.saved_step = trainer.global_step
         if self.mirror is not None and trainer.is_global_zero:
-            # A new best alone is ahead of last.ckpt, whose step the mirror tells.
-            self.mirror.take(trainer.global_step if saves_last else None)
+            # The mirror tells the step of last.ckpt.
+            self.mirror.take(trainer.global_step if can_go_on else None)
         self._last_save = time.monotonic()
 
     def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
