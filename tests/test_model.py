@@ -545,7 +545,7 @@ def test_metrics_are_tried_also_while_a_profiler_that_cannot_be_copied_watches_t
     module = Still(metrics={"mae": MeanAbsoluteError()})
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile", export_to_chrome=False)
     plain_trainer(tmp_path, profiler=profiler).fit(module, Rows(torch.arange(64.0)))
-    assert module.tried_metrics
+    assert module.sums.are_tried
 
 
 def test_a_metric_that_needs_more_than_one_batch_is_no_fault(tmp_path: Path) -> None:
@@ -589,7 +589,7 @@ def test_a_metric_is_tried_without_a_trace(tmp_path: Path) -> None:
     module = Still(metrics={"mae": metric})
     before = (torch.get_rng_state(), np.random.get_state()[1], random.getstate())
     module.training_step((torch.randn(16, 4, generator=torch.Generator()), torch.ones(16)), 0)
-    assert module.tried_metrics
+    assert module.sums.are_tried
     assert not module.train_metrics["mae"].update_called
     assert float(module.train_metrics["mae"].min_val) == math.inf
     assert torch.equal(torch.get_rng_state(), before[0])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
 
@@ -244,6 +244,20 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     assert is_same(after.counts, np.array([0, 5], dtype=np.int16))
     assert is_same(after.best, np.float32(0.1))
     assert after.weights[0] is after.net[0].weight
+
+
+def test_plain_attributes_are_kept_beside_what_a_module_says_itself_that_it_keeps() -> None:
+    before = Module()
+    before.seen = 0
+    data = LightningDataModule()
+    data.seen = 0
+    trainer = trainer_of(before)
+    trainer.datamodule = data
+    part = PlainAttributes()
+    part.begin(trainer)
+    before.seen = 3
+    data.seen = 5
+    assert part.take(trainer) == {"module.seen": 3, "data.seen": 5}
 
 
 def test_batches_that_validations_have_read(one: Trainer, other: Trainer) -> None:

@@ -14,7 +14,14 @@ from project.command_line.cli import configure
 from project.tables import flat
 
 COMPARE = Path(__file__).parent.parent / "docs" / "peers" / "compare.py"
-SETTINGS = {"network": "MLP", "batch_size": 64, "epochs": 3, "lr": 0.002, "samples": 1200}
+SETTINGS = {
+    "network": "MLP",
+    "batch_size": 64,
+    "epochs": 3,
+    "lr": 0.002,
+    "samples": 1200,
+    "seed": 5,
+}
 
 
 def compare() -> ModuleType:
@@ -33,6 +40,7 @@ def test_this_template_trains_with_the_peers_settings(tmp_path: Path) -> None:
     config = configure(command[3:], "project.fit")
     settings = flat(config.resolved)
     expected = {
+        "seed_everything": 5,
         "trainer.max_epochs": 3,
         "model.network.class_path": "project.model.networks.MLP",
         "model.optimizer": "Adam",

@@ -33,6 +33,7 @@ COLUMNS = {
     "test_accuracy": "test accuracy",
     "peak_gib": "peak memory, GiB",
 }
+FIRST_SEED = 42
 BUSY = [sys.executable, "-c", "while True: pass"]
 
 
@@ -57,6 +58,7 @@ def template_command(options: argparse.Namespace, folder: Path) -> list[str]:
     """The template's command, with all its features on, and the peers' settings."""
     flags = {
         "max_epochs": options.epochs,
+        "seed_everything": options.seed,
         "model.network": options.network,
         "model.optimizer": "Adam",
         "model.lr": options.lr,
@@ -82,7 +84,7 @@ def template_command(options: argparse.Namespace, folder: Path) -> list[str]:
 def peer_command(script: Path, options: argparse.Namespace, folder: Path) -> list[str]:
     """The command of a script beside this file."""
     words = [sys.executable, str(script), "--root", str(options.root), "--folder", str(folder)]
-    for name in ("network", "batch_size", "epochs", "lr", "samples"):
+    for name in ("network", "batch_size", "epochs", "lr", "samples", "seed"):
         value = getattr(options, name)
         if value is not None:
             words += [f"--{name}", str(value)]
@@ -136,10 +138,14 @@ def run_peer(script: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def in_turn(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """``n`` runs of each, one after the other, after one of each that warms the disk."""
+    """``n`` runs of each, one after the other, after one of each that warms the disk.
+
+    Each round has a seed of its own.
+    """
     runs: dict[str, list[dict[str, float]]] = {TEMPLATE: []}
     runs |= {name: [] for name in PEERS}
     for number in range(options.n + 1):
+        options.seed = FIRST_SEED + number
         for name, taken in runs.items():
             print(f"round {number} of {options.n}: {name}", file=sys.stderr, flush=True)
             facts = run_peer(PEERS[name], options) if name in PEERS else run_template(options)

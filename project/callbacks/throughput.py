@@ -39,10 +39,10 @@ class ThroughputMonitor(Monitor):
     epoch's end.
 
     Lightning's own waits for the device at every step, logs nothing for 100 steps, and asks the
-    user for the FLOPs. This one waits only at the ends of a window. Not measured: the first two
-    optimizer steps (but a run of only two reports its last), validation with its loader's start,
-    saving, what happens between two epochs, and the wait for the first batch of each worker of a
-    loader, which is the worker's start.
+    user for the FLOPs. This one waits at the ends of a window, and around what it does not measure:
+    the first two optimizer steps (but a run of only two reports its last), validation with its
+    loader's start, saving, what happens between two epochs, and the wait for the first batch of
+    each worker of a loader, which is the worker's start.
 
     Logged metrics, at every log step and epoch end, the same on any number of devices:
 

@@ -76,6 +76,9 @@ class RunningSums:
         self.module = module
         self.window: list[WaitingBatch] = []
         self.totals: dict[str, Tensor] = {}
+        # Whether the metrics have seen a batch since the module's setup. It stands here because an
+        # attribute of the module itself would come back when a run is resumed.
+        self.are_tried = False
 
     # Training
 

@@ -136,7 +136,6 @@ class SupervisedModule(LightningModule):
         # and a part with such hooks cannot be copied.
         self.metrics_to_try = (self.train_metrics.clone(),)
         self.sums = RunningSums(self)
-        self.tried_metrics = False  # whether they have seen a batch since setup()
 
         self.register_buffer("mean", torch.zeros(1))
         self.register_buffer("std", torch.ones(1))
@@ -230,7 +229,7 @@ class SupervisedModule(LightningModule):
         widest = exact(torch.empty(0, device=self.trainer.strategy.root_device)).dtype
         self.train_metrics.set_dtype(widest)
         self.eval_metrics.set_dtype(widest)
-        self.tried_metrics = False
+        self.sums.are_tried = False
         if stage != "fit":
             return
         self.sums.begin_training()
@@ -331,13 +330,13 @@ class SupervisedModule(LightningModule):
             option = f"--model.network {type(self.network).__name__}"
             shapes = f"{tuple(targets.shape)}, got {tuple(outputs.shape)}"
             raise UserError(f"{option} must give the targets' shape {shapes}.")
-        if not self.tried_metrics:
+        if not self.sums.are_tried:
             self.try_metrics(outputs.detach(), targets)
         return outputs, targets
 
     def try_metrics(self, outputs: Tensor, targets: Tensor) -> None:
         """Try the configured metrics on the first batch: what cannot be logged is an error now."""
-        self.tried_metrics = True
+        self.sums.are_tried = True
         predictions, wanted = self.sums.as_metrics_take_them(outputs, targets)
         (metrics,) = self.metrics_to_try
         check_metrics(metrics.to(outputs.device), predictions, wanted)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from project.model.supervised import SupervisedModule
 from tests.situations.situation import Task, add, table
 
 
@@ -143,6 +144,22 @@ class CountingData(LightningDataModule):
 
 
 add("data_module_counts_in_an_attribute", Task, data=CountingData)
+
+
+class CountingSubclass(SupervisedModule):
+    """Counts steps beside the sums that the template's own module keeps, and weighs its loss."""
+
+    def __init__(self) -> None:
+        network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        super().__init__(network, loss="MSELoss", monitor="val/loss", lr=0.05)
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
+        return super().training_step(batch, batch_idx) * (1 + 0.01 * self.seen)
+
+
+add("subclass_and_its_data_module_count_in_attributes", CountingSubclass, data=CountingData)
 
 
 class Teacher(Task):

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from project.engine import contract
 from project.engine.parts.part import Part
 from project.engine.same_values import is_same
 
@@ -75,9 +74,6 @@ def may_be_set(owner: Any, attribute: str) -> bool:
 def owners_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """The module, its layers and the data module, each with its name in a checkpoint."""
     module = trainer.lightning_module
-    if isinstance(module, contract.KeepsSums):
-        # It says itself what it keeps.
-        return
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     not_layers = {id(part) for metric in metrics for part in metric.modules()}
     for name, part in module.named_modules():
