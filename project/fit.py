@@ -39,6 +39,7 @@ from project.command_line.read_checkpoint import read_configuration, start_from
 from project.command_line.refusals import refusals_as_errors
 from project.command_line.trainer_flags import as_list, build_trainer, trainer_flags
 from project.engine import ExactCheckpoint, contract, signals
+from project.engine.checkpoint_files import read
 from project.engine.lightning_internals import release_child_processes
 from project.engine.parts.rows import MetricRows
 from project.engine.ranks import is_rank_zero, say
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
         shown = os.path.relpath(run.folder)
         say(f"run {run.name} is already finished: see {shown}/summary.json.")
         mirror_a_finished_run(run)
-        return 0
+        return exit_code_of(run, config)
     refuse_mirror_without_checkpoints(config)
     if config.trainer["fast_dev_run"]:  # it leaves no run behind
         refuse_rehearsal_of_a_checkpoint(run, config)
@@ -95,6 +96,11 @@ def main(argv: list[str]) -> int:
     say(closing_lines(result.summary, run.folder, *next_commands(config)))
     say(*sync_command(run.folder))  # feature: wandb
     say(*commands_to_look(config.trackers, run.folder))
+    return exit_code_of(run, config)
+
+
+def exit_code_of(run: RunFolder, config: Configuration) -> int:
+    """Of a run that is done: 0, or 1 where its mirror must be complete and is not."""
     is_mirrored = run.mirror is None or run.mirror.lack is None
     return 0 if is_mirrored or not config.options.mirror_required else 1
 
@@ -179,8 +185,8 @@ def build(config: Configuration, run: RunFolder, extra: Sequence[Callback] = ())
 
 
 def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
-    """Train, test the best once, write the summary. After :class:`signals.Stopped` last.ckpt holds
-    the step.
+    """Train, test the best once, write the summary. After :class:`signals.Stopped` the last lines
+    say which step last.ckpt holds.
     """
     timer = the(RunTimer, trainer)
     checkpoint = the(ExactCheckpoint, trainer)
@@ -296,9 +302,13 @@ def refuse_mirror_without_checkpoints(config: Configuration) -> None:
 
 def refuse_rehearsal_of_a_checkpoint(run: RunFolder, config: Configuration) -> None:
     """A UserError for a training of one step that begins with a checkpoint, which has made it."""
-    if run.checkpoint is not None and config.trainer["fast_dev_run"] == 1:
+    if run.checkpoint is None:
+        return
+    steps = int(config.trainer["fast_dev_run"])
+    if read(run.checkpoint).get("global_step", 0) >= steps:
+        trained = "the first step" if steps == 1 else f"the first {steps} steps"
         raise UserError(
-            "--fast_dev_run true trains the first step alone, and that checkpoint has made it."
+            f"--fast_dev_run trains {trained} alone, and that checkpoint has trained as far."
             " Add --fast_dev_run false to go on with it."
         )
 
@@ -310,8 +320,10 @@ def refuse_training_of_no_step(
     if not checkpoint.saves or checkpoint.best_path.exists():
         return
     if run.checkpoint is not None:
+        is_ended_by_steps = 0 <= trainer.max_steps <= trainer.global_step
+        limit = "--max_steps" if is_ended_by_steps else "--max_epochs"
         raise UserError(
-            "--ckpt_path: that checkpoint has trained as long as it should. Raise --max_epochs."
+            f"--ckpt_path: that checkpoint has trained as long as it should. Raise {limit}."
         )
     if trainer.global_step == 0:
         limits = "--limit_train_batches, --max_time, --max_epochs and --max_steps"

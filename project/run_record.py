@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.command_line.plain_values import dump_yaml
 from project.engine import contract
-from project.engine.checkpoint_files import RUN_KEY
+from project.engine.checkpoint_files import RUN_KEY, record_in
 from project.engine.files import write_atomically
 from project.engine.ranks import say
 from project.engine.run_folder import RUN_ID, point_latest_at
@@ -78,7 +78,7 @@ class RunRecord(Callback):
         if trainer.state.fn != "fit":
             return
         self._resumes = True
-        saved = checkpoint.get(RUN_KEY) or {}
+        saved = record_in(checkpoint)
         before = flat(saved.get("config", {})).get("model.optimizer")
         now = flat(self.config).get("model.optimizer")
         if before != now:

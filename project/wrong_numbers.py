@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from project.engine.ranks import say
@@ -16,7 +17,7 @@ from project.run_result import RunResult
 class WrongNumbers(Callback):
     """Looks at metrics and weights at the end of each epoch and validation.
 
-    It prints a line at the first that is not finite, and adds to the closing lines and to ``notes``
+    It prints a line when one is not finite any more, and adds to the closing lines and to ``notes``
     in ``summary.json`` what is wrong with the result.
 
     Args:
@@ -26,8 +27,10 @@ class WrongNumbers(Callback):
 
     def __init__(self, monitor: str | None = None) -> None:
         self.monitor = monitor
-        self.bad_metrics: dict[str, int] = {}  # name → the first epoch in which it was not finite
-        self.bad_weights_since: int | None = None  # an epoch
+        # Metrics whose last value is not finite → the epoch since which it is so.
+        self.bad_metrics: dict[str, int] = {}
+        # The epoch since which weights are not finite.
+        self.bad_weights_since: int | None = None
         self._has_validated = False
         self._is_test = False
 
@@ -35,7 +38,11 @@ class WrongNumbers(Callback):
         self._is_test = stage != "fit"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"metrics": dict(self.bad_metrics), "weights": self.bad_weights_since}
+        return {
+            "metrics": dict(self.bad_metrics),
+            "weights": self.bad_weights_since,
+            "has_validated": self._has_validated,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # The test at a run's end loads best.ckpt, which does not know what came after it.
@@ -43,6 +50,7 @@ class WrongNumbers(Callback):
             return
         self.bad_metrics = dict(state_dict["metrics"])
         self.bad_weights_since = state_dict["weights"]
+        self._has_validated = state_dict.get("has_validated", False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -87,7 +95,9 @@ class WrongNumbers(Callback):
     def _look(self, trainer: Trainer, module: LightningModule) -> None:
         epoch = trainer.current_epoch
         for name, value in trainer.callback_metrics.items():
-            if name not in self.bad_metrics and not math.isfinite(float(value)):
+            if math.isfinite(float(value)):
+                self.bad_metrics.pop(name, None)
+            elif name not in self.bad_metrics:
                 self.bad_metrics[name] = epoch
                 say(f"{name} is not a finite number ({float(value)}) in epoch {epoch + 1}.")
         if self.bad_weights_since is None and not _are_finite(module):
@@ -96,11 +106,13 @@ class WrongNumbers(Callback):
 
 
 def _are_finite(module: LightningModule) -> bool:
-    """Whether every weight is a finite number. One wait for the device."""
-    found = []
+    """Whether every weight is a finite number. One wait for each device that has weights."""
+    by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in module.parameters():
         if is_lazy(parameter) or parameter.layout is not torch.strided:
             continue
-        if parameter.numel() > 0 and parameter.is_floating_point():
+        has_fractions = parameter.is_floating_point() or parameter.is_complex()
+        if parameter.numel() > 0 and has_fractions:
+            found = by_device.setdefault(parameter.device, [])
             found.append(parameter.detach().isfinite().all())
-    return not found or bool(torch.stack(found).all())
+    return all(bool(torch.stack(found).all()) for found in by_device.values())

@@ -340,6 +340,15 @@ def test_numbers_of_numpy_become_pythons_and_the_runs_own_stay(tmp_path: Path) -
     assert type(group["lr"]) is np.float64
 
 
+def test_a_number_that_python_lacks_is_left_out_or_named(tmp_path: Path) -> None:
+    if type(np.longdouble(1).item()) is float:
+        pytest.skip("a longdouble is a double here")
+    found = saved_and_read({"mine": np.longdouble(1)}, tmp_path / "x.ckpt")
+    assert "mine" not in found
+    with pytest.raises(TypeError, match=r"callbacks\['best'\] is a numpy\.longdouble"):
+        saved_and_read({"callbacks": {"best": np.longdouble(1)}}, tmp_path / "x.ckpt")
+
+
 @pytest.mark.parametrize("layout", ["coo", "not coalesced", "csr", "csc", "bsr", "expanded"])
 def test_a_tensor_that_is_not_dense_loads_again_with_its_meaning(
     layout: str, tmp_path: Path

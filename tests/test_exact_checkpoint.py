@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
@@ -24,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from project.engine import ExactCheckpoint, Part, Stopped
+from project.engine import ExactCheckpoint, Part, Stopped, exact_checkpoint
 from project.errors import UserError
 from tests.commands import checkpoint, differences, kill_group, start, wait_for
 from tests.plain_module import Regression
@@ -355,3 +356,188 @@ def test_what_a_hook_does_at_an_epochs_start_and_what_no_state_dict_holds_come_b
             train("killed", Dies(step))
     train("killed")
     assert_same_end(Path("undisturbed"), Path("killed"))
+
+
+# Mistakes and habits of the user's own hooks
+
+
+class Named(Regression):
+    """Sets an entry of a checkpoint that is this project's."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["run"] = "the id of a tracker's run"
+
+
+def test_an_entry_that_is_ours_is_refused_at_the_first_save(workplace: Path) -> None:
+    with pytest.raises(UserError, match="a checkpoint's entry 'run' is this project's"):
+        fit("r", make=Named)
+    assert not Path("r/last.ckpt").exists()
+
+
+class Mistaken(Regression):
+    """Has a mistake in a hook that is called as a checkpoint is saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["count"] = len(None)  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_a_hook_of_a_save_keeps_its_traceback(workplace: Path) -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        fit("r", make=Mistaken)
+
+
+class LooksAround(Regression):
+    """Counts its starts, and looks at entries of Lightning's when it loads the count."""
+
+    looks_at = ("epoch", "global_step")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = {"starts": object()}
+        self.starts = torch.zeros(())
+
+    def on_train_start(self) -> None:
+        self.starts = self.starts + 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["starts"] = self.starts
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert all(name in checkpoint for name in self.looks_at)
+        self.starts = checkpoint["starts"]
+
+
+class LooksAtWeights(LooksAround):
+    looks_at = ("state_dict",)
+
+
+@pytest.mark.parametrize("make", [LooksAround, LooksAtWeights])
+def test_a_hook_of_a_load_that_looks_at_lightnings_entries_ends_no_resume(
+    workplace: Path, make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("r", Dies(33), make=make)
+    fit("r", make=make)
+    assert float(checkpoint(Path("r/last.ckpt"))["starts"]) == 1
+    is_told = "not exact: on_load_checkpoint of LooksAtWeights" in capsys.readouterr().out
+    assert is_told == (make is LooksAtWeights)
+
+
+def test_a_second_training_with_one_callback_has_a_best_of_its_own(workplace: Path) -> None:
+    keep = ExactCheckpoint("r", monitor="val_loss", mode="min")
+    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    for epochs in (3, 1):
+        trainer = Trainer(max_epochs=epochs, callbacks=[keep], **flags)
+        trainer.fit(Regression())
+        assert keep.best.score == float(trainer.callback_metrics["val_loss"])
+        saved = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
+        assert saved["score"] == keep.best.score
+
+
+def test_where_nothing_is_saved_no_file_of_the_working_folder_is_taken_for_ours(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = fit("r", epochs=1)
+    shutil.copy("r/best.ckpt", "best.ckpt")
+    keep = ExactCheckpoint(None)
+    assert (keep.resume_from, keep.best_model_path, keep.last_model_path) == (None, "", "")
+    trainer = Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=[keep], logger=False, enable_progress_bar=False
+    )
+    trainer.fit(Regression(), ckpt_path=first.last_model_path)
+    assert keep.best.score is not None
+    assert Path("best.ckpt").exists()
+    told = capsys.readouterr().out
+    assert "is missing" not in told
+    assert "set aside" not in told
+
+
+class AsksForAQueue(Regression):
+    """Gets SLURM's signal in the first batch of a validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_slurms_signal_in_the_first_validation_queues_the_job_again(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[int] = []
+    monkeypatch.setattr(exact_checkpoint, "requeue_job", lambda: queued.append(1))
+    before = signal.getsignal(signal.SIGUSR1)
+    keep = ExactCheckpoint("r", requeue_signal=signal.SIGUSR1)
+    trainer = Trainer(accelerator="cpu", callbacks=[keep], logger=False, enable_progress_bar=False)
+    with pytest.raises(Stopped) as stopped:
+        trainer.fit(AsksForAQueue())
+    assert stopped.value.code == 143
+    assert queued == [1]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+class Stateless(LightningDataModule):
+    """Its state_dict returns nothing, which Lightning accepts."""
+
+    def train_dataloader(self) -> Any:
+        return Regression().train_dataloader()
+
+    def val_dataloader(self) -> Any:
+        return Regression().val_dataloader()
+
+    def state_dict(self) -> Any:
+        return None
+
+
+class StopsInValidation(Callback):
+    """Sends this process SIGTERM in the first validation."""
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_data_module_without_a_state_is_stopped_in_a_validation(workplace: Path) -> None:
+    keep = ExactCheckpoint("r", monitor="val_loss")
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[keep, StopsInValidation()],
+        logger=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(Stopped):
+        trainer.fit(Regression(), datamodule=Stateless())
+    assert checkpoint(Path("r/last.ckpt"))["run"]["state"]["place"] == "validation"
+
+
+VALIDATES = """
+import sys
+from lightning.pytorch import Trainer, seed_everything
+from project.engine import ExactCheckpoint
+from tests.plain_module import Regression
+
+seed_everything(7, verbose=False)
+trainer = Trainer(
+    accelerator="cpu",
+    devices=int(sys.argv[1]),
+    callbacks=[ExactCheckpoint("r")],
+    logger=False,
+    enable_progress_bar=False,
+)
+(found,) = trainer.validate(Regression(), verbose=False)
+if trainer.is_global_zero:
+    print("val_loss", f"{found['val_loss']:.5f}")
+"""
+
+
+@pytest.mark.nightly
+def test_two_ranks_validate_alone_what_one_does(workplace: Path) -> None:
+    Path("validates.py").write_text(VALIDATES)
+    told = []
+    for devices in ("1", "2"):
+        log = workplace / f"log{devices}.txt"
+        process = start([sys.executable, "validates.py", devices], log)
+        assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+        told.append(re.findall("val_loss .*", log.read_text()))
+    assert told[0] == told[1]
+    assert len(told[0]) == 1

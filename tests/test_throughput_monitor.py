@@ -390,9 +390,15 @@ def test_the_trainer_has_its_own_profiler_again_after_a_run_that_ends_or_fails(t
     own = Heard()
     run = Known(tmp_path, profiler=own)
     seen: list[Any] = []
-    run.module.on_step = lambda: seen.append(run.trainer.profiler.told)
+
+    def look() -> None:
+        seen.append(run.trainer.profiler.told)
+        run.trainer.profiler.summary()
+
+    run.module.on_step = look
     run.fit()
     assert seen[0] is own.told, "a module's own code reaches what the user's profiler has"
+    assert own.told.count("summary") > 1
     assert run.trainer.profiler is own
     run = Known(tmp_path, profiler=own)
     run.module.on_step = lambda: 1 / 0

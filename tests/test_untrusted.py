@@ -38,6 +38,7 @@ from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     drop_states_that_leave,
     is_own,
+    is_path,
     outline,
     read,
     record,
@@ -805,6 +806,24 @@ def test_a_text_of_an_attribute_names_no_path_outside_and_breaks_the_seal_if_it_
     assert is_own(forged)
     forged["run"]["state"]["ranks"][0]["attributes"]["module.phase"] = "another"
     assert not is_own(forged)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_one"),
+    [
+        ("['dirpath']", True),
+        ("['best_model_path']", True),
+        ("a key of ['best_k_models']", True),
+        ("['files']['first']", True),
+        ("module.log_path", True),
+        ("module.models.0.phase", False),
+        ("module.profile", False),
+        ("['direction']", False),
+        ("['rootless']", False),
+    ],
+)
+def test_a_text_is_a_path_by_whole_words_of_its_own_name(place: str, is_one: bool) -> None:
+    assert is_path(place, "min") == is_one
 
 
 @pytest.mark.parametrize("name", ["run-id.txt", ".lock", "metrics.csv", "tensorboard"])

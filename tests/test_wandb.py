@@ -366,6 +366,7 @@ def test_a_wandb_logger_of_the_users_takes_our_ones_place_and_no_home_is_no_matt
     [
         ("WANDB_MODE", "junk", "WANDB_MODE must be one of online, offline, disabled, got junk."),
         ("WANDB_PROJECT", "a/b", "WANDB_PROJECT must have none of / \\ # ? % :, got a/b."),
+        ("WANDB_FINISH_TIMEOUT", "inf", "WANDB_FINISH_TIMEOUT must be seconds, got inf."),
     ],
 )
 def test_what_wandb_would_refuse_is_an_error(
@@ -375,6 +376,27 @@ def test_what_wandb_would_refuse_is_an_error(
     with pytest.raises(UserError) as refused:
         logger_in(tmp_path, {})
     assert str(refused.value) == said
+    without: Any = SimpleNamespace(trackers=["tensorboard"], resolved={})
+    assert make_wandb_logger(without, Run(tmp_path, run_id="id"), Best()) is None
+
+
+def test_a_wandb_that_does_not_tell_what_it_has_gets_no_row_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logger_in(tmp_path, {})
+    assert logger is not None
+    sent: list[Any] = []
+    logger._run = SimpleNamespace(dir=str(tmp_path / "wandb/offline/files"), log=sent.append)
+
+    def fail(*_: Any) -> None:
+        raise subprocess.TimeoutExpired("wandb", 60)
+
+    monkeypatch.setattr(wandb_logging, "last_steps_offline", fail)
+    with pytest.warns(UserWarning, match="W&B does not tell which rows of before it has"):
+        logger.go_on_after([{"step": 1, "a": 0.5}])
+    logger.log_metrics({"a": 0.25}, 2)
+    logger._send_row()
+    assert sent == [{"a": 0.25, "trainer/global_step": 2}]
 
 
 @pytest.mark.nightly

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
-from project import fit
+from project import fit, wrong_numbers
 from project.command_line import start as entry
 from tests.commands import summary
 
@@ -146,3 +149,47 @@ def test_a_rehearsal_that_goes_on_from_a_checkpoint_is_told_what_leaves_no_step(
     capsys.readouterr()
     assert entry.exit_code(fit.main, [*again, "--fast_dev_run", "true"]) == 2
     assert "Add --fast_dev_run false to go on with it." in capsys.readouterr().err
+    assert entry.exit_code(fit.main, [*again, "--fast_dev_run", "3"]) == 2
+    assert "--fast_dev_run trains the first 3 steps alone" in capsys.readouterr().err
+
+
+def test_a_run_that_its_steps_have_ended_is_told_to_raise_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert fit.main(QUICK) == 0
+    again = ["--run_name", "s", "--ckpt_path", "checkpoints/r/last.ckpt", "--max_steps", "2"]
+    capsys.readouterr()
+    assert entry.exit_code(fit.main, again) == 2
+    assert capsys.readouterr().err.endswith("as long as it should. Raise --max_steps.\n")
+
+
+class InfiniteAtFirst(Callback):
+    """Logs a metric that is not finite in the first epoch alone."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log("val/late", math.inf if trainer.current_epoch == 0 else 1.0)
+
+
+def test_a_metric_that_is_finite_again_is_said_once_and_is_no_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--trainer.callbacks", "tests.test_wrong_numbers.InfiniteAtFirst"]
+    assert fit.main([*QUICK, *flags]) == 0
+    assert "val/late is not a finite number (inf) in epoch 1." in capsys.readouterr().out
+    assert summary(FOLDER)["notes"] == []
+
+
+@pytest.mark.parametrize("value", [1.0, complex(math.nan, 0)])
+def test_complex_weights_are_looked_at_as_well(value: complex) -> None:
+    module = LightningModule()
+    module.real = nn.Parameter(torch.ones(2))
+    module.complex = nn.Parameter(torch.full((2,), value, dtype=torch.complex64))
+    assert wrong_numbers._are_finite(module) == (value == 1)
+
+
+def test_that_a_validation_ran_is_known_after_a_resume() -> None:
+    before = wrong_numbers.WrongNumbers()
+    before._has_validated = True
+    after = wrong_numbers.WrongNumbers()
+    after.load_state_dict(before.state_dict())
+    assert after._has_validated

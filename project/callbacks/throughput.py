@@ -353,7 +353,8 @@ class _Listening(Profiler):
     """
 
     def __init__(self, profiler: Profiler, monitor: ThroughputMonitor) -> None:
-        super().__init__()
+        # Where the Trainer's profiler writes: the module may ask.
+        super().__init__(getattr(profiler, "dirpath", None), getattr(profiler, "filename", None))
         self.profiler = profiler
         self.monitor = monitor
         # An idle profiler has nothing to do in any of its actions, some sixty times a step. A
@@ -381,6 +382,12 @@ class _Listening(Profiler):
     def _profile_saving(self, action_name: str) -> Iterator[Any]:
         with self.monitor.pause(), self.profiler.profile(action_name) as inside:
             yield inside
+
+    def summary(self) -> str:
+        return self.profiler.summary()
+
+    def describe(self) -> None:
+        self.profiler.describe()
 
     def __getattr__(self, name: str) -> Any:
         # What else a profiler of the user's own has. This is asked for only what a Profiler lacks.

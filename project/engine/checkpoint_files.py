@@ -47,6 +47,16 @@ RUN_KEY = "run"
 LEFT_OUT = "left_out"
 
 
+def record_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What this project has added to a checkpoint; nothing where another program wrote the file."""
+    record = checkpoint.get(RUN_KEY)
+    return record if isinstance(record, dict) else {}
+
+
+class NotPlain(TypeError):
+    """A value that a checkpoint cannot hold; its message names the place."""
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old
     or new.
@@ -62,6 +72,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._vouches = True
         # Entries that Lightning restores itself, beside its usual ones. A run cannot do without.
         self.restored: set[str] = set()
+        # What the engine has added to the checkpoint that is saved now. None: it has added nothing.
+        self.record: dict[str, Any] | None = None
         self._has_told_left_out = False
 
     def save_checkpoint(
@@ -73,9 +85,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         # A ModelCheckpoint that the user added may name a new folder.
         target.parent.mkdir(parents=True, exist_ok=True)
+        if self.record is not None and checkpoint.get(RUN_KEY) is not self.record:
+            raise UserError(
+                f"a checkpoint's entry {RUN_KEY!r} is this project's, and on_save_checkpoint of the"
+                " module or of a callback has set it. Give that entry another name."
+            )
         make_hyperparameters_plain(checkpoint)
         self._make_plain(checkpoint)
-        if RUN_KEY in checkpoint:
+        if record_in(checkpoint):
             sign(checkpoint, self._vouches)
         buffer = io.BytesIO()
         try:
@@ -92,20 +109,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Let a checkpoint hold plain values only.
 
         What the user's own ``on_save_checkpoint`` has added is left out where it holds objects: the
-        module that a resumed run makes has them, too. Anything else is a TypeError then.
+        module that a resumed run makes has them, too. Elsewhere they are NotPlain.
         """
         # The names of entries, and the place of what is no plain value in them.
         left_out: dict[str, str] = {}
         for key, value in checkpoint.items():
             try:
                 checkpoint[key] = made_plain(value, key)
-            except TypeError as error:
+            except NotPlain as error:
                 if key in ENTRIES_OF_A_RUN or key in self.restored:
                     raise
                 left_out[key] = str(error).partition(" is ")[0]
         for key in left_out:
             del checkpoint[key]
-        if left_out and RUN_KEY in checkpoint:
+        if left_out and record_in(checkpoint):
             checkpoint[RUN_KEY][LEFT_OUT] = list(left_out)
         if left_out and not self._has_told_left_out:
             self._has_told_left_out = True
@@ -145,8 +162,8 @@ def is_own(checkpoint: dict[str, Any]) -> bool:
     """Whether a run of this user on this machine wrote the configuration and the callbacks' texts
     of a checkpoint.
     """
-    run = checkpoint.get(RUN_KEY)
-    return isinstance(run, dict) and own_runs.is_sealed(_sealed(checkpoint), run.get("seal"))
+    run = record_in(checkpoint)
+    return bool(run) and own_runs.is_sealed(_sealed(checkpoint), run.get("seal"))
 
 
 def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
@@ -166,8 +183,7 @@ def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
 def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank keeps of attributes of the module and data module, as a checkpoint has it."""
     found: list[dict[str, Any]] = []
-    record = checkpoint.get(RUN_KEY)
-    state = record.get("state") if isinstance(record, dict) else None
+    state = record_in(checkpoint).get("state")
     while isinstance(state, dict):
         ranks = state.get("ranks")
         if isinstance(ranks, list):
@@ -206,7 +222,7 @@ def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
         odd = {name: value for name, value in given.items() if _reason_not_plain(value, name)}
         for name, value in odd.items():
             given[name] = value.tolist() if hasattr(value, "tolist") else str(value)
-        config = checkpoint.get(RUN_KEY, {}).get("config", {})
+        config = record_in(checkpoint).get("config", {})
         written = config.get(part) or {}
         arguments = written.get("init_args", {})
         if odd and odd.keys() <= arguments.keys():
@@ -218,14 +234,20 @@ def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
 
 
 def made_plain(value: Any, place: str) -> Any:
-    """``value`` as it is saved: NumPy's numbers become Python's, an expanded tensor a whole one. A
-    TypeError names what would not load again. Containers are new where something in them changes;
-    the run's own stay as they are.
+    """``value`` as it is saved: NumPy's numbers become Python's, an expanded tensor a whole one.
+    Containers are new; the run's own stay as they are.
+
+    Raises:
+        NotPlain: What would not load again, by name.
     """
     if isinstance(value, Tensor):
         return _tensor_as_saved(value, place)
     if isinstance(value, numpy.generic):
-        return made_plain(value.item(), place)
+        number = value.item()
+        if isinstance(number, numpy.generic):
+            # Python has no number of that precision, as of a longdouble.
+            raise NotPlain(_no_plain(value, place))
+        return made_plain(number, place)
     kind = type(value)
     if kind in MAPPINGS:
         return _mapping_made_plain(value, place)
@@ -234,7 +256,7 @@ def made_plain(value: Any, place: str) -> Any:
     if kind in SEQUENCES:
         return kind([made_plain(item, f"{place}[{index}]") for index, item in enumerate(value)])
     if kind not in PLAIN:
-        raise TypeError(_no_plain(value, place))
+        raise NotPlain(_no_plain(value, place))
     return value
 
 
@@ -251,20 +273,20 @@ def _mapping_made_plain(value: Any, place: str) -> Any:
 
 def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
     if is_lazy(tensor):
-        raise TypeError(
+        raise NotPlain(
             f"{place} is the weight of a lazy layer that no batch has passed, and has no size:"
             " use the layer, or remove it."
         )
     if tensor.is_meta:
-        raise TypeError(f"{place} is a tensor without values (on the device meta).")
+        raise NotPlain(f"{place} is a tensor without values (on the device meta).")
     if tensor.layout != torch.strided:
         if tensor.layout not in SPARSE:
-            raise TypeError(
+            raise NotPlain(
                 f"{place} is a tensor of layout {tensor.layout}, which would not load again."
             )
         return tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
     if tensor.is_nested:
-        raise TypeError(f"{place} is a nested tensor, which would not load again.")
+        raise NotPlain(f"{place} is a nested tensor, which would not load again.")
     # An expanded tensor says that it is larger than what it stores. Such a file would be refused.
     if is_expanded(tensor):
         return tensor.contiguous()
@@ -391,6 +413,12 @@ RECORD: dict[str, Any] = {
     "can_go_on": bool,
     LEFT_OUT: list,
 }
+# Words of names under which callbacks and modules keep paths
+NAMES_OF_PATHS = {
+    *("dir", "dirs", "dirpath", "directory", "rootdir", "workdir"),
+    *("path", "paths", "filepath", "filepaths", "root", "folder", "folders"),
+    *("file", "files", "filename", "filenames", "logfile"),
+}
 SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 
@@ -401,8 +429,8 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
     """
     checkpoint = read(path)
-    run = checkpoint.get(RUN_KEY)
-    if not isinstance(run, dict) or "config" not in run:
+    run = record_in(checkpoint)
+    if "config" not in run:
         raise UserError(
             f"--ckpt_path {path} was not written by this project: it does not name its network."
         )
@@ -505,12 +533,23 @@ def is_path(place: str, text: str) -> bool:
     """
     if not text:
         return False
-    if re.search("dir|path|root|folder|file|models", place):
+    if NAMES_OF_PATHS.intersection(words_in(place)) or "best_k_models" in place:
         return True
     # From the root or the home, from a drive of Windows, or through the folder above
     if re.search(r"^[/\\~]|^\w:[/\\]|(^|[/\\])\.\.?([/\\]|$)", text):
         return True
     return "\0" not in text and os.path.lexists(text)
+
+
+def words_in(place: str) -> list[str]:
+    """The words of an attribute's name and of the keys in it: ``module.a.last_file['best_path']``
+    has four.
+
+    The layers that an attribute belongs to say nothing of its value.
+    """
+    owner_and_name, _, keys = place.partition("[")
+    name = owner_and_name.rpartition(".")[2]
+    return re.findall("[a-z]+", f"{name} {keys}".lower())
 
 
 def _leaves_folder(place: str, text: str, path: Path) -> bool:
@@ -545,9 +584,19 @@ def _changed(path: Path, key: str) -> UserError:
 def load_weights(
     module: LightningModule, path: Path, late: bool = False, again: bool = False
 ) -> bool:
-    """Give a module a checkpoint's weights as Lightning does, and will do ``again``; a UserError
-    where they do not fit. ``late``: nothing is loaded, and False returned, where a hook may make
-    layers that it still lacks.
+    """Give a module a checkpoint's weights, as Lightning does.
+
+    Args:
+        module: As it was made, before its ``setup``.
+        path: The checkpoint.
+        late: Whether Lightning loads the weights later, after hooks that may make further layers.
+        again: Whether Lightning loads the same weights once more, as for a resume.
+
+    Returns:
+        Whether the weights fit as the module is now. Where they may fit ``late`` only, it is False.
+
+    Raises:
+        UserError: They do not fit.
     """
     checkpoint = read(path)
     # SupervisedModule warns of it; here a misfit is an error.
@@ -608,8 +657,7 @@ def fill_in_what_was_left_out(
         checkpoint: As it was read.
         saves: The ``on_save_checkpoint`` of the module, and of callbacks.
     """
-    record = checkpoint.get(RUN_KEY)
-    left_out = record.get(LEFT_OUT) if isinstance(record, dict) else None
+    left_out = record_in(checkpoint).get(LEFT_OUT)
     if not isinstance(left_out, list) or not left_out:
         return
     # A hook may change Lightning's entries, which it expects to find.
@@ -630,7 +678,7 @@ def plain_entries(entries: dict[str, Any]) -> dict[str, Any]:
     """Those entries that a checkpoint can hold."""
     found: dict[str, Any] = {}
     for name, value in entries.items():
-        with suppress(TypeError):
+        with suppress(NotPlain):
             found[name] = made_plain(value, name)
     return found
 
@@ -647,8 +695,7 @@ def give_expanded_buffers_memory(module: LightningModule) -> None:
 
 def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:
     """The buffers of a rank that its state dict leaves out, of a checkpoint of ours; else none."""
-    record = checkpoint.get(RUN_KEY)
-    state = record.get("state") if isinstance(record, dict) else None
+    state = record_in(checkpoint).get("state")
     ranks = state.get("ranks") if isinstance(state, dict) else None
     if not isinstance(ranks, list) or not ranks:
         return {}

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
@@ -31,8 +31,10 @@ from lightning.pytorch.plugins import DoublePrecision
 from project.engine import contract, lightning_internals, signals
 from project.engine.checkpoint_files import (
     RUN_KEY,
+    AtomicCheckpointIO,
     buffers_left_out,
     fill_in_what_was_left_out,
+    record_in,
 )
 from project.engine.following import Best
 from project.engine.loading import ExactLoader, ExactLoading, Start
@@ -120,7 +122,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._folder: RunFolder | None = None
         self.changed = changed
         self.requeue_signal = requeue_signal
-        self.loading = ExactLoading()
         self.agreement: Agreement | None = None
         self._further_parts = list(parts)
         self._signals = signals.TakenOver()
@@ -189,11 +190,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        return str(self.best_path) if self.best_path.exists() else ""
+        return str(self.best_path) if self.saves and self.best_path.exists() else ""
 
     @property
     def last_model_path(self) -> str:
-        return str(self.last_path) if self.last_path.exists() else ""
+        return str(self.last_path) if self.saves and self.last_path.exists() else ""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -210,11 +211,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
     @property
     def resume_from(self) -> str | None:
         """The newest whole checkpoint, for ``trainer.fit(..., ckpt_path=...)``; None the first
-        time.
+        time, and where nothing is saved.
 
         A damaged file is skipped, and a line says so. With a mirror, its newest whole save is
         brought here first, if it is ahead of what is here.
         """
+        if not self.saves:
+            return None
         if self.mirror is not None and not self.mirror.was_asked:
             # One rank asks the mirror, and the others wait for it.
             decided_by_rank_zero(self._bring)
@@ -254,12 +257,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.install(self._seams, trainer)
         self._seams.after_loading(lambda checkpoint: self._fill_in(trainer, checkpoint))
         lightning_internals.leave_signals_alone(trainer)
-        self._signals.begin()
+        self._signals.begin(self.requeue_signal)
         if isinstance(trainer.precision_plugin, DoublePrecision):
             # Lightning does so after a checkpoint was loaded, into weights of half the size.
             pl_module.double()
-        if self.requeue_signal is not None:
-            signals.note_requeue(self.requeue_signal)
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Put the objects of this start into a checkpoint that could not hold those of the last."""
@@ -290,7 +291,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Read what Lightning does not restore, and set where training goes on in its loaders."""
-        saved = checkpoint.get(RUN_KEY) or {}
+        saved = record_in(checkpoint)
         if trainer.state.fn != "fit":
             lightning_internals.forget_averages(trainer)
             # Its state dict lacks buffers that are not persistent. One that training has changed
@@ -398,12 +399,16 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._set_aside_unusable_best(trainer)
             resume.give_back(trainer, [part for part in self.parts if part.is_a_file])
         elif trainer.global_step == 0:
+            # The best of a training before, with the same callback, says nothing of this one.
+            self.best.forget()
             for part in self.parts:
                 part.start_anew()
         say(*dict.fromkeys(self.loading.notes))
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
         """Look for the best anew, where ``best.ckpt`` is not what the state says."""
+        if not self.saves:
+            return
         reason = None
         if self.best.score is not None and trainer.is_global_zero:
             reason = self.files.set_aside_unusable_best(self.run_id)
@@ -482,10 +487,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         lightning_internals.end_restart(trainer)
 
     def _note_if_cut(self, trainer: Trainer) -> None:
-        """Keep the state of this moment where the run ends inside an epoch.
-
-        Where the run ends inside an epoch (``--max_steps``, ``--max_time``, an early stop), a later
-        start with more to do goes on inside it. So the state is taken now.
+        """Keep the state of this moment where the run ends inside an epoch: by ``--max_steps``, by
+        ``--max_time``, or by an early stop. A later start with more to do goes on there.
         """
         is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         is_cut = is_last_step or trainer.should_stop
@@ -519,7 +522,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self.best.score is None:
             # No metric was followed: the last is the best.
             self._best_due = True
-            if self.best.monitor is None and trainer.callback_metrics:
+            if self.saves and self.best.monitor is None and trainer.callback_metrics:
                 names = ", ".join(sorted(trainer.callback_metrics))
                 say(
                     "no metric was followed, so best.ckpt is the last."
@@ -609,7 +612,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._request > SAVE_DUE:
             if self._before_validation is not None:
                 self._stop_in_validation(trainer)
-            raise signals.Stopped(self._request)
+            self._stop(trainer, self._request)
 
     def _stop_in_validation(self, trainer: Trainer) -> None:
         """Save the state as it was when the validation began: a resumed run begins it again."""
@@ -686,15 +689,19 @@ class ExactCheckpoint(callbacks.Checkpoint):
             can_go_on = self._can_go_on(trainer, snapshot)
             if self.saves and saves and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
-            if stop and stop == self.requeue_signal:
-                if trainer.is_global_zero:
-                    requeue_job()
-                stop = signal.SIGTERM
         self._request = 0
         self._best_due = False
         if stop:
-            lightning_internals.release_child_processes()
-            raise signals.Stopped(stop)
+            self._stop(trainer, stop)
+
+    def _stop(self, trainer: Trainer, signum: int) -> NoReturn:
+        """End the run as a signal asks. At SLURM's, the job is queued again first."""
+        if signum == self.requeue_signal:
+            if trainer.is_global_zero:
+                requeue_job()
+            signum = signal.SIGTERM
+        lightning_internals.release_child_processes()
+        raise signals.Stopped(signum)
 
     def _can_go_on(self, trainer: Trainer, snapshot: Snapshot) -> bool:
         """Whether a run that is resumed with this snapshot can start there."""
@@ -746,6 +753,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         record["state"] = state
         record["run_id"] = self.run_id
         record["can_go_on"] = self._can_go_on(trainer, snapshot)
+        writer = trainer.strategy.checkpoint_io
+        if isinstance(writer, AtomicCheckpointIO):
+            # The user's hooks come after this one.
+            writer.record = record
 
     def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
         """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of
@@ -800,9 +811,9 @@ class Hooks(Callback):
 
     | hook | what happens |
     | --- | --- |
-    | setup | loaders, signals and four seams (seams.py) are taken over |
+    | setup | loaders and signals are taken over, and two of the four seams (seams.py) |
     | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
-    | on_fit_start | what optimizers and schedules start with is noted |
+    | on_fit_start | what optimizers and schedules start with is noted; the other two seams |
     | on_train_start | changed hyperparameters win; the user's hooks come after this |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
     | (seam) before each batch | SAVE if one is due or asked for; the stop |

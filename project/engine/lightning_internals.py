@@ -1,7 +1,7 @@
-"""The only file that uses private names of Lightning, torch and other packages: one function each,
-with its reason.
+"""The only file that uses private names of Lightning, torch, torchmetrics and jsonargparse: one
+function each, with its reason.
 
-Each function says what it buys and what public way is missing. :func:`check` looks every name up
+Each function says what it buys and what public way is missing. :func:`check` looks the names up
 when a run starts. If a version lacks one, the run ends with one line, instead of ignoring a signal
 or losing a sum later.
 """
@@ -34,7 +34,7 @@ from project.errors import UserError
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 
 # Module: the names in it that this file uses. An attribute that only instances have cannot be
-# looked up. A class attribute of the same file stands for it.
+# looked up. A class attribute of the same file stands for it, where there is one.
 NAMES = {
     "lightning.pytorch.trainer.connectors.signal_connector": [
         "_SignalConnector.register_signal_handlers",
@@ -96,10 +96,11 @@ def check(modules: dict[str, list[str]] = NAMES) -> None:
         for module, names in modules.items():
             attrgetter(*names)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        version = importlib.metadata.version("lightning")
+        package = module.partition(".")[0]
+        version = importlib.metadata.version(package)
         raise UserError(
-            f"lightning {version} lacks a name that stopping and exact resume need ({error})."
-            f" Known to work: {KNOWN_VERSIONS}. Run pip install 'lightning>=2.6.6,<2.7'."
+            f"{package} {version} lacks a name that this project needs ({error})."
+            f" Known to work: {KNOWN_VERSIONS}, and the versions in requirements.lock."
         ) from None
 
 
@@ -166,6 +167,8 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     if trainer.testing:
         loop = trainer.test_loop
+    elif trainer.state.fn == "validate":
+        loop = trainer.validate_loop
     if loop._is_sequential:
         is_last = batch_idx + 1 == loop.max_batches[loader_idx]
     else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -45,13 +45,13 @@ class Resume:
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any], trainer: Trainer, changed: bool) -> Resume:
-        """Read a checkpoint's state. Where the run ended inside an epoch and has more to do, it is
-        that of inside.
+        """Read a checkpoint's state. Where the run ended inside an epoch and has more to do, the
+        state is the one from inside this epoch.
 
         Then the checkpoint's own entries are changed, in place, before Lightning restores them.
         """
         saved = checkpoint[RUN_KEY]
-        state = as_written_now(saved)
+        state = dict(saved["state"])
         should_stop = bool(state.get("should_stop")) and not changed
         inside = state.pop("inside_epoch", None)
         if inside is not None and not should_stop and has_more_steps(trainer, checkpoint):
@@ -86,7 +86,8 @@ class Resume:
     def give_back(self, trainer: Trainer, parts: Sequence[Part]) -> None:
         """Give parts back, in the order of the list.
 
-        What an older checkpoint lacks stays as it is.
+        What a checkpoint lacks stays as it is. So do the parts of each rank where the checkpoint
+        has those of another number of ranks.
         """
         mine: dict[str, Any] = {}
         if len(self.ranks) == trainer.world_size:
@@ -134,14 +135,10 @@ def put_back_inside(trainer: Trainer, checkpoint: dict[str, Any], inside: dict[s
     data = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and entries.get(type(data).__qualname__):
         data.load_state_dict(entries[type(data).__qualname__])
-    # Earlier code kept neither what hooks of the epoch's end change nor what the user's own
-    # on_save_checkpoint adds.
-    training = inside.get("training")
-    if training:
-        put_back_training(module, checkpoint, training)
-    added = inside.get("added")
-    if added:
-        checkpoint.update(added)
+    if inside["training"]:
+        put_back_training(module, checkpoint, inside["training"])
+    if inside["added"]:
+        checkpoint.update(inside["added"])
         module.on_load_checkpoint(checkpoint)
 
 
@@ -162,27 +159,6 @@ def put_back_training(
     checkpoint["lr_schedulers"] = training["schedules"]
 
 
-def as_written_now(saved: dict[str, Any]) -> dict[str, Any]:
-    """The state in a checkpoint, in today's form.
-
-    Earlier code kept some parts under other names.
-    """
-    state = dict(saved["state"])
-    if "groups" in state:
-        start = {"groups": state.pop("groups"), "schedules": state.pop("schedules")}
-        state["start"] = start if start["groups"] else None
-    if "kinds" in state:
-        kinds = state.pop("kinds")
-        metrics = saved.get("metrics", {})
-        state["callback_metrics"] = {
-            name: torch.tensor(float(metrics[name]), dtype=kind) for name, kind in kinds.items()
-        }
-    for name in ("frozen", "eval", "untracked"):
-        if name not in state and name in state["ranks"][0]:
-            state[name] = state["ranks"][0][name]
-    return state
-
-
 def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
     """Whether the Trainer's ``max_steps`` is not reached."""
     return trainer.max_steps == -1 or checkpoint["global_step"] < trainer.max_steps
@@ -201,13 +177,8 @@ def epoch_of(checkpoint: dict[str, Any], place: Place) -> int:
 
 def uses_hooks(trainer: Trainer) -> bool:
     """Whether the module or a callback of the user's has a hook that a resumed run calls again."""
-    if any(is_overridden(name, trainer.lightning_module) for name in START_HOOKS):
-        return True
-    for callback in users_callbacks(trainer):
-        for name in START_HOOKS:
-            if getattr(type(callback), name) is not getattr(Callback, name):
-                return True
-    return False
+    parts = [trainer.lightning_module, *users_callbacks(trainer)]
+    return any(is_overridden(name, part) for part in parts for name in START_HOOKS)
 
 
 def call_epoch_start_again(trainer: Trainer) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from project.engine.checkpoint_files import RUN_KEY, AtomicCheckpointIO, damage, read
+from project.engine.checkpoint_files import (
+    AtomicCheckpointIO,
+    NotPlain,
+    damage,
+    read,
+    record_in,
+)
 from project.engine.files import write_atomically
 from project.engine.ranks import of_all_ranks, say
 from project.errors import UserError
@@ -42,18 +48,17 @@ class RunFiles:
         failure = None
         is_saved = False
         theirs = trainer.strategy.checkpoint_io
+        atomic = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
         try:
-            atomic = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
             trainer.strategy.checkpoint_io = atomic
             atomic.restored = restored_by_lightning(trainer)
             trainer.save_checkpoint(self.best if is_best else self.last, weights_only=False)
             is_saved = True
             if is_best and is_last and trainer.is_global_zero:
-                # A new best is written once and copied to last.ckpt, for damage to one file must
-                # not damage the other. The best comes first: a run that is killed in between
-                # repeats the steps to the best.
-                write_atomically(self.best.read_bytes(), self.last)
-        except (UserError, TypeError) as error:
+                # The best comes first: a run that is killed in between repeats the steps to the
+                # best.
+                self._copy_best_to_last()
+        except (UserError, NotPlain) as error:
             # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
             # write failed, rank zero must still meet them at that barrier.
             failure = str(error)
@@ -61,6 +66,7 @@ class RunFiles:
                 trainer.strategy.barrier()
         finally:
             trainer.strategy.checkpoint_io = theirs
+            atomic.record = None
         failures = [reason for reason in of_all_ranks(failure, group) if reason]
         if failures:
             reason = failures[0].rstrip(".")
@@ -83,7 +89,11 @@ class RunFiles:
     def replace_damaged_last(self) -> None:
         """Copy ``best.ckpt`` where ``last.ckpt`` is damaged, for nothing else would do so."""
         if damage(self.last) is not None and self.best.exists():
-            write_atomically(self.best.read_bytes(), self.last)
+            self._copy_best_to_last()
+
+    def _copy_best_to_last(self) -> None:
+        """Copy the file; a link would let damage to one damage the other."""
+        write_atomically(self.best.read_bytes(), self.last)
 
 
 def restored_by_lightning(trainer: Trainer) -> set[str]:
@@ -94,8 +104,7 @@ def restored_by_lightning(trainer: Trainer) -> set[str]:
 
 def run_id_in(path: Path) -> str | None:
     """The id of the run that a checkpoint belongs to; None where it names none."""
-    record = read(path).get(RUN_KEY)
-    return record.get("run_id") if isinstance(record, dict) else None
+    return record_in(read(path)).get("run_id")
 
 
 def newest_whole(last: Path, best: Path) -> tuple[Path | None, list[str]]:
@@ -122,5 +131,4 @@ def can_start_from(checkpoint: dict[str, Any]) -> bool:
 
     It is not in a new best inside an epoch of data that cannot be started there.
     """
-    record = checkpoint.get(RUN_KEY)
-    return not isinstance(record, dict) or record.get("can_go_on") is not False
+    return record_in(checkpoint).get("can_go_on") is not False

@@ -1,4 +1,4 @@
-"""Every public method of a live Lightning object that is replaced while a run is on, with reasons.
+"""The public methods of Trainer's own objects that are replaced while a run is on, with reasons.
 
 These methods are public, so a look for private names does not find them. Each is a place where
 Lightning calls its own object, and where it has no hook for a callback. :data:`SEAMS` lists them,

@@ -106,8 +106,11 @@ class TakenOver:
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
 
-    def begin(self) -> None:
-        """Note a signal from now on, in the main thread and where no command has seen to it."""
+    def begin(self, requeue_signal: int | None = None) -> None:
+        """Note a signal from now on, in the main thread and where no command has seen to it.
+
+        ``requeue_signal``: SLURM's, at which the job is queued again. A command notes it, too.
+        """
         if threading.current_thread() is not threading.main_thread() or self._handlers:
             return
         for number in STOP_SIGNALS:
@@ -116,6 +119,11 @@ class TakenOver:
             if handler not in (signal.SIG_IGN, _note, None):
                 self._handlers[number] = handler
                 signal.signal(number, _note)
+        if requeue_signal is not None:
+            handler = signal.getsignal(requeue_signal)
+            _note_requeue(requeue_signal)
+            if self._handlers:
+                self._handlers[requeue_signal] = handler or signal.SIG_DFL
 
     def end(self) -> None:
         """Let the script have its own handlers again."""
@@ -166,7 +174,7 @@ def defer() -> None:
     _stop_watching()
 
 
-def note_requeue(number: int) -> None:
+def _note_requeue(number: int) -> None:
     """Note SLURM's signal like a stop, under its own number."""
 
     def note(received: int, _: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
@@ -19,8 +20,11 @@ from project.engine.checkpoint_files import RUN_KEY, plain_entries
 from project.engine.parts.hyperparameters import plain_groups
 from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
+from project.engine.ranks import say
 from project.engine.same_values import deep_copy, is_same
 
+# The module or a callback, and what its own on_save_checkpoint adds; None where it cannot be asked.
+Saved = tuple[Any, dict[str, Any] | None]
 # How a state dict names what a part of a module gives it beside tensors.
 EXTRA_STATE = "_extra_state"
 # The modules whose classes are neither the user's nor features of this project.
@@ -72,12 +76,15 @@ class Snapshot:
     def add_saved(self, trainer: Trainer) -> None:
         """Take what the user's own ``on_save_checkpoint`` adds."""
         for _, saved in saved_by_users(trainer):
-            self.added |= plain_entries(saved)
+            self.added |= plain_entries(saved or {})
 
     def put_entries_into(self, checkpoint: dict[str, Any]) -> None:
         """Let Lightning's own entries in a checkpoint be those of this moment."""
         for key, before in self.entries.items():
-            saved = checkpoint.get(key, {})
+            saved = checkpoint.get(key)
+            if not saved or not before:
+                # A data module's state_dict may return None.
+                continue
             for name, value in before.items():
                 if name in saved:
                     saved[name] = value
@@ -99,8 +106,7 @@ class BeforeHooks:
         self.schedules: list[Any] = []
         self.callbacks: list[tuple[Any, Any]] = []
         self.data: dict[str, Any] = {}
-        # The module and callbacks, each with what its own on_save_checkpoint adds.
-        self.own: list[tuple[Any, dict[str, Any]]] = []
+        self.own: list[Saved] = []
         self.extra: dict[str, Any] = {}
 
     def take_loaded(self, trainer: Trainer) -> None:
@@ -142,10 +148,8 @@ class BeforeHooks:
         if self.data:
             data.load_state_dict(self.data)
         give_extra_states(trainer.lightning_module, self.extra)
-        for part, saved in self.own:
-            # The hooks may count something that a part saves and loads itself.
-            if not is_same(saved_by(trainer, part), saved):
-                load_into(trainer, part, saved)
+        # The hooks may count something that a part saves and loads itself.
+        load_what_has_changed(trainer, self.own)
 
 
 class TrainingState:
@@ -171,7 +175,6 @@ class TrainingState:
         for config in trainer.lr_scheduler_configs:
             state = deep_copy(config.scheduler.state_dict())
             self.schedules.append((config.scheduler, state))
-        # The module and callbacks, each with what its own on_save_checkpoint adds.
         self.own = saved_by_users(trainer)
 
     def as_data(self, trainer: Trainer) -> dict[str, Any]:
@@ -207,9 +210,7 @@ class TrainingState:
                 group.update(before)
             optimizer.state.clear()
             optimizer.state.update(states)
-        for part, saved in self.own:
-            if not is_same(saved_by(trainer, part), saved):
-                load_into(trainer, part, saved)
+        load_what_has_changed(trainer, self.own)
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -236,14 +237,16 @@ def give_extra_states(module: nn.Module, states: dict[str, Any]) -> None:
         module.get_submodule(path).set_extra_state(value)
 
 
-def saved_by_users(trainer: Trainer) -> list[tuple[Any, dict[str, Any]]]:
+def saved_by_users(trainer: Trainer) -> list[Saved]:
     """The user's callbacks and the module, each with what its own ``on_save_checkpoint`` adds."""
     parts = [*users_callbacks(trainer), trainer.lightning_module]
     return [(part, saved_by(trainer, part)) for part in parts]
 
 
-def saved_by(trainer: Trainer, part: Any) -> dict[str, Any]:
-    """What the ``on_save_checkpoint`` of the module or of a callback adds to a checkpoint."""
+def saved_by(trainer: Trainer, part: Any) -> dict[str, Any] | None:
+    """What the ``on_save_checkpoint`` of the module or of a callback adds to a checkpoint; None
+    where it cannot be asked now.
+    """
     added: dict[str, Any] = {}
     try:
         if isinstance(part, Callback):
@@ -254,16 +257,41 @@ def saved_by(trainer: Trainer, part: Any) -> dict[str, Any]:
         added.pop(RUN_KEY, None)
         return deep_copy(recursive_detach(added))
     except Exception:
-        # It changes entries of Lightning's, which are not there.
-        return {}
+        # It changes entries of Lightning's, which are not there, or saves what is made later.
+        return None
+
+
+def load_what_has_changed(trainer: Trainer, own: Sequence[Saved]) -> None:
+    """Give the module and callbacks back what :func:`saved_by` has found, where it has changed."""
+    for part, saved in own:
+        if saved is None or is_same(saved_by(trainer, part), saved):
+            continue
+        try:
+            load_into(trainer, part, saved)
+        except Exception as error:
+            name = type(part).__name__
+            reason = f"{type(error).__name__}: {error}"
+            say(
+                f"a resume of this run is not exact: on_load_checkpoint of {name} cannot be called"
+                f" with what its on_save_checkpoint adds alone ({reason})."
+            )
 
 
 def load_into(trainer: Trainer, part: Any, saved: dict[str, Any]) -> None:
-    """Give the module or a callback back what :func:`saved_by` has found."""
+    """Call the ``on_load_checkpoint`` of the module or of a callback.
+
+    A hook may look at entries of Lightning's, too. It finds those that are small.
+    """
+    checkpoint = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning.__version__,
+        **saved,
+    }
     if isinstance(part, Callback):
-        part.on_load_checkpoint(trainer, trainer.lightning_module, saved)
+        part.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
     else:
-        part.on_load_checkpoint(saved)
+        part.on_load_checkpoint(checkpoint)
 
 
 def users_callbacks(trainer: Trainer) -> list[Any]:

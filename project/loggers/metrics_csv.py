@@ -125,13 +125,6 @@ class MetricsCSV(Logger):
         for follower in self.followers:
             follower.go_on_after(rows)
 
-    def not_finite(self) -> dict[str, int]:
-        """Metrics that were NaN or infinite when they were logged last → the first step at which
-        they were.
-        """
-        self.save()
-        return not_finite(read_metrics(self.path))
-
     def _append(self, row: Row) -> None:
         new = sorted(row.keys() - {*self._columns})
         if new or not self.path.exists():
@@ -211,15 +204,3 @@ def joined(rows: Sequence[Row]) -> list[Row]:
         else:
             found.append(row)
     return found
-
-
-def not_finite(rows: Sequence[Row]) -> dict[str, int]:
-    """Metrics whose last value is NaN or infinite → the first step at which a value was."""
-    first: dict[str, int] = {}
-    last: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            last[name] = value
-            if not math.isfinite(value):
-                first.setdefault(name, row["step"])
-    return {name: step for name, step in first.items() if not math.isfinite(last[name])}

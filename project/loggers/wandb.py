@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shlex
 import signal
@@ -71,6 +72,12 @@ def make_wandb_logger(
 
     A UserError where W&B would refuse what its variables ask for.
     """
+    has_theirs = any(isinstance(each, WandbLogger) for each in chosen)
+    if not has_theirs and "wandb" not in config.trackers:
+        # A module's own wandb.log finds a run that does nothing.
+        if "wandb" in sys.modules:
+            disabled_run()
+        return None
     # A WandbLogger of the user's reads what is set here, too.
     mode = checked_mode() if is_rank_zero() else "disabled"
     project = os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
@@ -78,17 +85,11 @@ def make_wandb_logger(
         is_fine = not set(project) & set(REFUSED_IN_PROJECT)
         require(is_fine, "WANDB_PROJECT", f"have none of {' '.join(REFUSED_IN_PROJECT)}", project)
         keep_wandb_quiet()
-    logger = WandbRunLogger(run, project, config.resolved, mode, best)
-    if any(isinstance(each, WandbLogger) for each in chosen):
-        return None
-    if "wandb" not in config.trackers:
-        # A module's own wandb.log finds a run that does nothing.
-        if "wandb" in sys.modules:
-            disabled_run()
+    if has_theirs:
         return None
     if mode != "disabled" and os.environ.get("WANDB_DIR"):
         say("WANDB_DIR is not used: the files of a W&B run lie in the run's own folder.")
-    return logger
+    return WandbRunLogger(run, project, config.resolved, mode, best)
 
 
 def checked_mode() -> str:
@@ -119,8 +120,7 @@ class WandbRunLogger(WandbLogger, Callback):
 
     Args:
         run: Its folder gets W&B's files. Its name and id are the W&B run's, unless ``WANDB_NAME``
-        and ``WANDB_RUN_ID``
-            say otherwise.
+            and ``WANDB_RUN_ID`` say otherwise.
         project: W&B's project.
         config: The run's resolved configuration.
         mode: ``online``, ``offline`` or ``disabled``.
@@ -151,12 +151,17 @@ class WandbRunLogger(WandbLogger, Callback):
         self.best = best
         # What the report shows: W&B gets its pictures at the end.
         self.record: RunResult | None = None
-        self._run: Any = None  # W&B's, once it has started
+        # W&B's run, once it has started
+        self._run: Any = None
         self._has_ended = False
-        self._row: dict[str, Any] = {}  # of this step, which may still grow
-        self._known: dict[str, int] = {}  # metric → the last step of which W&B has a value
-        self._error: Exception | None = None  # with which W&B refused a row
-        self._own_folders: list[str] = []  # variables that were set for this run alone
+        # The row of this step, which may still grow
+        self._row: dict[str, Any] = {}
+        # Metric → the last step of which W&B has a value
+        self._known: dict[str, int] = {}
+        # With which W&B refused a row
+        self._error: Exception | None = None
+        # Variables that were set for this run alone
+        self._own_folders: list[str] = []
 
     @property
     def log_dir(self) -> str:
@@ -218,14 +223,24 @@ class WandbRunLogger(WandbLogger, Callback):
             keep_name(self.folder, ENDED, None)
         if self.mode == "disabled" or has_all:
             return
+        try:
+            self._known = self._last_steps(rows)
+        except Exception as error:
+            rank_zero_warn(
+                f"W&B does not tell which rows of before it has ({described(error)}): it gets none"
+                " of them again."
+            )
+            return
+        for row in rows:
+            self.log_metrics({name: row[name] for name in row if name != "step"}, row["step"])
+
+    def _last_steps(self, rows: Sequence[Row]) -> dict[str, int]:
+        """Metric → the last step of which W&B has a value."""
         run = self.begin()
         if self.mode == "online":
             step = run.summary.get(STEP, -1)
-            self._known = dict.fromkeys(columns_of(rows), step)
-        else:
-            self._known = last_steps_offline(self.folder, Path(run.dir).parent)
-        for row in rows:
-            self.log_metrics({name: row[name] for name in row if name != "step"}, row["step"])
+            return dict.fromkeys(columns_of(rows), step)
+        return last_steps_offline(self.folder, Path(run.dir).parent)
 
     def leave(self, trainer: Trainer, result: RunResult) -> None:
         """Send the report's pictures and tables, and end the W&B run."""
@@ -458,13 +473,15 @@ def is_home_writable() -> bool:
 
 def finish_timeout() -> float:
     """Seconds that the end of a run waits for W&B's server. A UserError where
-    ``WANDB_FINISH_TIMEOUT`` is no number.
+    ``WANDB_FINISH_TIMEOUT`` is no such number.
     """
     chosen = os.environ.get("WANDB_FINISH_TIMEOUT", str(END_PATIENCE))
     try:
-        return float(chosen)
+        seconds = float(chosen)
     except ValueError:
-        raise UserError(f"WANDB_FINISH_TIMEOUT must be seconds, got {chosen}.") from None
+        seconds = math.nan
+    require(0 <= seconds < math.inf, "WANDB_FINISH_TIMEOUT", "be seconds", chosen)
+    return seconds
 
 
 def described(error: Exception) -> str:

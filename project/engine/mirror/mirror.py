@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from project.engine import signals
-from project.engine.checkpoint_files import RUN_KEY, is_own, read
+from project.engine.checkpoint_files import is_own, read, record_in
 from project.engine.files import write_atomically
 from project.engine.mirror.copying import Copying
 from project.engine.mirror.lease import Lease
@@ -117,9 +117,7 @@ class Mirror:
         step = -1
         if here is not None:
             checkpoint = read(here)
-            record = checkpoint.get(RUN_KEY)
-            run_id = record.get("run_id") if isinstance(record, dict) else None
-            self._refuse_another(saves, run_id)
+            self._refuse_another(saves, record_in(checkpoint).get("run_id"))
             step = int(checkpoint.get("global_step", 0))
             newest = saves[0].step if saves else -1
             if step >= newest:
