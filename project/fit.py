@@ -190,7 +190,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
     """
     timer = the(RunTimer, trainer)
     checkpoint = the(ExactCheckpoint, trainer)
-    is_done = False
+    is_tested = False
     try:
         with refusals_as_errors(run.checkpoint, lambda: timer.begun):
             trainer.fit(
@@ -204,7 +204,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         best_path = checkpoint.best_path if checkpoint.saves else None
         with refusals_as_errors(None, lambda: timer.begun):
             result.summary.metrics |= final_test(trainer, config, best_path)
-        is_done = True
+        is_tested = True
         signals.state.deferring = False  # every step is saved: a signal ends the run here
         finish(trainer, result)
         if trainer.is_global_zero:
@@ -214,7 +214,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         return result
     except signals.Stopped as stop:
         release_child_processes()  # the other ranks end now
-        if not is_done and timer.begun and trainer.is_global_zero:
+        if not is_tested and timer.begun and trainer.is_global_zero:
             # torchrun signals the remaining ranks as soon as one has ended: they must not end then.
             if trainer.world_size == 1:
                 signals.state.deferring = False  # a second signal ends the run at once
@@ -223,7 +223,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             run.mirror.take()
             say(*run.mirror.finish(signals.seconds_left()))
         step = trainer.global_step
-        say(*stopped_lines(run.folder, step, checkpoint.saved_step, mirrored_again(run)))
+        say(*stopped_lines(run.folder, step, checkpoint.saved_step, mirror_option(run)))
         raise
     finally:
         release_child_processes()
@@ -289,7 +289,7 @@ def mirror_a_finished_run(run: RunFolder) -> None:
         run.release()
 
 
-def mirrored_again(run: RunFolder) -> str:
+def mirror_option(run: RunFolder) -> str:
     """What the command that goes on with a run needs for its mirror."""
     return "" if run.mirror is None else f" --mirror {shlex.quote(run.mirror.shown)}"
 

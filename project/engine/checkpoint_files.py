@@ -426,7 +426,8 @@ RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``,
     ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where the
-    file is unusable, not written by this project, or changed since (``to_resume``: anywhere).
+    file is unusable, not written by this project, or changed since (``to_resume``: also in what
+    :func:`outline` tells apart).
     """
     checkpoint = read(path)
     run = record_in(checkpoint)

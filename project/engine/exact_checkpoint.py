@@ -333,7 +333,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         trainer.should_stop = resume.should_stop
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Note what optimizers and schedules start with, before a checkpoint's states come."""
+        """Make ready what a restore needs, before a checkpoint's states come: what optimizers,
+        schedules and buffers start with, averages of the module as its setup has made it, and the
+        two seams of the training.
+        """
         assert self._seams is not None
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
@@ -350,7 +353,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._seams.before_each_batch(lambda: self.before_batch(trainer))
 
     def training_starts(self, trainer: Trainer) -> None:
-        """Let hyperparameters that the user has changed win. The user's hooks come after this."""
+        """Let hyperparameters that the user has changed win, and gather what the run says at its
+        start. The user's hooks come after this.
+        """
         signals.defer()
         self._last_save = time.monotonic()
         self._steps = trainer.global_step
@@ -816,11 +821,12 @@ class Hooks(Callback):
     | on_fit_start | what optimizers and schedules start with is noted; the other two seams |
     | on_train_start | changed hyperparameters win; the user's hooks come after this |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
-    | (seam) before each batch | SAVE if one is due or asked for; the stop |
+    | (seam) before each batch, on_train_batch_start | SAVE if one is due or asked for; the stop |
+    | on_save_checkpoint | every part is put into the checkpoint that is saved |
     | on_train_batch_end | the ranks agree whether to save or stop before the next batch |
     | on_validation_start | a snapshot, for a stop inside the validation |
     | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks |
-    | on_validation_end | the followed metric is compared with the best so far |
+    | on_validation_end, on_test_end | the followed metric is compared with the best so far |
     | on_train_epoch_end | sums over ranks; a snapshot where the run ends inside the epoch |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last |
     | on_fit_end | where nothing was left to train: on_train_start and on_train_end again |

@@ -23,6 +23,9 @@ MOST_EPOCHS = 8
 MOST_POINTS = 300
 # A line of at most so many points gets dots.
 FEW_POINTS = 12
+# Where the labels of the axes are, in fractions of the figure
+AXIS_LABEL_FROM_BELOW = 0.07
+AXIS_LABEL_FROM_THE_LEFT = 0.04
 # Classes that are named beside a confusion matrix, and that have their counts written in it
 MOST_NAMED_CLASSES = 40
 MOST_COUNTED_CLASSES = 16
@@ -104,10 +107,13 @@ def place_axis_labels(ax: Axes) -> None:
 
     matplotlib can find their place itself. That takes it as long as to draw the chart.
     """
-    axes = ax.get_position()  # fractions of the figure
+    # In fractions of the figure, as are the two places at its edge.
+    axes = ax.get_position()
     whole = ax.figure.transFigure
-    ax.xaxis.set_label_coords((axes.x0 + axes.x1) / 2, 0.07, transform=whole)
-    ax.yaxis.set_label_coords(0.04, (axes.y0 + axes.y1) / 2, transform=whole)
+    middle_x = (axes.x0 + axes.x1) / 2
+    middle_y = (axes.y0 + axes.y1) / 2
+    ax.xaxis.set_label_coords(middle_x, AXIS_LABEL_FROM_BELOW, transform=whole)
+    ax.yaxis.set_label_coords(AXIS_LABEL_FROM_THE_LEFT, middle_y, transform=whole)
 
 
 def draw_line(ax: Axes, series: Series, label: str) -> None:
@@ -203,7 +209,7 @@ def write_counts(ax: Axes, counts: np.ndarray) -> None:
     size = min(8, 84 / len(counts))
     for (row, column), count in np.ndenumerate(counts):
         if count:
-            # There the shade is above 0.63.
+            # A count above a quarter of the largest has a dark shade.
             colour = "white" if 4 * count > counts.max() else None
             ax.text(column, row, str(count), ha="center", va="center", fontsize=size, color=colour)
 
