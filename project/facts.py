@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,10 +71,18 @@ class Summary:
         facts = dict(vars(self))
         for name in ("metrics", "best_score", "advice", "best_is_sound"):
             del facts[name]
+        values: dict[str, Any] = dict(self.metrics)
         if self.monitor is not None:
-            facts[self.monitor] = self.best_score
-        facts |= self.metrics
+            values.setdefault(self.monitor, self.best_score)
+        facts |= beside_facts(vars(self), values)
         return {name: value for name, value in facts.items() if value is not None}
+
+
+def beside_facts(facts: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics that may stand beside facts in one dictionary: one of the same name as a fact, such
+    as ``precision``, is called ``metric/precision``.
+    """
+    return {f"metric/{name}" if name in facts else name: metrics[name] for name in metrics}
 
 
 def summarize(trainer: Trainer, run_name: str, finished: bool) -> Summary:

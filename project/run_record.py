@@ -18,7 +18,10 @@ from project.run_result import RunResult
 from project.tables import flat
 
 # What an earlier run of this name may have left that saved nothing
-OF_AN_END = ("summary.json", "report.html")
+SUMMARY = "summary.json"
+OF_AN_END = (SUMMARY, "report.html")
+# How the code differed from its commit
+CHANGES = "uncommitted.diff"
 
 
 class RunRecord(Callback):
@@ -91,9 +94,14 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return
         point_latest_at(self.folder)
+        is_new = not self._resumes and trainer.global_step == 0
+        if is_new:
+            # Of a start that was killed before its first save
+            (self.folder / CHANGES).unlink(missing_ok=True)
         write_config(self.folder, self.config)
         self._has_written = True
-        if not self._resumes and trainer.global_step == 0:
+        # A summary is that of a run that has ended. This one has more to do: it was made longer.
+        if is_new or (self.folder / SUMMARY).exists():
             for name in OF_AN_END:
                 (self.folder / name).unlink(missing_ok=True)
 
@@ -154,4 +162,4 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     if changes:
         # The first lines name the files that git does not know. `patch` skips them.
         difference = git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""
-        write_atomically(f"{changes}\n{difference}", folder / "uncommitted.diff")
+        write_atomically(f"{changes}\n{difference}", folder / CHANGES)

@@ -25,7 +25,7 @@ from project.engine.mirror.store import is_address, without_password
 from project.engine.ranks import decided_by_rank_zero, is_rank_zero, say
 from project.engine.run_folder import ROOT, find_checkpoint
 from project.errors import UserError
-from project.facts import device_name, samples_of
+from project.facts import beside_facts, device_name, samples_of
 from project.final_test import float32_products, lacks_for_test
 
 
@@ -64,11 +64,11 @@ def main(argv: list[str]) -> int:
         "world_size": trainer.world_size,
     }
     for metrics in found:
-        facts |= metrics
+        facts |= beside_facts(facts, metrics)
     if is_rank_zero():
-        print(tables.format_table([facts]))
         if output:
             tables.write_rows(output, facts)
+        print(tables.format_table([facts]))
     return 0
 
 

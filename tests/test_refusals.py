@@ -5,6 +5,7 @@ traceback.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -83,6 +84,47 @@ def test_an_error_of_a_dead_worker_while_another_one_is_told_is_told(
     assert (
         "a process that loads data has died (DataLoader worker (pid 7)" in capsys.readouterr().err
     )
+
+
+ENDS = """
+import os, sys
+from project.command_line.start import exit_code
+
+def breaks_a_pipe(argv):
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.write(writing, b"x")
+
+def prints(argv):
+    for _ in range(100_000):
+        print("a line")
+
+def leaves(argv):
+    sys.exit("run prepare.py first")
+
+code = exit_code(vars()[sys.argv[1]], [])
+os._exit(code)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no /bin/sh")
+@pytest.mark.parametrize(
+    ("what", "code", "told"),
+    [
+        ("breaks_a_pipe", 1, "BrokenPipeError"),
+        ("prints", 0, ""),
+        ("leaves", 1, "run prepare.py first"),
+    ],
+)
+def test_only_a_reader_of_stdout_that_has_ended_is_no_error(
+    what: str, code: int, told: str
+) -> None:
+    command = shlex.join([sys.executable, "-c", ENDS, what])
+    line = f"{{ {command}; echo code $? >&2; }} | head -1"
+    done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith(f"code {code}\n")
+    assert told in done.stderr
+    assert ("Traceback" in done.stderr) == (what == "breaks_a_pipe")
 
 
 MEETS = """

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from project import fit
+from project import fit, run_record
 from project.run_record import RunRecord
 from tests.commands import checkpoint
 from tests.typed_settings import Numbers, Typed
@@ -67,8 +67,12 @@ def test_what_the_engine_has_put_there_stays() -> None:
     assert whole["run"]["run_id"] == "id1"
 
 
-def test_the_folder_holds_the_configuration_and_nothing_of_an_earlier_try(folder: Path) -> None:
-    for name in ("summary.json", "report.html"):
+def test_the_folder_holds_the_configuration_and_nothing_of_an_earlier_try(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing differs from the commit.
+    monkeypatch.setattr(run_record, "git", lambda *_: "")
+    for name in ("summary.json", "report.html", "uncommitted.diff"):
         (folder / name).write_text("old")
     trainer_with(RunRecord(folder, "id1", CONFIG)).fit(Typed(), Numbers())
     assert yaml.safe_load((folder / "config.yaml").read_text()) == CONFIG
@@ -76,6 +80,7 @@ def test_the_folder_holds_the_configuration_and_nothing_of_an_earlier_try(folder
     assert (folder.parent / "latest").resolve() == folder
     assert not (folder / "summary.json").exists()
     assert not (folder / "report.html").exists()
+    assert not (folder / "uncommitted.diff").exists()
 
 
 def test_a_resumed_run_keeps_its_page_and_says_that_another_optimizer_starts_anew(

@@ -193,3 +193,36 @@ def test_that_a_validation_ran_is_known_after_a_resume() -> None:
     after = wrong_numbers.WrongNumbers()
     after.load_state_dict(before.state_dict())
     assert after._has_validated
+
+
+class DiesLater(Callback):
+    """Raises in the third epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 2:
+            raise RuntimeError("died")
+
+
+def test_a_run_that_is_made_longer_has_no_result_before_its_new_end() -> None:
+    assert fit.main(QUICK) == 0
+    assert summary(FOLDER)["finished"]
+    longer = ["--run_name", "r", "--ckpt_path", "auto", "--max_epochs", "4"]
+    dies = ["--trainer.callbacks", "tests.test_wrong_numbers.DiesLater"]
+    assert entry.exit_code(fit.main, [*longer, *dies]) == 1
+    assert not (FOLDER / "summary.json").exists()
+    assert fit.main([*longer, "--trainer.callbacks", "[]"]) == 0
+    assert summary(FOLDER)["epochs"] == 4
+
+
+class LogsPrecision(Callback):
+    """Logs a metric that has the name of a fact."""
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log("precision", 0.5)
+
+
+def test_a_metric_with_the_name_of_a_fact_stands_beside_it() -> None:
+    flags = ["--trainer.callbacks", "tests.test_wrong_numbers.LogsPrecision"]
+    assert fit.main([*QUICK, *flags]) == 0
+    assert summary(FOLDER)["precision"] == "32-true"
+    assert summary(FOLDER)["metric/precision"] == 0.5

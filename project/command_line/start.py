@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import re
+import select
 import sys
 import traceback
 import warnings
@@ -140,15 +141,37 @@ def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         return stop.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return 0
+    except BrokenPipeError as error:
+        # `... | head` is no error. Somebody else's pipe, such as a dataset's, is one.
+        return 0 if _nobody_reads_stdout() else report(error)
     except SystemExit as end:
-        # Lightning turns a Ctrl-C that reaches it into sys.exit(1).
-        if signals.state.requested:
-            return signals.Stopped(signals.state.requested).exit_code
-        return end.code if isinstance(end.code, int) else 1
+        return _code_of(end)
     except Exception as error:
         return report(error)
+
+
+def _code_of(end: SystemExit) -> int:
+    """The exit code that ``sys.exit`` was given. A text is printed, and the code is 1."""
+    # Lightning turns a Ctrl-C that reaches it into sys.exit(1).
+    if signals.state.requested:
+        return signals.Stopped(signals.state.requested).exit_code
+    if isinstance(end.code, str):
+        with suppress(OSError):
+            print(end.code, file=sys.stderr, flush=True)
+    return end.code if isinstance(end.code, int) else 1
+
+
+def _nobody_reads_stdout() -> bool:
+    """Whether what this process prints goes into a pipe whose reader has ended."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    if sys.platform == "win32":
+        return False
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
 
 
 def report(error: BaseException) -> int:

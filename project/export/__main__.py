@@ -256,9 +256,9 @@ def export_all(loaded: Loaded, folder: Path, formats: Sequence[str], table: Path
 
 def finish(rows: Sequence[Row], scratch: Path, folder: Path, table: Path | None) -> int:
     """Print the comparison, and put the files in their place if all of them agree."""
-    print(format_table(rows))
     if table:
         write_rows(table, rows)
+    print(format_table(rows))
     if not all(row["agrees"] for row in rows):
         print(
             "error: an export disagrees with the checkpoint, see above; nothing was written.",

@@ -44,10 +44,11 @@ def main(argv: list[str]) -> int:
     labelled = predict_files(loaded, paths)
     # With nothing to write, an older file stays what it is.
     if labelled.rows:
-        print(format_table(labelled.rows))
-        print_notes(labelled.rows)
+        # Files come first: what reads the terminal's lines, such as head, may not read on.
         if args.output:
             write_rows(args.output, labelled.rows)
+        print(format_table(labelled.rows))
+        print_notes(labelled.rows)
         if args.contact_sheet:
             from project.predict.contact_sheet import draw_contact_sheet
 
@@ -77,9 +78,9 @@ def predict_what_the_data_give(args: argparse.Namespace) -> int:
     loaded = load(find_checkpoint(args.ckpt_path), allowed)
     rows = predict_loaders(loaded)
     if rows:
-        print(format_table(rows))
         if args.output:
             write_rows(args.output, rows)
+        print(format_table(rows))
     return 0
 
 

@@ -78,9 +78,9 @@ def main(argv: list[str]) -> int:
         raise
     finally:
         lock.release()
-    print("\n" + format_table(rows))
     if args.output:
         write_rows(args.output, rows)
+    print("\n" + format_table(rows))
     say_what_is_best(study, folder, fit_arguments)
     return 0
 
