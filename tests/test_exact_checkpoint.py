@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import nn
 from project.engine import ExactCheckpoint, Part, Stopped, exact_checkpoint
 from project.errors import UserError
 from tests.commands import checkpoint, differences, kill_group, start, wait_for
-from tests.plain_module import Regression
+from tests.plain_module import Regression, rows
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
@@ -541,3 +542,154 @@ def test_two_ranks_validate_alone_what_one_does(workplace: Path) -> None:
         told.append(re.findall("val_loss .*", log.read_text()))
     assert told[0] == told[1]
     assert len(told[0]) == 1
+
+
+DISAGREES = """
+import os
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.utils.data import DataLoader, Dataset
+from project.engine import ExactCheckpoint
+from tests.plain_module import Regression, rows
+
+
+class Numbered(Dataset):
+    rows = rows(40, 0)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return (*self.rows[index], index)
+
+
+class Disagrees(Regression):
+    '''Its ranks have other seeds, other values to follow, and buffers of odd layouts.'''
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+        self.register_buffer("spread", torch.ones(1).expand(4), persistent=False)
+        self.trained = []
+
+    def train_dataloader(self):
+        return DataLoader(Numbered(), 4, shuffle=True)
+
+    def training_step(self, batch, batch_idx):
+        self.trained += batch[2].tolist()
+        return super().training_step(batch[:2], batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def on_validation_epoch_end(self):
+        turn = (self.global_step + self.global_rank) % 2
+        self.log("val_loss", float(turn))
+
+    def on_train_epoch_end(self):
+        found = [None, None]
+        torch.distributed.all_gather_object(found, self.trained)
+        assert sorted(found[0] + found[1]) == list(range(40)), found
+        self.trained.clear()
+
+
+class LogsSteps(Callback):
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.log("seen", float(batch_idx), on_step=True, on_epoch=False)
+
+
+rank = int(os.environ.get("LOCAL_RANK", "0"))
+seed_everything(42 + rank, verbose=False)
+trainer = Trainer(
+    max_epochs=2,
+    val_check_interval=2,
+    accelerator="cpu",
+    devices=2,
+    callbacks=[ExactCheckpoint("r", monitor="val_loss", mode="min"), LogsSteps()],
+    logger=False,
+    enable_progress_bar=False,
+)
+trainer.fit(Disagrees())
+"""
+
+
+@pytest.mark.nightly
+def test_two_ranks_that_disagree_about_seeds_and_the_best_train_to_the_end(workplace: Path) -> None:
+    Path("disagrees.py").write_text(DISAGREES)
+    log = workplace / "log.txt"
+    process = start([sys.executable, "disagrees.py"], log)
+    assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]["score"] == 0
+
+
+class Fresh(Regression):
+    """Shuffles by the seed of its start, and notes which samples a batch holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sums.append(float(batch[0].sum()))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_script_that_seeds_each_start_anew_reads_each_sample_once(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_by: list[list[float]] = []
+    for seed, dies in ((7, [Dies(33)]), (8, [])):
+        seed_everything(seed, verbose=False)
+        keep = ExactCheckpoint("r", monitor="val_loss", mode="min", every="5")
+        module = Fresh()
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[keep, *dies],
+            logger=False,
+            enable_progress_bar=False,
+        )
+        with pytest.raises(RuntimeError, match="died") if dies else nullcontext():
+            trainer.fit(module, ckpt_path=keep.resume_from)
+        read_by.append(module.sums)
+    # The attribute comes back: the second part holds all of the epoch.
+    assert len(read_by[1]) == 50
+    assert len(set(read_by[1])) == 50
+    assert sum(read_by[1]) == pytest.approx(float(rows(200, 0).tensors[0].sum()), abs=1e-3)
+    assert "the order of samples stays that of the checkpoint's seed, 7" in capsys.readouterr().out
+
+
+def test_a_best_that_is_ahead_of_the_state_is_looked_for_anew(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("r", epochs=1)
+    shutil.copy("r/last.ckpt", "before.ckpt")
+    fit("r", epochs=3)
+    shutil.copy("before.ckpt", "r/last.ckpt")
+    ahead = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
+    assert ahead["epoch"] > 0, "else this test says nothing"
+    keep = fit("r", epochs=2, make=Still)
+    assert "best.ckpt is ahead of the checkpoint: the best is looked for anew." in (
+        capsys.readouterr().out
+    )
+    saved = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
+    assert (saved["score"], saved["epoch"]) == (keep.best.score, keep.best.epoch)
+
+
+class Still(Regression):
+    """Learns nothing more."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.0)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Pauses(Callback):
+    """Has a method of its own whose name a monitor might have."""
+
+    def pause(self) -> None:
+        raise AssertionError("called by a stranger")
+
+
+def test_a_callbacks_own_pause_is_left_alone(workplace: Path) -> None:
+    assert fit("r", Pauses(), epochs=1).best.score is not None

@@ -60,6 +60,15 @@ def test_a_line_that_a_kill_cut_short_is_no_row(path: Path) -> None:
     assert read_metrics(path) == [{"step": 1, "a": 1.25}]
 
 
+def test_texts_make_no_rows(path: Path) -> None:
+    logger = MetricsCSV(path)
+    logger.log_metrics({"phase": "warm-up"}, 1)
+    logger.log_metrics({"phase": "main"}, 2)
+    logger.log_metrics({"a": 0.5}, 3)
+    assert logger.save() == 1
+    assert read_metrics(path) == [{"step": 3, "a": 0.5}]
+
+
 def test_numbers_that_are_not_finite_are_kept(path: Path) -> None:
     logger = MetricsCSV(path)
     nan, infinity = float("nan"), float("inf")

@@ -216,6 +216,10 @@ class ThroughputMonitor(Monitor):
         self._utilization.ended.set()
         super().switch_off(error)
 
+    def pause_while_saving(self) -> AbstractContextManager[Any]:
+        """A save is no training."""
+        return self.pause()
+
     # Called by the profiler that listens
 
     @never_ends_the_run

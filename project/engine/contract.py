@@ -305,7 +305,7 @@ class HasWorkers(Protocol, metaclass=AsksByName):
 class PausesWhileSaving(Protocol, metaclass=AsksByName):
     """A callback that measures time, and leaves out what a checkpoint takes."""
 
-    def pause(self) -> AbstractContextManager[Any]:
+    def pause_while_saving(self) -> AbstractContextManager[Any]:
         """What happens inside does not count."""
         ...
 

@@ -34,6 +34,7 @@ from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     buffers_left_out,
     fill_in_what_was_left_out,
+    read,
     record_in,
 )
 from project.engine.following import Best
@@ -329,8 +330,23 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # The folder may have lost its own, as where the checkpoints alone were copied.
             self.run_id = resume.run_id
         self.loading.start = resume.start
+        self._keep_order_of(resume)
         # It had stopped early, and nothing was changed since.
         trainer.should_stop = resume.should_stop
+
+    def _keep_order_of(self, resume: Resume) -> None:
+        """Let the order of samples be that of the checkpoint where a script seeds each start anew.
+
+        With another order, the epoch that goes on would read some samples twice and others never.
+        """
+        seed = resume.shared.get("seed")
+        if seed is None or seed == self.loading.seed or self.changed:
+            return
+        self.loading.seed = seed
+        self.loading.notes.append(
+            f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
+            " another one."
+        )
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Make ready what a restore needs, before a checkpoint's states come: what optimizers,
@@ -417,10 +433,19 @@ class ExactCheckpoint(callbacks.Checkpoint):
         reason = None
         if self.best.score is not None and trainer.is_global_zero:
             reason = self.files.set_aside_unusable_best(self.run_id)
+            if reason is None:
+                reason = self._says_another_best()
         reason = trainer.strategy.broadcast(reason)
         if reason:
             say(f"{reason} the best is looked for anew.")
             self.best.forget()
+
+    def _says_another_best(self) -> str | None:
+        """Why ``best.ckpt`` is not the best of this state: a new one was saved before a kill."""
+        saved = read(self.files.best).get("callbacks", {}).get(self.state_key)
+        if saved is None or (saved["score"], saved["epoch"]) == (self.best.score, self.best.epoch):
+            return None
+        return f"{self.files.best} is ahead of the checkpoint:"
 
     # Steps
 
@@ -560,11 +585,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
-        logged = trainer.callback_metrics
         best = self.best
         if self._followed or not best.asked:
             # What is followed comes from validations, or nobody has named it.
             return
+        logged = self._logged(trainer)
         is_typed_without_validation = best.asked == "typed" and not trainer.enable_validation
         must_be_there = self._followed is not None or is_typed_without_validation
         if must_be_there and best.monitor not in logged:
@@ -572,6 +597,17 @@ class ExactCheckpoint(callbacks.Checkpoint):
             raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
         if best.take(logged, trainer.current_epoch - 1):
             self._best_due = True
+
+    def _logged(self, trainer: Trainer) -> dict[str, Any]:
+        """The latest logged values. All ranks get rank zero's: a value that is not shared differs
+        among them, and only together can they save a new best.
+        """
+        if trainer.world_size == 1:
+            return trainer.callback_metrics
+        assert self.agreement is not None
+        mine = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found: dict[str, Any] = of_all_ranks(mine, self.agreement.group)[0]
+        return found
 
     # Evaluations
 
@@ -663,9 +699,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if trainer.sanity_checking:
             return
         self._validated = is_optimizer_step(trainer, trainer.fit_loop.epoch_loop.batch_idx)
-        if self.best.take(trainer.callback_metrics, trainer.current_epoch):
+        logged = self._logged(trainer)
+        if self.best.take(logged, trainer.current_epoch):
             self._best_due = True
-        self._followed = bool(self._followed) or self.best.monitor in trainer.callback_metrics
+        self._followed = bool(self._followed) or self.best.monitor in logged
 
     # The save
 
@@ -688,7 +725,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         with ExitStack() as pauses:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, contract.PausesWhileSaving):
-                    pauses.enter_context(callback.pause())
+                    pauses.enter_context(callback.pause_while_saving())
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
             can_go_on = self._can_go_on(trainer, snapshot)
@@ -772,6 +809,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             "place": snapshot.place,
             "ranks": of_all_ranks(snapshot.mine, self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
+            "seed": self.loading.seed,
             **snapshot.shared,
         }
 

@@ -111,7 +111,10 @@ class RunFolder:
         # One lock object a file and process: a second run in this process takes over the lock of
         # an earlier one that ended without giving it back. In a worker process that outlives this
         # one, filelock closes the inherited file, so that the worker does not hold the lock.
-        lock = FileLock(self.folder / LOCK, blocking=False, is_singleton=True)
+        # A lock of the soft kind would outlive a process that was killed on another machine.
+        lock = FileLock(
+            self.folder / LOCK, blocking=False, is_singleton=True, fallback_to_soft=False
+        )
         try:
             lock.acquire()
         except (NotImplementedError, OSError) as error:
@@ -169,7 +172,7 @@ def last_owner(folder: Path) -> str | None:
     """The process that trained the run in this folder with a mirror, if it is known to be gone."""
     try:
         owner = (folder / OWNER_FILE).read_text(encoding="utf-8")
-        with FileLock(folder / LOCK, blocking=False):
+        with FileLock(folder / LOCK, blocking=False, fallback_to_soft=False):
             return owner
     except (OSError, UnicodeDecodeError, NotImplementedError):
         # It goes on, or there is none. A Timeout is an OSError.

@@ -20,7 +20,11 @@ def share_buffers(trainer: Trainer, module: LightningModule, cpu_group: Any) -> 
     for part in (module, *lightning_internals.averaged_models(trainer)):
         for buffer in part.buffers():
             group = cpu_group if buffer.device.type == "cpu" else None
-            torch.distributed.broadcast(buffer, src=0, group=group)
+            # NCCL takes no other tensors, and gloo would write past an expanded one.
+            whole = buffer.contiguous()
+            torch.distributed.broadcast(whole, src=0, group=group)
+            if whole is not buffer:
+                buffer.data = whole
 
 
 def share_buffers_in_next_pass(trainer: Trainer) -> None:

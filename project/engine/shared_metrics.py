@@ -94,7 +94,9 @@ def differing(trainer: Trainer) -> list[str]:
     own: dict[str, str] = {}
     for _, logged in lightning_internals.current_results(trainer):
         at_an_end = logged.is_tensor and logged.meta.fx.endswith("_end")
-        if at_an_end and not logged.meta.sync.should:
+        # Of a value that is logged by the step alone, no sum is kept.
+        is_kept = at_an_end and logged.meta.on_epoch
+        if is_kept and not logged.meta.sync.should:
             value = float(logged.value)
             if logged.meta.is_mean_reduction:
                 value /= float(logged.cumulated_batch_size)

@@ -79,15 +79,19 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         step = step or 0
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            # A module may tell all of its loggers a text.
+            if name != "step" and not isinstance(value, str):
+                numbers[name] = as_number(name, value)
+        if not numbers:
+            return
         if step != self._step:
             self.save()
             self._step = step
             self._has_line = False
             self._count += 1
-        for name, value in metrics.items():
-            # A module may tell all of its loggers a text.
-            if name != "step" and not isinstance(value, str):
-                self._unsaved[name] = as_number(name, value)
+        self._unsaved |= numbers
 
     def save(self, to_disk: bool = False) -> int:  # type: ignore[override]
         """Append what was logged since the last call; returns the number of rows, the last of which

@@ -69,7 +69,10 @@ class MLFlowRunLogger(MLFlowLogger):
         # A folder may be moved between two starts, and its database goes on.
         self.place = uri or DATABASE
         self.folder = run.folder
-        self.had_id = name_in_tracker(run.folder, f"mlflow at {self.place}")
+        # A mirror brings the run's id there, and not its database: the run begins anew in one.
+        is_there = uri is not None or (run.folder / DATABASE).exists()
+        known_id = name_in_tracker(run.folder, f"mlflow at {self.place}")
+        self.had_id = known_id if is_there else None
         super().__init__(
             experiment_name=os.environ.get("MLFLOW_EXPERIMENT_NAME") or PACKAGE,
             run_name=os.environ.get("MLFLOW_RUN_NAME") or run.name,

@@ -81,7 +81,10 @@ class ExactLoading:
         self._proofs: dict[tuple[int, str], Proof] = {}
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
-        """From now on the trainer's loaders pass through here."""
+        """From now on the trainer's loaders pass through here. The seed is rank zero's on all
+        ranks, whose shares are then those of one order.
+        """
+        self.seed = trainer.strategy.broadcast(self.seed)
         seams.process_loaders(lambda loader: self.exact(loader, trainer))
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:

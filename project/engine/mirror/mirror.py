@@ -142,6 +142,8 @@ class Mirror:
         for newer in saves:
             if newer.number > save.number:
                 self._damaged |= newer.places - save.places
+        # What is copied before the first save of this process is of this step.
+        self._step = save.step
         self._bring_report(store, save)
         size = sum(entry.size for entry in save.files.values()) / 1e6
         seconds = time.monotonic() - begun
