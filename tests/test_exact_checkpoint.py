@@ -468,7 +468,9 @@ def test_slurms_signal_in_the_first_validation_queues_the_job_again(
     monkeypatch.setattr(exact_checkpoint, "requeue_job", lambda: queued.append(1))
     before = signal.getsignal(signal.SIGUSR1)
     keep = ExactCheckpoint("r", requeue_signal=signal.SIGUSR1)
-    trainer = Trainer(accelerator="cpu", callbacks=[keep], logger=False, enable_progress_bar=False)
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[keep], logger=False, enable_progress_bar=False
+    )
     with pytest.raises(Stopped) as stopped:
         trainer.fit(AsksForAQueue())
     assert stopped.value.code == 143
@@ -659,29 +661,34 @@ def test_a_script_that_seeds_each_start_anew_reads_each_sample_once(
     assert "the order of samples stays that of the checkpoint's seed, 7" in capsys.readouterr().out
 
 
+class Improves(Regression):
+    """Is better with each epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", -float(self.current_epoch))
+
+
+class Worse(Regression):
+    """Is worse than that, and worse with each epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 5 + float(self.current_epoch))
+
+
 def test_a_best_that_is_ahead_of_the_state_is_looked_for_anew(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit("r", epochs=1)
+    fit("r", epochs=1, make=Improves)
     shutil.copy("r/last.ckpt", "before.ckpt")
-    fit("r", epochs=3)
+    fit("r", epochs=2, make=Improves)
     shutil.copy("before.ckpt", "r/last.ckpt")
-    ahead = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
-    assert ahead["epoch"] > 0, "else this test says nothing"
-    keep = fit("r", epochs=2, make=Still)
+    keep = fit("r", epochs=2, make=Worse)
     assert "best.ckpt is ahead of the checkpoint: the best is looked for anew." in (
         capsys.readouterr().out
     )
     saved = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
-    assert (saved["score"], saved["epoch"]) == (keep.best.score, keep.best.epoch)
-
-
-class Still(Regression):
-    """Learns nothing more."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 0.0)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    assert (saved["score"], saved["epoch"]) == (6, 1)
+    assert keep.best.score == 6
 
 
 class Pauses(Callback):

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 
 from project.engine import ranks
-from project.engine.checkpoint_files import AtomicCheckpointIO
+from project.engine.checkpoint_files import AtomicCheckpointIO, NotPlain
 from project.engine.exact_checkpoint import ExactCheckpoint
 from project.engine.lightning_internals import average_on_the_device, averaged_models
 from project.engine.shared_buffers import share_buffers
@@ -250,7 +250,7 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
     [
         None,
         UserError("the disk is full"),
-        TypeError("this would not load again"),
+        NotPlain("this would not load again"),
         MemoryError("no memory for the file"),
         RuntimeError("an enforced check failed"),
     ],

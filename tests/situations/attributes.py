@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from project.model.supervised import SupervisedModule
+from project.model.supervised import SupervisedModule  # feature: supervised
 from tests.situations.situation import Task, add, table
 
 
@@ -146,6 +146,7 @@ class CountingData(LightningDataModule):
 add("data_module_counts_in_an_attribute", Task, data=CountingData)
 
 
+# feature: supervised
 class CountingSubclass(SupervisedModule):
     """Counts steps beside the sums that the template's own module keeps, and weighs its loss."""
 
@@ -160,6 +161,9 @@ class CountingSubclass(SupervisedModule):
 
 
 add("subclass_and_its_data_module_count_in_attributes", CountingSubclass, data=CountingData)
+
+
+# end feature: supervised
 
 
 class Teacher(Task):
