@@ -691,6 +691,21 @@ def test_a_best_that_is_ahead_of_the_state_is_looked_for_anew(
     assert keep.best.score == 6
 
 
+class CountsSteps(Callback):
+    """Notes the steps by which Lightning logs, and those that the optimizer has made."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.found = (trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_step)
+
+
+def test_steps_are_counted_alike_where_validations_come_at_other_moments(workplace: Path) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("r", Dies(33), val_check_interval=10)
+    counts = CountsSteps()
+    fit("r", counts, val_check_interval=7)
+    assert counts.found == (100, 100)
+
+
 class Pauses(Callback):
     """Has a method of its own whose name a monitor might have."""
 

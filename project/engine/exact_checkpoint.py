@@ -404,7 +404,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             for loader in self.loading.training:
                 loader.set_epoch(trainer.current_epoch)
             if resume.place == "batch":
-                lightning_internals.go_on_with_next_batch(trainer)
+                was_validated = bool(resume.shared.get("was_validated"))
+                lightning_internals.go_on_with_next_batch(trainer, was_validated)
             call_epoch_start_again(trainer)
         if not self.loading.read_early:
             # The module's own hooks may have read whole epochs.
@@ -712,6 +713,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._set_epoch_is_over(trainer, place)
         snapshot.add(trainer, self.parts)
         snapshot.shared["followed"] = self._followed
+        snapshot.shared["was_validated"] = self._validated
         return snapshot
 
     def _set_epoch_is_over(self, trainer: Trainer, place: Place) -> None:

@@ -53,8 +53,6 @@ NAMES = {
     "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
     "lightning.pytorch.loops.training_epoch_loop": [
         "_TrainingEpochLoop._broadcast_sigterm_tensor",
-        "_TrainingEpochLoop._should_accumulate",
-        "_TrainingEpochLoop._should_check_val_fx",
     ],
     "lightning.pytorch.trainer.connectors.logger_connector.result": [
         "_ResultCollection.valid_items",
@@ -248,12 +246,15 @@ def end_restart(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.restarting = False
 
 
-def go_on_with_next_batch(trainer: Trainer) -> None:
+def go_on_with_next_batch(trainer: Trainer, was_validated: bool) -> None:
     """Let a resumed epoch begin with its next batch, and not with the end of the batch before.
 
     Where a validation was due after that batch, Lightning ends it a second time, without the
     validation. Buys that a ReduceLROnPlateau which is stepped within epochs does not step twice.
     Public way missing: nothing is called between the loop's counters and its first batch.
+
+    ``was_validated``: a validation had followed that batch. The checkpoint then has the step taken
+    off that Lightning's second end would count; see ``clean_counters`` in parts/loops.py.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     further = loop.on_run_start
@@ -262,8 +263,7 @@ def go_on_with_next_batch(trainer: Trainer) -> None:
         # The class's method shows again as soon as the instance has none of that name.
         del loop.on_run_start
         further(data_fetcher)
-        if loop._should_check_val_fx(data_fetcher) and not loop._should_accumulate():
-            # The second end would have counted this step. A checkpoint has it taken off.
+        if was_validated:
             loop._batches_that_stepped += 1
         loop._restarting = False
 
