@@ -539,7 +539,7 @@ def test_two_ranks_validate_alone_what_one_does(workplace: Path) -> None:
     told = []
     for devices in ("1", "2"):
         log = workplace / f"log{devices}.txt"
-        process = start([sys.executable, "validates.py", devices], log)
+        process = start([sys.executable, "-u", "validates.py", devices], log)
         assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
         told.append(re.findall("val_loss .*", log.read_text()))
     assert told[0] == told[1]
@@ -566,12 +566,11 @@ class Numbered(Dataset):
 
 
 class Disagrees(Regression):
-    '''Its ranks have other seeds, other values to follow, and buffers of odd layouts.'''
+    '''Its ranks have other seeds, other values to follow, and a transposed buffer.'''
 
     def __init__(self):
         super().__init__()
         self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
-        self.register_buffer("spread", torch.ones(1).expand(4), persistent=False)
         self.trained = []
 
     def train_dataloader(self):
@@ -619,7 +618,7 @@ trainer.fit(Disagrees())
 def test_two_ranks_that_disagree_about_seeds_and_the_best_train_to_the_end(workplace: Path) -> None:
     Path("disagrees.py").write_text(DISAGREES)
     log = workplace / "log.txt"
-    process = start([sys.executable, "disagrees.py"], log)
+    process = start([sys.executable, "-u", "disagrees.py"], log)
     assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
     assert checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]["score"] == 0
 

@@ -20,11 +20,11 @@ def share_buffers(trainer: Trainer, module: LightningModule, cpu_group: Any) -> 
     for part in (module, *lightning_internals.averaged_models(trainer)):
         for buffer in part.buffers():
             group = cpu_group if buffer.device.type == "cpu" else None
-            # NCCL takes no other tensors, and gloo would write past an expanded one.
+            # NCCL takes no tensor that is transposed, say.
             whole = buffer.contiguous()
             torch.distributed.broadcast(whole, src=0, group=group)
             if whole is not buffer:
-                buffer.data = whole
+                buffer.copy_(whole)
 
 
 def share_buffers_in_next_pass(trainer: Trainer) -> None:
