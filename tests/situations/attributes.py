@@ -159,6 +159,12 @@ class CountingSubclass(SupervisedModule):
         self.seen += 1
         return super().training_step(batch, batch_idx) * (1 + 0.01 * self.seen)
 
+    def log_means(self, split: str, means: dict[str, Tensor]) -> None:
+        super().log_means(split, means)
+        if split == "val":
+            # The name that all situations follow.
+            self.log("val_loss", means["loss"])
+
 
 add("subclass_and_its_data_module_count_in_attributes", CountingSubclass, data=CountingData)
 
