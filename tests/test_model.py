@@ -19,7 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import (
     BootStrapper,
     ClasswiseWrapper,
@@ -133,6 +133,32 @@ def test_schedules_climb_to_the_peak_and_survive_a_longer_run(shape: str) -> Non
     assert 0 < factors[0] < 0.1
     assert rate_factor(shape, 0.2, 100, 150) == factors[-1] == (1.0 if shape == "constant" else 0.0)  # type: ignore[arg-type]
     assert rate_factor(shape, 0.2, -1, 7) == 1.0  # type: ignore[arg-type]
+
+
+def test_a_schedule_of_a_run_that_nothing_gives_a_length_says_that_it_has_no_effect(
+    tmp_path: Path,
+) -> None:
+    module = SupervisedModule(nn.Linear(4, 1), schedule="cosine", lr=0.5)
+    module.trainer = plain_trainer(tmp_path, max_epochs=-1, max_time="00:01:00:00")
+    told = r"^--model.schedule cosine has no effect: .* stays 0\.5\. Add --max_steps N"
+    with pytest.warns(UserWarning, match=told):
+        module.configure_optimizers()
+    stream = SupervisedModule(nn.Linear(4, 1))
+    with pytest.warns(UserWarning, match=r"^--model.schedule linear has no effect"):
+        plain_trainer(tmp_path).fit(stream, DataLoader(Stream()))
+    # A warning would be an error here.
+    module.trainer = plain_trainer(tmp_path, max_epochs=-1, max_steps=9)
+    module.configure_optimizers()
+    constant = SupervisedModule(nn.Linear(4, 1), schedule="constant")
+    constant.trainer = plain_trainer(tmp_path, max_epochs=-1)
+    constant.configure_optimizers()
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Any:
+        yield torch.ones(4), torch.ones(())
 
 
 def test_learning_rates_and_names_that_cannot_be_are_refused_in_a_line() -> None:

@@ -19,7 +19,7 @@ from project.model.losses import HALF, evaluate_loss, make_losses
 from project.model.metrics import check_metrics, gather_metrics
 from project.model.optimizers import make_optimizer, may_fuse
 from project.model.running_sums import Metrics, RunningSums, exact
-from project.model.schedules import SHAPES, named_schedule, shaped_schedule
+from project.model.schedules import SHAPES, is_endless, named_schedule, shaped_schedule
 from project.model.standardization import standardized, take_over_standardization
 
 
@@ -64,7 +64,8 @@ class SupervisedModule(LightningModule):
         optimizer_args: Further arguments of the optimizer, such as ``{momentum: 0.9}``.
         schedule: The learning rate over the run: ``constant``; ``cosine`` or ``linear`` to 0;
             ``onecycle`` (cosine up from 1/25, cosine down to 0). Or a class of
-            ``torch.optim.lr_scheduler``, or an import path.
+            ``torch.optim.lr_scheduler``, or an import path. Where nothing says how many steps the
+            run takes (``--max_time`` alone, or data without a length), a shape stays at ``lr``.
         schedule_args: Arguments of a class named as ``schedule``.
         schedule_interval: How often such a class sets the rate; a shape does it at every step.
         warmup_fraction: Share of the run in which a shape climbs to ``lr``.
@@ -212,6 +213,12 @@ class SupervisedModule(LightningModule):
         optimizer = self.make_optimizer()
         if self.schedule in SHAPES:
             steps = self.trainer.estimated_stepping_batches
+            if self.schedule != "constant" and is_endless(steps):
+                rank_zero_warn(
+                    f"--model.schedule {self.schedule} has no effect: nothing says how many steps "
+                    f"this run takes, so the learning rate stays {self.lr}. Add --max_steps N "
+                    "(--max_time may still end the run before)."
+                )
             schedule = shaped_schedule(optimizer, self.schedule, self.warmup_fraction, steps)
         else:
             schedule = named_schedule(optimizer, self.schedule, self.schedule_args, self.mode)
