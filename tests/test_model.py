@@ -268,6 +268,58 @@ def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_
     )
 
 
+@pytest.mark.parametrize(
+    ("places", "ignored", "smoothing"),
+    [((), -100, {}), ((5,), 2, {}), ((5,), 2, {"label_smoothing": 0.3})],
+)
+def test_a_loss_is_the_mean_of_the_targets_that_it_does_not_ignore(
+    tmp_path: Path, places: tuple[int, ...], ignored: int, smoothing: dict[str, float]
+) -> None:
+    labels = torch.randint(2, (80, *places))
+    labels[:13] = ignored  # whole batches of an evaluation
+    labels[20:60:3] = ignored
+    outputs = 3 * math.prod(places)
+    network = nn.Sequential(nn.Linear(4, outputs), nn.Unflatten(1, (3, *places)))
+    module = SupervisedModule(
+        network,
+        loss="CrossEntropyLoss",
+        loss_args={"ignore_index": ignored, **smoothing},
+        optimizer="SGD",
+        lr=1e-30,
+    )
+    data = Rows(labels, eval_batch_size=4)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    logits = module(data.rows.tensors[0])
+    expected = float(F.cross_entropy(logits, labels, ignore_index=ignored))
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_training_batch_whose_targets_are_all_ignored_does_not_count() -> None:
+    module = Still(3, loss="CrossEntropyLoss")
+    features = torch.randn(16, 4)
+    labels = torch.arange(16) % 3
+    module.training_step((features, torch.full((16,), -100)), 0)
+    module.training_step((features, labels), 1)
+    module.sums.count_window()
+    total, count = module.sums.totals["epoch"].tolist()
+    expected = float(F.cross_entropy(module(features), labels))
+    assert count == 16
+    assert total / count == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_ignores_no_target_of_probabilities(tmp_path: Path) -> None:
+    mixed = torch.rand(32, 3).softmax(dim=1)
+    module = Still(3, loss="CrossEntropyLoss")
+    data = Rows(mixed)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    expected = float(F.cross_entropy(module(data.rows.tensors[0]), mixed))
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_train_loss_is_that_since_the_last_log_step_and_at_its_end_the_epochs(
     tmp_path: Path, accumulate: int

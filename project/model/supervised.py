@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from project.errors import UserError, require
 from project.model.activation_checkpointing import recompute_activations
 from project.model.lazy_layers import give_size, has_no_size
-from project.model.losses import HALF, evaluate_loss, make_losses
+from project.model.losses import HALF, counted_targets, evaluate_loss, make_losses
 from project.model.metrics import check_metrics, gather_metrics
 from project.model.optimizers import make_optimizer, may_fuse
 from project.model.running_sums import Metrics, RunningSums, exact
@@ -46,7 +46,8 @@ class SupervisedModule(LightningModule):
     Logged, each exact over its samples and over all ranks: ``train/loss`` (log steps: the samples
     since the last log step; epoch end: the epoch), ``val/loss``, ``test/loss``, and ``train/NAME``,
     ``val/NAME``, ``test/NAME`` for every entry of ``metrics`` (epoch end). Logged losses have no
-    class weights and no label smoothing.
+    class weights and no label smoothing, and leave out the targets that the loss ignores
+    (``ignore_index``).
 
     Args:
         network: Maps standardized inputs to outputs.
@@ -128,8 +129,8 @@ class SupervisedModule(LightningModule):
         self.trained_loss = losses.trained
         self.measured_loss = losses.measured
         # A loss of the subclass's own is logged as it is trained.
-        has_own_loss = type(self).loss is not SupervisedModule.loss
-        self.measures_apart = losses.differ and not has_own_loss
+        self.has_own_loss = type(self).loss is not SupervisedModule.loss
+        self.measures_apart = losses.differ and not self.has_own_loss
 
         self.train_metrics = gather_metrics(metrics)
         self.eval_metrics = self.train_metrics.clone()
@@ -355,6 +356,15 @@ class SupervisedModule(LightningModule):
         if self.measures_apart:
             return evaluate_loss(self.measured_loss, outputs, targets)
         return losses
+
+    def counted_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Which targets the logged loss counts, bool in their shape; None: all of them.
+
+        A loss of the subclass's own counts all of them.
+        """
+        if self.has_own_loss:
+            return None
+        return counted_targets(self.measured_loss, outputs, targets)
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do
