@@ -64,6 +64,7 @@ def test_recomputed_activations_give_the_same_gradients_and_keys(network: nn.Mod
     images = torch.rand(8, 1, 28, 28)
     twin = copy.deepcopy(network)
     recompute_activations(twin)
+    buffers = [*map(id, twin.buffers())]
     assert list(twin.state_dict()) == list(network.state_dict())
     gradients = []
     for one in (network, twin):
@@ -71,6 +72,11 @@ def test_recomputed_activations_give_the_same_gradients_and_keys(network: nn.Mod
         one(images).sum().backward()
         gradients.append([p.grad for p in one.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    # Running statistics are counted once, and their tensors stay the same objects.
+    statistics = dict(network.named_buffers())
+    for name, found in twin.named_buffers():
+        assert torch.equal(found, statistics[name])
+    assert [*map(id, twin.buffers())] == buffers
 
 
 def test_recomputing_stores_fewer_activations() -> None:
@@ -98,6 +104,25 @@ def test_compiled_checkpoints_are_eager_ones() -> None:
     compiled = ImageClassifier(MLP(), compile=True)
     assert list(compiled.state_dict()) == list(eager.state_dict())
     eager.load_state_dict(compiled.state_dict())
+
+
+@pytest.mark.nightly
+def test_a_compiled_network_that_recomputes_activations_counts_its_statistics_once() -> None:
+    images = torch.rand(8, 1, 6, 6)
+    block = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    plain = nn.Sequential(block, nn.Flatten(), nn.Linear(64, 3))
+    recomputing = copy.deepcopy(plain)
+    recompute_activations(recomputing)
+    recomputing.compile()
+    for network in (plain, recomputing):
+        for _ in range(2):
+            network(images).sum().backward()
+    statistics = dict(plain.named_buffers())
+    for name, found in recomputing.named_buffers():
+        torch.testing.assert_close(found, statistics[name])
+    gradients = dict(plain.named_parameters())
+    for name, parameter in recomputing.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-3, atol=1e-3)
 
 
 def make_optimizer(network: nn.Module, **kwargs: Any) -> Any:
