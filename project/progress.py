@@ -23,6 +23,7 @@ from project.engine.lazy_layers import has_lazy_layers
 from project.engine.ranks import say
 from project.facts import Summary, device_name, parameter_count, training_samples
 from project.run_result import RunResult
+from project.tables import format_metric
 
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6  # metrics in a line of an epoch
@@ -163,7 +164,9 @@ class EpochLines(Callback):
         if not (trainer.is_global_zero and trainer.current_epoch and metrics):
             return
         of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
-        shown = [f"{name} {float(metrics[name]):.4f}" for name in _shown_metrics(metrics)]
+        shown = [
+            f"{name} {format_metric(float(metrics[name]))}" for name in _shown_metrics(metrics)
+        ]
         parts = [f"epoch {trainer.current_epoch}{of}", *shown]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
@@ -177,7 +180,7 @@ def _shown_loss(trainer: Trainer) -> str:
     """The training's loss as the bar shows it; empty where none was logged."""
     for name, value in trainer.logged_metrics.items():
         if "loss" in name and not name.startswith("val"):
-            return f"{name} {float(value):.4f}"
+            return f"{name} {format_metric(float(value))}"
     return ""
 
 
@@ -264,13 +267,14 @@ def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
     tests = []
     for name, value in summary.metrics.items():
         if name.startswith("test"):
-            tests.append(f"{name} {value:.4f}")
+            tests.append(f"{name} {format_metric(value)}")
     lines = ["", "   ".join(tests)] if tests else [""]
     if summary.best_score is not None and summary.best_epoch is not None:
         of = f" of {summary.epochs}" if summary.epochs else ""
         what = "best" if summary.best_is_sound else "no best: weights are not numbers"
         where = f"({what}, epoch {summary.best_epoch + 1}{of})"
-        lines.append(f"{summary.monitor}  {summary.best_score:.4f}   {where}")
+        score = format_metric(summary.best_score)
+        lines.append(f"{summary.monitor}  {score}   {where}")
     lines.append(_time_line(summary))
     if summary.advice:
         lines.append(summary.advice)

@@ -198,6 +198,15 @@ def format_float(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def format_metric(value: float) -> str:
+    """A metric in a line for a person: four decimals, such as ``0.9912`` and ``12.3456``, or
+    ``3.00e-05`` where these would show little or nothing of it.
+    """
+    if 0 < abs(value) < 0.001:
+        return format_float(value)
+    return f"{value:.4f}"
+
+
 def printable(text: str) -> str:
     r"""A text in one line for the terminal. A control character becomes its code, such as ``\x1b``.
 

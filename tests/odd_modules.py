@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -57,6 +58,12 @@ class MadeInSetup(Odd):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.net(x - self.mean))
+
+
+class Untested(MadeInSetup):
+    """Makes a layer in ``setup``, and has no test."""
+
+    test_step = LightningModule.test_step
 
 
 class Unused(Odd):

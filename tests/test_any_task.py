@@ -20,10 +20,11 @@ from project import fit
 from project import test as test_command
 from project.command_line import start as entry
 from project.command_line.cli import configure
-from project.command_line.read_checkpoint import load
+from project.command_line.read_checkpoint import load, start_from
 from project.engine import ExactCheckpoint, signals
 from project.engine.following import Best
 from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.odd_modules import Untested
 from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
 from tests.stopped_runs import RUNS, SHORT, error_of, resume, train, train_until
 
@@ -416,6 +417,20 @@ def test_a_module_of_an_odd_kind_is_resumed_and_its_best_tested_alike_by_fit_and
     if named[0] == "Queue":
         assert summary(reference)["best_epoch"] == 0
         assert checkpoint(reference / "last.ckpt")["run"]["state"]["ranks"][0]["buffers"]
+
+
+def test_layers_of_setup_are_loaded_without_a_test_and_named_where_weights_alone_are_taken() -> (
+    None
+):
+    given = train("given", *odd("Untested", "--max_epochs", "1")) / "best.ckpt"
+    used = load(given).module.state_dict()
+    weights = checkpoint(given)["state_dict"]
+    assert {*weights} == {*used} >= {"last.weight"}
+    assert all(torch.equal(value, weights[name]) for name, value in used.items())
+    taken, kept, foreign = start_from(Untested(), str(given))
+    assert taken.endswith("4 of 5 tensors taken.")
+    assert kept == "--init_weights: these keep their random start: mean"
+    assert foreign.endswith("not in the module, or not before its setup: last.bias, last.weight")
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

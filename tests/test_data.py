@@ -474,6 +474,62 @@ def test_a_whole_shift_alone_moves_every_image_by_its_own_whole_pixels(dtype: to
     assert len(seen) == 25  # every shift in ± 2
 
 
+def test_a_rotation_and_a_shear_are_by_degrees_also_where_images_are_not_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each image gets the largest angle.
+    monkeypatch.setattr(torch, "rand", lambda *shape, device: torch.ones(*shape))
+    images = torch.zeros(1, 1, 21, 61)
+    images[:, :, 10, 40] = 1  # 10 pixels to the right of the centre
+    nothing = {"degrees": 0.0, "scale": 0.0, "shear": 0.0, "shift": 0.0, "elastic": 0.0}
+    turned = random_deformation(images, **nothing | {"degrees": 90.0})
+    assert abs(turned).max() == pytest.approx(1, abs=1e-4)
+    assert places_of(turned) == [(0, 30)]  # 10 pixels above the centre
+    images = torch.zeros(1, 1, 21, 61)
+    images[:, :, 15, 30] = 1  # 5 pixels below the centre
+    sheared = random_deformation(images, **nothing | {"shear": 45.0})
+    assert places_of(sheared) == [(15, 25)]
+
+
+def places_of(images: Tensor) -> list[tuple[int, int]]:
+    """Row and column of each pixel that is clearly above 0."""
+    return [(row, column) for _, _, row, column in (images > 0.5).nonzero().tolist()]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("rotate_degrees", 10.0), ("shift_pixels", 1.0), ("transforms", [v2.RandomHorizontalFlip()])],
+)
+def test_augmentation_is_refused_beside_masks_that_would_stay_as_they_are(
+    option: str, value: Any
+) -> None:
+    images = torch.rand(4, 1, 28, 28)
+    masks = torch.zeros(4, 28, 28, dtype=torch.int64)
+    module = BatchedDataModule(**{option: value})
+    with pytest.raises(UserError, match=rf"^--data\.{option} must be (0|empty) where targets are"):
+        training_batch(module, images, masks)
+    # There is nothing to refuse in an evaluation, for other targets, and without augmentation.
+    training_batch(module, images, masks, training=False)
+    training_batch(module, images, torch.zeros(4, 28))
+    training_batch(module, images, torch.zeros(4, 2, 2))
+    found, same = training_batch(BatchedDataModule(), images, masks)
+    assert torch.equal(found, images)
+    assert same is masks
+
+
+class FlippedWithMasks(BatchedDataModule):
+    def transformed(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return images.flip(3), targets.flip(2)
+
+
+def test_images_and_masks_are_changed_together_by_a_method() -> None:
+    images = torch.rand(4, 1, 28, 28)
+    masks = (images[:, 0] > 0.5).long()
+    found, moved = training_batch(FlippedWithMasks(), images, masks)
+    assert torch.equal((found[:, 0] > 0.5).long(), moved)
+    assert not torch.equal(moved, masks)
+
+
 # feature: mnist
 def test_the_default_digits_move_by_at_most_a_pixel() -> None:
     images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)

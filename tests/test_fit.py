@@ -18,12 +18,13 @@ import termios
 import warnings
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import fit
 from project import test as test_command
@@ -35,7 +36,7 @@ from project.data import MNISTDataModule
 from project.engine.run_folder import choose
 from project.fit import next_commands
 from project.model import MLP, MNISTClassifier
-from project.progress import closing_lines, stopped_lines
+from project.progress import EpochLines, closing_lines, stopped_lines
 from project.run_result import RunResult
 from tests.commands import (
     REPORTED,
@@ -185,6 +186,28 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     commands = [shlex.split(line) for line in lines if line.startswith("  python")]
     assert len(commands) >= 2
     assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)
+
+
+def test_a_small_loss_keeps_its_digits_in_the_lines_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = EpochLines()
+    trainer: Any = SimpleNamespace(
+        is_global_zero=True,
+        current_epoch=1,
+        max_epochs=2,
+        callback_metrics={"val/loss": torch.tensor(3.04e-05), "val/accuracy": torch.tensor(0.5)},
+    )
+    lines.on_train_epoch_start(trainer, LightningModule())
+    assert capsys.readouterr().out == "epoch 1/2  val/loss 3.04e-05  val/accuracy 0.5000\n"
+    facts = facts_of_a_short_run("small")
+    facts.monitor = "val/loss"
+    facts.best_score = 3.04e-05
+    facts.best_epoch = 0
+    facts.metrics = {"test/loss": 5.678e-05, "test/accuracy": 0.25}
+    told = closing_lines(facts, tmp_path)
+    assert "test/loss 5.68e-05   test/accuracy 0.2500" in told
+    assert "val/loss  3.04e-05   (best, epoch 1 of 1)" in told
 
 
 def test_a_resumed_run_that_is_stopped_before_it_has_read_its_checkpoint_says_how_to_go_on(

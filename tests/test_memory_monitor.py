@@ -576,6 +576,12 @@ def test_a_snapshot_is_written_when_training_ends_and_when_it_fails(tmp_path, mo
     snapshot.on_train_end(trainer, Linear())
     assert calls[4] == str(tmp_path / "m.pickle")
     assert "https://pytorch.org/memory_viz" in capsys.readouterr().out
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    at_home = MemorySnapshot("~/home.pickle")
+    at_home.on_fit_start(trainer, Linear())
+    at_home.on_train_end(trainer, Linear())
+    assert calls[7] == str(tmp_path / "home.pickle")
     with pytest.raises(UserError, match="must lie in a folder that exists"):
         MemorySnapshot("nowhere/m.pickle").on_fit_start(trainer, Linear())
 

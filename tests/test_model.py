@@ -19,7 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import (
     BootStrapper,
     ClasswiseWrapper,
@@ -64,6 +64,7 @@ def test_recomputed_activations_give_the_same_gradients_and_keys(network: nn.Mod
     images = torch.rand(8, 1, 28, 28)
     twin = copy.deepcopy(network)
     recompute_activations(twin)
+    buffers = [*map(id, twin.buffers())]
     assert list(twin.state_dict()) == list(network.state_dict())
     gradients = []
     for one in (network, twin):
@@ -71,6 +72,11 @@ def test_recomputed_activations_give_the_same_gradients_and_keys(network: nn.Mod
         one(images).sum().backward()
         gradients.append([p.grad for p in one.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    # Running statistics are counted once, and their tensors stay the same objects.
+    statistics = dict(network.named_buffers())
+    for name, found in twin.named_buffers():
+        assert torch.equal(found, statistics[name])
+    assert [*map(id, twin.buffers())] == buffers
 
 
 def test_recomputing_stores_fewer_activations() -> None:
@@ -98,6 +104,25 @@ def test_compiled_checkpoints_are_eager_ones() -> None:
     compiled = ImageClassifier(MLP(), compile=True)
     assert list(compiled.state_dict()) == list(eager.state_dict())
     eager.load_state_dict(compiled.state_dict())
+
+
+@pytest.mark.nightly
+def test_a_compiled_network_that_recomputes_activations_counts_its_statistics_once() -> None:
+    images = torch.rand(8, 1, 6, 6)
+    block = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    plain = nn.Sequential(block, nn.Flatten(), nn.Linear(64, 3))
+    recomputing = copy.deepcopy(plain)
+    recompute_activations(recomputing)
+    recomputing.compile()
+    for network in (plain, recomputing):
+        for _ in range(2):
+            network(images).sum().backward()
+    statistics = dict(plain.named_buffers())
+    for name, found in recomputing.named_buffers():
+        torch.testing.assert_close(found, statistics[name])
+    gradients = dict(plain.named_parameters())
+    for name, parameter in recomputing.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-3, atol=1e-3)
 
 
 def make_optimizer(network: nn.Module, **kwargs: Any) -> Any:
@@ -133,6 +158,32 @@ def test_schedules_climb_to_the_peak_and_survive_a_longer_run(shape: str) -> Non
     assert 0 < factors[0] < 0.1
     assert rate_factor(shape, 0.2, 100, 150) == factors[-1] == (1.0 if shape == "constant" else 0.0)  # type: ignore[arg-type]
     assert rate_factor(shape, 0.2, -1, 7) == 1.0  # type: ignore[arg-type]
+
+
+def test_a_schedule_of_a_run_that_nothing_gives_a_length_says_that_it_has_no_effect(
+    tmp_path: Path,
+) -> None:
+    module = SupervisedModule(nn.Linear(4, 1), schedule="cosine", lr=0.5)
+    module.trainer = plain_trainer(tmp_path, max_epochs=-1, max_time="00:01:00:00")
+    told = r"^--model.schedule cosine has no effect: .* stays 0\.5\. Add --max_steps N"
+    with pytest.warns(UserWarning, match=told):
+        module.configure_optimizers()
+    stream = SupervisedModule(nn.Linear(4, 1))
+    with pytest.warns(UserWarning, match=r"^--model.schedule linear has no effect"):
+        plain_trainer(tmp_path).fit(stream, DataLoader(Stream()))
+    # A warning would be an error here.
+    module.trainer = plain_trainer(tmp_path, max_epochs=-1, max_steps=9)
+    module.configure_optimizers()
+    constant = SupervisedModule(nn.Linear(4, 1), schedule="constant")
+    constant.trainer = plain_trainer(tmp_path, max_epochs=-1)
+    constant.configure_optimizers()
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Any:
+        yield torch.ones(4), torch.ones(())
 
 
 def test_learning_rates_and_names_that_cannot_be_are_refused_in_a_line() -> None:
@@ -240,6 +291,58 @@ def test_train_and_val_loss_are_one_number_for_the_same_samples_and_weights(tmp_
     assert float(module.training_step((features, labels), 0)) == pytest.approx(
         float(smoothed), rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("places", "ignored", "smoothing"),
+    [((), -100, {}), ((5,), 2, {}), ((5,), 2, {"label_smoothing": 0.3})],
+)
+def test_a_loss_is_the_mean_of_the_targets_that_it_does_not_ignore(
+    tmp_path: Path, places: tuple[int, ...], ignored: int, smoothing: dict[str, float]
+) -> None:
+    labels = torch.randint(2, (80, *places))
+    labels[:13] = ignored  # whole batches of an evaluation
+    labels[20:60:3] = ignored
+    outputs = 3 * math.prod(places)
+    network = nn.Sequential(nn.Linear(4, outputs), nn.Unflatten(1, (3, *places)))
+    module = SupervisedModule(
+        network,
+        loss="CrossEntropyLoss",
+        loss_args={"ignore_index": ignored, **smoothing},
+        optimizer="SGD",
+        lr=1e-30,
+    )
+    data = Rows(labels, eval_batch_size=4)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    logits = module(data.rows.tensors[0])
+    expected = float(F.cross_entropy(logits, labels, ignore_index=ignored))
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_training_batch_whose_targets_are_all_ignored_does_not_count() -> None:
+    module = Still(3, loss="CrossEntropyLoss")
+    features = torch.randn(16, 4)
+    labels = torch.arange(16) % 3
+    module.training_step((features, torch.full((16,), -100)), 0)
+    module.training_step((features, labels), 1)
+    module.sums.count_window()
+    total, count = module.sums.totals["epoch"].tolist()
+    expected = float(F.cross_entropy(module(features), labels))
+    assert count == 16
+    assert total / count == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_ignores_no_target_of_probabilities(tmp_path: Path) -> None:
+    mixed = torch.rand(32, 3).softmax(dim=1)
+    module = Still(3, loss="CrossEntropyLoss")
+    data = Rows(mixed)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    expected = float(F.cross_entropy(module(data.rows.tensors[0]), mixed))
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from project.errors import UserError
-from project.tables import check_output, format_table, write_rows
+from project.tables import check_output, format_metric, format_table, write_rows
 
 ROWS = [
     {"file": "a b.png", "digit": "7", "probability": 0.1 + 0.2, "size": 12345},
@@ -105,6 +105,19 @@ def test_table_aligns_numbers_right_and_marks_what_was_not_measured() -> None:
         "-----  ------  ---------",
         "   16  12,346  a",
         "1,024       -  long name",
+    ]
+
+
+def test_a_metric_has_four_decimals_and_a_small_one_its_digits() -> None:
+    values = [0.99123, 12.34567, 0.0, -0.001, 3.04e-05, -3.04e-05, math.nan]
+    assert [format_metric(value) for value in values] == [
+        "0.9912",
+        "12.3457",
+        "0.0000",
+        "-0.0010",
+        "3.04e-05",
+        "-3.04e-05",
+        "nan",
     ]
 
 

@@ -31,7 +31,7 @@ class MemorySnapshot(Callback):
         device = trainer.strategy.root_device.type
         if device != "cuda":
             raise UserError(f"--memory_snapshot needs a CUDA device, got {device}. Leave it away.")
-        check_output(self.path, (self.path.suffix.lower(),), "--memory_snapshot")
+        self.path = check_output(self.path, (self.path.suffix.lower(),), "--memory_snapshot")
         self._recording.callback(
             say,
             f"memory snapshot: {self.path} "

@@ -5,11 +5,13 @@ alone.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 
@@ -175,13 +177,22 @@ def leave_out_compiling_and_downloads(base: dict[str, Any]) -> None:
 
 
 def _set_up_and_load(config: Configuration, path: Path) -> None:
-    """Load weights of layers that are made in ``setup``, as it is called for a test."""
+    """Load weights of layers that are made in ``setup``, as it is called for a test, or for a
+    prediction where the module has no test.
+    """
     trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, limit_test_batches=0
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        limit_test_batches=0,
+        limit_predict_batches=0,
     )
+    # Without a test_step Lightning refuses a test before it calls setup.
+    has_test = is_overridden("test_step", config.module)
+    call_setup = trainer.test if has_test else trainer.predict
     # The data may be missing, for example. Then the weights do not fit, which is told below.
     with contextlib.suppress(Exception):
-        trainer.test(config.module, config.datamodule)
+        call_setup(config.module, config.datamodule)
     load_weights(config.module, path, again=True)
 
 
@@ -209,9 +220,18 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     module.load_state_dict(fitting, strict=False)
     lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
-    left = sorted(own.keys() - fitting.keys())
+    left = own.keys() - fitting.keys()
     if left:
-        shown = ", ".join(left[:MOST_NAMES])
-        more = " ..." if len(left) > MOST_NAMES else ""
-        lines.append(f"--init_weights: these keep their random start: {shown}{more}")
+        lines.append(f"--init_weights: these keep their random start: {first_names(left)}")
+    foreign = given.keys() - own.keys()
+    if foreign:
+        what = "these of the checkpoint are not in the module, or not before its setup"
+        lines.append(f"--init_weights: {what}: {first_names(foreign)}")
     return lines
+
+
+def first_names(names: Iterable[Any]) -> str:
+    """The first names in their order, for a line. Those of a checkpoint may be anything."""
+    ordered = sorted(str(name)[:80] for name in names)
+    more = " ..." if len(ordered) > MOST_NAMES else ""
+    return ", ".join(ordered[:MOST_NAMES]) + more

@@ -71,8 +71,11 @@ def random_affine_maps(
     move_y = draw[:, 5] * 2 * shift / height
     cos = torch.cos(angle)
     sin = torch.sin(angle)
-    x_row = torch.stack([cos * grow_x, (cos * tilt - sin) * grow_y, move_x], dim=1)
-    y_row = torch.stack([sin * grow_x, (sin * tilt + cos) * grow_y, move_y], dim=1)
+    # 1 along one axis is not as many pixels as 1 along the other, unless the image is square.
+    x_from_y = (cos * tilt - sin) * grow_y * (height / width)
+    y_from_x = sin * grow_x * (width / height)
+    x_row = torch.stack([cos * grow_x, x_from_y, move_x], dim=1)
+    y_row = torch.stack([y_from_x, (sin * tilt + cos) * grow_y, move_y], dim=1)
     return torch.stack([x_row, y_row], dim=1)
 
 

@@ -1,7 +1,7 @@
 """Images: :class:`BatchedDataModule`, a data module to inherit from."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,15 @@ DESCRIBED: dict[str, Any] = {"class_names": str, "image_shape": int, "mean": flo
 
 # Values of one image. A checkpoint that names a larger image was changed.
 LARGEST_IMAGE = 2**28
+
+# The arguments of `augment`, which gets no targets.
+AUGMENTATIONS = (
+    "rotate_degrees",
+    "scale_fraction",
+    "shear_degrees",
+    "shift_pixels",
+    "elastic_pixels",
+)
 
 
 class TensorImages(TensorRows):
@@ -55,6 +64,9 @@ class BatchedDataModule(SplitDataModule):
     Batches are ``(images, targets)``, images uint8 or float in 0-1, (batch, channels, height,
     width); the module standardizes them by ``mean`` and ``std``. Pillow images of any size and mode
     are fitted to ``image_shape``.
+
+    Augmentation changes the images alone. It is refused where targets are of the images' height and
+    width, such as masks: to change both, override :meth:`transformed`.
 
     Args:
         rotate_degrees: Augmentation: random rotation within ± this angle. All five at 0: no
@@ -133,6 +145,7 @@ class BatchedDataModule(SplitDataModule):
             require(False, option, f"be the images' shape {found}", named)
         if self.trainer is None or not self.trainer.training:
             return images, targets
+        self.refuse_beside_masks(AUGMENTATIONS, images, targets)
         return self.transformed(self.augment(images), targets)
 
     # What a checkpoint knows of the data
@@ -181,8 +194,24 @@ class BatchedDataModule(SplitDataModule):
         fits = 0 <= shift <= min(images.shape[-2:])
         return not any(others) and fits and float(shift).is_integer()
 
+    def refuse_beside_masks(self, names: Sequence[str], images: Tensor, targets: Any) -> None:
+        """A UserError where one of these arguments changes images (batch, channels, height, width)
+        whose targets are (..., height, width): a mask would no longer lie on its image.
+        """
+        if not isinstance(targets, Tensor) or targets.ndim < 3:
+            return
+        if targets.shape[-2:] != images.shape[-2:]:
+            return
+        for name in names:
+            value = getattr(self, name)
+            nothing = "empty" if name == "transforms" else "0"
+            must = f"be {nothing} where targets are masks: it changes the images alone"
+            hint = f" To change both, override {type(self).__name__}.transformed."
+            require(not value, f"--data.{name}", must, value, hint)
+
     def transformed(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Training images (batch, ...) and their targets after the user's ``transforms``."""
+        self.refuse_beside_masks(["transforms"], images, targets)
         for transform in self.transforms:
             images = as_unit_floats(images)
             if isinstance(transform, (v2.MixUp, v2.CutMix)):

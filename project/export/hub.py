@@ -26,7 +26,7 @@ from project.export.forward import first_line
 from project.export.samples import names_of_classes
 from project.export.write import metadata
 from project.facts import PACKAGES
-from project.tables import is_number
+from project.tables import format_metric, is_number
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -156,7 +156,8 @@ def card(loaded: Loaded) -> str:
         f"{count_parameters(loaded):,} parameters.",
         "## Results",
         *table(
-            ("metric", "value"), [(plain(key), f"{value:.4f}") for key, value in results.items()]
+            ("metric", "value"),
+            [(plain(key), format_metric(value)) for key, value in results.items()],
         ),
         "## How it was made",
         *table(("", ""), facts_of(loaded, summary)),

@@ -1,9 +1,11 @@
 """Activations recomputed in the backward pass: less memory for one more forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +17,8 @@ def recompute_activations(network: nn.Module) -> None:
     The parts are the direct children of ``network.blocks``, where the network has this, else of the
     network, as far as they have parameters. They are changed in place, and the keys of a checkpoint
     stay the same. Random generators are restored for the second pass, so that dropout drops the
-    same units in both.
+    same units in both. What the second pass counts, such as the running statistics of a batch norm,
+    is dropped: the first has counted it.
     """
     parts = getattr(network, "blocks", network)
     for part in parts.children():
@@ -29,4 +32,30 @@ def forward_again(module: nn.Module, forward: Callable[..., Any], *args: Any) ->
     """``forward`` of a module that recomputes its activations while it is trained."""
     if not module.training:
         return forward(*args)
-    return checkpoint(forward, *args, use_reentrant=False)
+    if torch.compiler.is_compiling():
+        # A compiled backward pass recomputes values, and changes no buffer.
+        return checkpoint(forward, *args, use_reentrant=False)
+    contexts = partial(first_and_second_pass, module)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+
+
+def first_and_second_pass(
+    module: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What is entered for the forward pass, and for the one that recomputes it."""
+    return nullcontext(), with_copies_of_buffers(module)
+
+
+@contextmanager
+def with_copies_of_buffers(module: nn.Module) -> Iterator[None]:
+    """Inside, a module has copies of its buffers; afterwards the buffers, as they were before."""
+    buffers = []
+    for layer in module.modules():
+        for name, buffer in layer.named_buffers(recurse=False):
+            buffers.append((layer, name, buffer))
+            setattr(layer, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for layer, name, buffer in buffers:
+            setattr(layer, name, buffer)

@@ -92,6 +92,17 @@ def evaluate_loss(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
     return value
 
 
+def counted_targets(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    """Which targets a loss does not ignore, bool in their shape; None: it ignores none."""
+    ignored = getattr(loss, "ignore_index", None)
+    if not isinstance(ignored, int):
+        return None
+    if isinstance(loss, nn.CrossEntropyLoss) and outputs.shape == targets.shape:
+        # These are class probabilities, (batch, classes, ...), and PyTorch ignores none of them.
+        return None
+    return targets != ignored
+
+
 def is_refusal(loss: nn.Module, error: Exception) -> bool:
     """Whether a loss of PyTorch's says that it does not take such outputs and targets."""
     is_pytorchs = type(loss).__module__.startswith("torch.")

@@ -35,6 +35,10 @@ class Counted(Protocol):
         """
         ...
 
+    def counted_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Which targets the loss counts, bool in their shape; None: all of them."""
+        ...
+
     def predictions(self, outputs: Tensor) -> Tensor:
         """What metrics take for outputs."""
         ...
@@ -59,7 +63,7 @@ class RunningSums:
     losses and samples are added up, each in float64, and divided once, when their mean is logged.
     The sums stay on the device, because to read a number in every step would wait for the device in
     every step. There are three of them, each a tensor (2,) with the sum of the losses and the
-    number of samples:
+    number of samples (of targets, where the loss may ignore some of them):
 
     - ``recent``: the training batches since the last log step;
     - ``epoch``: the training batches of this epoch;
@@ -116,7 +120,7 @@ class RunningSums:
         targets = torch.cat([batch.targets for batch in self.window])
         self.window = []
         losses = self.module.losses_to_log(losses, outputs, targets)
-        self._add(["recent", "epoch"], losses, len(targets))
+        self._add(["recent", "epoch"], losses, outputs, targets)
         self._update(self.module.train_metrics, outputs, targets)
 
     def means_since_log_step(self) -> dict[str, Tensor]:
@@ -143,7 +147,7 @@ class RunningSums:
 
         ``losses``: their mean, or a value per sample (batch, ...).
         """
-        self._add(["eval"], losses, len(targets))
+        self._add(["eval"], losses, outputs, targets)
         self._update(self.module.eval_metrics, outputs, targets)
 
     def means_of_evaluation(self) -> dict[str, Tensor]:
@@ -174,15 +178,25 @@ class RunningSums:
             return exact(predictions), exact(wanted)
         return predictions, wanted
 
-    def _add(self, names: list[str], losses: Tensor, samples: int) -> None:
+    def _add(self, names: list[str], losses: Tensor, outputs: Tensor, targets: Tensor) -> None:
         # ``losses`` may be one mean, one mean per equally large batch, or one value per sample (or
-        # more values, one per pixel, say): whatever it is, its mean is that of the samples.
-        total = exact(losses.detach()).sum() * (samples / losses.numel())
-        counted = torch.stack([total, torch.full_like(total, samples)])
+        # more values, one per pixel, say): each is the mean of equally many targets.
+        values = exact(losses.detach()).flatten()
+        counted = self.module.counted_targets(outputs, targets)
+        if counted is None or counted.numel() % len(values) > 0:
+            samples = len(targets)
+            total = values.sum() * (samples / len(values))
+            count = torch.full_like(total, samples)
+        else:
+            # The loss ignores some targets. A mean of none of them is not a number.
+            counts = exact(counted.reshape(len(values), -1).sum(dim=1))
+            total = (values * counts).where(counts > 0, 0).sum()
+            count = counts.sum()
+        sums = torch.stack([total, count])
         for name in names:
             before = self.totals.get(name, 0)
             # A new tensor and not ``+=``: a state that was taken before must not change.
-            self.totals[name] = before + counted
+            self.totals[name] = before + sums
 
     def _update(self, metrics: Metrics, outputs: Tensor, targets: Tensor) -> None:
         predictions, wanted = self.as_metrics_take_them(outputs, targets)
@@ -199,10 +213,10 @@ class RunningSums:
         # ever. A training or validation step of the user's own may have counted no loss, or filled
         # no metric, on any rank.
         mine = torch.cat([sums, sums.new_tensor([is_filled])])
-        loss, samples, filled = self.module.trainer.strategy.reduce(mine, reduce_op="sum")
+        loss, count, filled = self.module.trainer.strategy.reduce(mine, reduce_op="sum")
         means: dict[str, Any] = {}
-        if samples:
-            means["loss"] = loss / samples
+        if count:
+            means["loss"] = loss / count
         if metrics is not None and filled:
             means |= computed(metrics)
         if metrics is not None:

@@ -41,7 +41,7 @@ def named_schedule(
 def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: int) -> float:
     """The factor on the peak rate at ``step``, 0 being the first.
 
-    It is 1 throughout in a run without end.
+    It is 1 throughout in a run of which nothing says how many steps it takes.
 
     The factor is a function of the step alone. PyTorch's own schedules keep the run's length and
     peak in their state, but a user who resumes a run may change both.
@@ -52,6 +52,11 @@ def rate_factor(shape: str, warmup_fraction: float, total_steps: float, step: in
     if done < warmup_fraction:
         return climb(shape, done / warmup_fraction, steps=warmup_fraction * total_steps)
     return fall(shape, (1 - done) / (1 - warmup_fraction))
+
+
+def is_endless(total_steps: float) -> bool:
+    """Whether nothing says how many steps a run takes. Lightning estimates -1 or infinity."""
+    return total_steps < 0 or total_steps == math.inf
 
 
 def climb(shape: str, height: float, steps: float) -> float:

@@ -15,11 +15,11 @@ from torchmetrics import Metric
 from project.errors import UserError, require
 from project.model.activation_checkpointing import recompute_activations
 from project.model.lazy_layers import give_size, has_no_size
-from project.model.losses import HALF, evaluate_loss, make_losses
+from project.model.losses import HALF, counted_targets, evaluate_loss, make_losses
 from project.model.metrics import check_metrics, gather_metrics
 from project.model.optimizers import make_optimizer, may_fuse
 from project.model.running_sums import Metrics, RunningSums, exact
-from project.model.schedules import SHAPES, named_schedule, shaped_schedule
+from project.model.schedules import SHAPES, is_endless, named_schedule, shaped_schedule
 from project.model.standardization import standardized, take_over_standardization
 
 
@@ -46,7 +46,8 @@ class SupervisedModule(LightningModule):
     Logged, each exact over its samples and over all ranks: ``train/loss`` (log steps: the samples
     since the last log step; epoch end: the epoch), ``val/loss``, ``test/loss``, and ``train/NAME``,
     ``val/NAME``, ``test/NAME`` for every entry of ``metrics`` (epoch end). Logged losses have no
-    class weights and no label smoothing.
+    class weights and no label smoothing, and leave out the targets that the loss ignores
+    (``ignore_index``).
 
     Args:
         network: Maps standardized inputs to outputs.
@@ -64,7 +65,8 @@ class SupervisedModule(LightningModule):
         optimizer_args: Further arguments of the optimizer, such as ``{momentum: 0.9}``.
         schedule: The learning rate over the run: ``constant``; ``cosine`` or ``linear`` to 0;
             ``onecycle`` (cosine up from 1/25, cosine down to 0). Or a class of
-            ``torch.optim.lr_scheduler``, or an import path.
+            ``torch.optim.lr_scheduler``, or an import path. Where nothing says how many steps the
+            run takes (``--max_time`` alone, or data without a length), a shape stays at ``lr``.
         schedule_args: Arguments of a class named as ``schedule``.
         schedule_interval: How often such a class sets the rate; a shape does it at every step.
         warmup_fraction: Share of the run in which a shape climbs to ``lr``.
@@ -127,8 +129,8 @@ class SupervisedModule(LightningModule):
         self.trained_loss = losses.trained
         self.measured_loss = losses.measured
         # A loss of the subclass's own is logged as it is trained.
-        has_own_loss = type(self).loss is not SupervisedModule.loss
-        self.measures_apart = losses.differ and not has_own_loss
+        self.has_own_loss = type(self).loss is not SupervisedModule.loss
+        self.measures_apart = losses.differ and not self.has_own_loss
 
         self.train_metrics = gather_metrics(metrics)
         self.eval_metrics = self.train_metrics.clone()
@@ -212,6 +214,12 @@ class SupervisedModule(LightningModule):
         optimizer = self.make_optimizer()
         if self.schedule in SHAPES:
             steps = self.trainer.estimated_stepping_batches
+            if self.schedule != "constant" and is_endless(steps):
+                rank_zero_warn(
+                    f"--model.schedule {self.schedule} has no effect: nothing says how many steps "
+                    f"this run takes, so the learning rate stays {self.lr}. Add --max_steps N "
+                    "(--max_time may still end the run before)."
+                )
             schedule = shaped_schedule(optimizer, self.schedule, self.warmup_fraction, steps)
         else:
             schedule = named_schedule(optimizer, self.schedule, self.schedule_args, self.mode)
@@ -348,6 +356,15 @@ class SupervisedModule(LightningModule):
         if self.measures_apart:
             return evaluate_loss(self.measured_loss, outputs, targets)
         return losses
+
+    def counted_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Which targets the logged loss counts, bool in their shape; None: all of them.
+
+        A loss of the subclass's own counts all of them.
+        """
+        if self.has_own_loss:
+            return None
+        return counted_targets(self.measured_loss, outputs, targets)
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do
