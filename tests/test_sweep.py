@@ -249,11 +249,30 @@ def test_what_is_not_used_of_a_sweep_file_is_named(tmp_path: Path) -> None:
     text = SPACE + "program: train.py\nrun_cap: 7\n"
     (tmp_path / "s.yaml").write_text(text.replace("goal:", "target: 0.9, goal:"))
     assert read_space(tmp_path / "s.yaml").notes == [
+        "the best trial has the largest val/accuracy.",
         f"{tmp_path}/s.yaml: program, run_cap: for W&B alone, not used here.",
         f"{tmp_path}/s.yaml: metric.target: not used here.",
         "a trial that is worse than the median of the others is stopped early, "
         "after 1 epoch or later (not by `type: hyperband`).",
     ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "goal", "note"),
+    [
+        ("{name: val/loss}", "minimize", "smallest val/loss: W&B minimizes where metric has no"),
+        ("{name: val/f1, goal: maximize}", "maximize", "largest val/f1."),
+        ("{goal: minimize}", "minimize", "smallest val/accuracy."),
+        ("{}", "maximize", "largest val/accuracy."),
+    ],
+)
+def test_a_metric_without_a_goal_is_minimized_as_in_wandb_and_the_sweep_says_so(
+    metric: str, goal: str, note: str, tmp_path: Path
+) -> None:
+    (tmp_path / "s.yaml").write_text(f"{{parameters: {{x: 1}}, metric: {metric}}}")
+    space = read_space(tmp_path / "s.yaml")
+    assert space.goal == goal
+    assert space.notes[0].startswith(f"the best trial has the {note}")
 
 
 def test_a_sweep_needs_no_symbolic_links_and_no_signal_to_a_parent(
