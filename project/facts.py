@@ -160,7 +160,7 @@ def parameter_count(trainer: Trainer, module: LightningModule) -> int:
     return sum(parameter.numel() for parameter in sized)
 
 
-def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, benchmark, export
+def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, benchmark
     """The network inside a module, or the module itself where it has none of that name."""
     if isinstance(module, contract.HasNetwork) and isinstance(module.network, torch.nn.Module):
         return module.network
