@@ -167,21 +167,13 @@ def describe(
     if are_images and way == "positions":
         names = ["images"]
     samples = Samples(inputs, names, way, candidate.source, outputs, are_images=are_images)
-    classes = names_of_classes(loaded)
+    classes = tuple(loaded.class_names)
     if classes and returns_logits(loaded.module, samples, len(classes)):
         samples.labels = candidate.labels
         samples.classes = classes
         samples.outputs = [Output("output", "logits")]
     samples.outputs = [unlike_inputs(output, samples) for output in samples.outputs]
     return samples
-
-
-def names_of_classes(loaded: Loaded) -> tuple[str, ...]:
-    """The classes that the module, or else the data module, names; none where neither does."""
-    for owner in (loaded.module, loaded.datamodule):
-        if isinstance(owner, contract.NamesClasses) and owner.class_names:
-            return tuple(owner.class_names)
-    return ()
 
 
 def returns_logits(module: LightningModule, samples: Samples, classes: int) -> bool:
