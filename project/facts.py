@@ -148,11 +148,11 @@ def training_samples(trainer: Trainer) -> int | None:
     batches.
     """
     samples = samples_of(trainer.train_dataloader)
-    batches = getattr(trainer.train_dataloader, "sampler", None)
+    sampler = getattr(trainer.train_dataloader, "sampler", None)
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]
-    if overfits and samples and getattr(batches, "batch_size", None):
+    if overfits and samples and getattr(sampler, "batch_size", None):
         count = int(trainer.num_training_batches)
-        return min(samples, count * batches.global_batch_size)  # type: ignore[union-attr]
+        return min(samples, count * sampler.global_batch_size)  # type: ignore[union-attr]
     return samples
 
 
@@ -169,7 +169,7 @@ def parameter_count(trainer: Trainer, module: LightningModule) -> int:
     return sum(parameter.numel() for parameter in sized)
 
 
-def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, benchmark, export
+def network_of(module: LightningModule) -> torch.nn.Module:  # feature: tune, benchmark
     """The network inside a module, or the module itself where it has none of that name."""
     if isinstance(module, contract.HasNetwork) and isinstance(module.network, torch.nn.Module):
         return module.network

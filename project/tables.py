@@ -92,11 +92,19 @@ def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
 
 
 def as_plain(rows: Sequence[Row] | Row) -> Any:
-    """Rows of plain values: NaN and infinity, which JSON does not have, become None; other objects
-    their text.
+    """Rows of plain values: tensors and arrays become lists; NaN and infinity, which JSON does not
+    have, None; other objects their text.
     """
-    text = json.dumps(rows, default=str)
+    text = json.dumps(rows, default=plain_value)
     return json.loads(text, parse_constant=lambda _: None)
+
+
+def plain_value(value: Any) -> Any:
+    """What JSON can hold of a value that it does not know."""
+    # The text of a large tensor would be shortened.
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
 
 
 def as_csv(rows: Sequence[Row]) -> str:

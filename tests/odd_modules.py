@@ -117,3 +117,10 @@ class Answers(Odd):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return DataLoader(rows(11, 2), batch_size=4)
+
+
+class Lists(Answers):
+    """Answers a batch with a list."""
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> list[float]:
+        return list(self(batch[0]).flatten().tolist())

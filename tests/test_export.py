@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +28,7 @@ from project.export.compare import compare
 from project.export.forward import answer
 from project.export.samples import Samples, find_samples
 from project.export.trace import trace
-from project.export.write import write_files
+from project.export.write import write_files, write_weights
 from project.model import MLP, ConvNet, MNISTClassifier
 from tests.trained import trained_checkpoint
 
@@ -305,6 +305,70 @@ def test_a_module_that_brings_its_test_set_is_compared_on_it(tmp_path: Path) -> 
     assert samples.source == "BringsHouses test"
     assert rows
     assert all(row["agrees"] for row in rows)
+
+
+class MadeInSetup(BringsHouses):
+    """Makes its layers in ``setup``, anew whenever it is called."""
+
+    def setup(self, stage: str) -> None:
+        self.layer = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))
+
+
+def test_a_module_that_makes_its_layers_in_setup_keeps_the_weights_that_were_loaded() -> None:
+    module = MadeInSetup()
+    module.setup("test")
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    samples = find_samples(Loaded(module.eval(), None, {}, {}, Path("best.ckpt")))
+    assert samples.source == "MadeInSetup test"
+    found = module.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert not module.layer.training
+
+
+class GrowsInSetup(BringsHouses):
+    """Makes one more layer whenever ``setup`` is called."""
+
+    def setup(self, stage: str) -> None:
+        self.layer = nn.Sequential(self.layer, nn.Linear(3, 3))
+
+
+def test_of_a_module_whose_setup_makes_other_layers_nothing_is_written(tmp_path: Path) -> None:
+    loaded = Loaded(GrowsInSetup().eval(), None, {}, {}, Path("best.ckpt"))
+    with pytest.raises(UserError, match=r"^GrowsInSetup.setup makes other layers when .*") as error:
+        export.export_all(loaded, tmp_path, ["pt2", "safetensors"], None)
+    assert "\n" not in str(error.value)
+    assert not os.listdir(tmp_path)
+
+
+class TwoParts(Prices):
+    """Has a head beside what it calls its network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layer
+        self.network = nn.Linear(5, 4)
+        self.head = nn.Linear(4, 3)
+
+    def layer(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.network(x))
+
+
+def test_safetensors_hold_the_whole_module_where_its_network_is_only_a_part(tmp_path: Path) -> None:
+    loaded = Loaded(TwoParts().eval(), Houses(), {}, {}, Path("best.ckpt"))
+    samples = find_samples(loaded)
+    files = {"safetensors": tmp_path / "model.safetensors"}
+    before = {name: value.clone() for name, value in loaded.module.state_dict().items()}
+    write_weights(files["safetensors"], loaded, {})
+    written = load_file(files["safetensors"])
+    assert written.keys() == before.keys()
+    (row,) = compare(files, loaded, samples)
+    assert row["agrees"]
+    assert all(torch.equal(value, before[name]) for name, value in written.items())
+    del written["head.weight"]
+    save_file(written, files["safetensors"])
+    (row,) = compare(files, loaded, samples)
+    assert not row["agrees"]
 
 
 class Named(LightningModule):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch import nn
 from project.command_line import start as entry
 from project.command_line.cli import Configuration
 from project.command_line.read_checkpoint import Loaded, load
+from project.data import MNISTDataModule
 from project.errors import UserError
 from project.export import __main__ as export
 from project.export.hub import CARD, FILES, card, plain, write_hub
@@ -120,6 +123,36 @@ def test_any_module_has_a_card_and_a_name_is_no_markup(tmp_path: Path) -> None:
     assert "<i>" not in text.split("---\n", 2)[2]
     assert front_matter(text)["library_name"] == "project"
     assert json.loads((tmp_path / "config.json").read_text())["model"]["class_path"]
+
+
+class Masks(LightningModule):
+    """Labels each pixel."""
+
+    class_names = ["sky", "sea", "land"]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.float().expand(-1, 3, -1, -1)
+
+
+def test_a_module_that_labels_pixels_is_said_to_be_no_classifier_of_images() -> None:
+    loaded = dataclasses.replace(loaded_of(Masks()), datamodule=MNISTDataModule())
+    text = card(loaded)
+    assert "pipeline_tag" not in front_matter(text)
+    assert "logits" not in text
+
+
+def test_results_of_an_earlier_end_are_not_those_of_a_later_best_checkpoint(tmp_path: Path) -> None:
+    run = trained_checkpoint().parent
+    shutil.copy(run / "best.ckpt", tmp_path)
+    facts = summary(run) | {"test_loss": 0.5}
+    loaded = load(tmp_path / "best.ckpt")
+    step = loaded.run["global_step"]
+    for steps, is_there in ((step, True), (step - 1, False)):
+        (tmp_path / "summary.json").write_text(json.dumps(facts | {"steps": steps}))
+        text = card(loaded)
+        assert (f"| test/accuracy | {facts['test/accuracy']:.4f} |" in text) == is_there
+        assert ("| test\\_loss | 0.5000 |" in text) == is_there
+        assert ("name: test_loss\n" in text) == is_there
 
 
 def test_a_module_that_cannot_be_made_again_is_told_and_leaves_no_file(tmp_path: Path) -> None:

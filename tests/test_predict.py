@@ -53,10 +53,11 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    for module in ("Answers", "Queue"):
+    for module, precision in (("Answers", "32"), ("Lists", "64"), ("Queue", "32")):
         train(
             module,
             *("--model", f"tests.odd_modules.{module}", "--data", "null", "--accelerator", "cpu"),
+            *("--precision", f"{precision}-true"),
             *SHORT,
         )
     capsys.readouterr()
@@ -70,6 +71,17 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     with torch.no_grad():
         expected = module(torch.stack([row[0] for row in rows(11, 2)]))
     assert [float(row["answer"]) for row in found] == pytest.approx(expected.flatten().tolist())
+
+    # One loader whose answers are lists, of a run in float64.
+    best = ["--ckpt_path", "checkpoints/Lists/best.ckpt"]
+    assert predict.main([*best, "--output", "answers.json"]) == 0
+    found = json.loads(Path("answers.json").read_text())
+    module = load(Path(best[1])).module.double()
+    with torch.no_grad():
+        expected = module(torch.stack([row[0] for row in rows(11, 2)]).double())
+    assert [row.keys() for row in found] == [{"prediction"}] * 11
+    answers = [row["prediction"] for row in found]
+    assert answers == pytest.approx(expected.flatten().tolist(), rel=1e-12)
 
     line = error_of(capsys, "--ckpt_path", "checkpoints/Queue/best.ckpt", main=predict.main)
     assert line == "error: IMAGE is missing: name files, or give Queue a predict_dataloader."
@@ -395,7 +407,9 @@ def test_a_checkpoint_of_somebody_elses_package_is_used_only_where_that_is_allow
 
 
 def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None:
-    for name in ("b.png", "a.PNG", ".hidden.png", "c.txt"):
+    tmp_path = tmp_path / ".named"
+    (tmp_path / ".ipynb_checkpoints" / "in").mkdir(parents=True)
+    for name in ("b.png", "a.PNG", ".hidden.png", "c.txt", ".ipynb_checkpoints/in/d.png"):
         (tmp_path / name).write_bytes(b"")
     words = [str(tmp_path), str(tmp_path / "b.png")]
     images = [tmp_path / "a.PNG", tmp_path / "b.png"]

@@ -27,6 +27,7 @@ from project.engine.mirror.store import Store
 from project.runs import __main__ as runs
 from project.runs import (
     page,  # feature: report
+    saved_run,
     seeds,
 )
 from tests.commands import SMALL, Process, popen
@@ -206,6 +207,68 @@ def test_seeds_of_one_configuration_are_averaged(root: Path) -> None:
     assert slow["val/accuracy std"] == pytest.approx(0.02 / 2**0.5)
     assert (slow["fit_seconds"], slow["fit_seconds std"]) == (1.5, 0)
     assert (fast["runs"], fast["test/accuracy"], fast["test/accuracy std"]) == ("fast", 0.94, None)
+
+
+def change(folder: Path, summary: dict[str, Any], **config: Any) -> None:
+    """Change what the files of a run say."""
+    facts = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(facts | summary))
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | config))
+
+
+def test_classes_of_one_name_in_two_modules_are_two_configurations(root: Path) -> None:
+    for version in ("v1", "v2"):
+        model = {"class_path": f"mine.{version}.Net", "init_args": {"block": {"class_path": "a.B"}}}
+        change(make_run(root, version), {}, model=model)
+    found = {row["runs"]: row["model"] for row in listed(root, "--seeds")}
+    assert {"v1": "mine.v1.Net", "v2": "mine.v2.Net"}.items() <= found.items()
+    # A name that is clear stays short.
+    shutil.rmtree(root / "v2")
+    names = {row["name"]: row["model"] for row in listed(root)}
+    assert (names["v1"], names["fast"]) == ("Net", "MNISTClassifier")
+
+
+def test_runs_that_found_other_data_are_not_averaged(root: Path) -> None:
+    of_auto = {"class_path": "project.data.MNISTDataModule", "init_args": {"source": "auto"}}
+    for seed, source in ((1, "sample"), (2, "mnist"), (3, "mnist")):
+        # Where MNIST lies makes no difference.
+        data = {**of_auto, "init_args": {**of_auto["init_args"], "root": f"data{seed}"}}
+        folder = make_run(root, f"auto-{seed}", 0.5, seed)
+        change(folder, {"data_source": source}, data=data)
+    found = {row["runs"]: row["data_source"] for row in listed(root, "--seeds")}
+    assert {"auto-1": "sample", "auto-2 auto-3": "mnist"}.items() <= found.items()
+    # A run that trains has told no source yet, and belongs to the only one there is.
+    shutil.rmtree(root / "auto-1")
+    (root / "auto-3" / "summary.json").unlink()
+    shutil.rmtree(root / "fast")
+    rows = listed(root, "--seeds")
+    assert "auto-2 auto-3" in [row["runs"] for row in rows]
+    assert not any("data_source" in row for row in rows)
+
+
+def test_runs_on_the_data_of_other_folders_are_not_averaged(root: Path) -> None:
+    for seed, place in ((1, "cats"), (2, "dogs"), (3, "dogs")):
+        data = {"class_path": "mine.Folder", "init_args": {"root": place}}
+        folder = make_run(root, f"own-{seed}", 0.5, seed)
+        change(folder, {"data_source": "Folder"}, data=data)
+    found = {row["runs"]: row["data.root"] for row in listed(root, "--seeds")}
+    assert {"own-1": "cats", "own-2 own-3": "dogs"}.items() <= found.items()
+
+
+def test_results_that_are_called_test_loss_are_results(root: Path) -> None:
+    results = {"monitor": "val_loss", "val_loss": 0.5, "test_acc": 0.25, "test_loss": 0.75}
+    change(make_run(root, "plain"), results)
+    (row,) = [row for row in listed(root) if row["name"] == "plain"]
+    assert {"val_loss": 0.5, "test_acc": 0.25, "test_loss": 0.75}.items() <= row.items()
+    # What the run is judged by comes first.
+    assert list(saved_run.SavedRun(root / "plain").results)[:2] == ["val_loss", "test_loss"]
+    means = {row["runs"]: row.get("test_loss") for row in listed(root, "--seeds")}
+    assert means["plain"] == 0.75
+    # feature: report
+    tests = page.test_row(saved_run.SavedRun(root / "plain"))
+    assert {"test_acc": 0.25, "test_loss": 0.75}.items() <= tests.items()
+    # end feature: report
 
 
 @pytest.mark.nightly

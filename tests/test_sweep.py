@@ -249,11 +249,30 @@ def test_what_is_not_used_of_a_sweep_file_is_named(tmp_path: Path) -> None:
     text = SPACE + "program: train.py\nrun_cap: 7\n"
     (tmp_path / "s.yaml").write_text(text.replace("goal:", "target: 0.9, goal:"))
     assert read_space(tmp_path / "s.yaml").notes == [
+        "the best trial has the largest val/accuracy.",
         f"{tmp_path}/s.yaml: program, run_cap: for W&B alone, not used here.",
         f"{tmp_path}/s.yaml: metric.target: not used here.",
         "a trial that is worse than the median of the others is stopped early, "
         "after 1 epoch or later (not by `type: hyperband`).",
     ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "goal", "note"),
+    [
+        ("{name: val/loss}", "minimize", "smallest val/loss: W&B minimizes where metric has no"),
+        ("{name: val/f1, goal: maximize}", "maximize", "largest val/f1."),
+        ("{goal: minimize}", "minimize", "smallest val/accuracy."),
+        ("{}", "maximize", "largest val/accuracy."),
+    ],
+)
+def test_a_metric_without_a_goal_is_minimized_as_in_wandb_and_the_sweep_says_so(
+    metric: str, goal: str, note: str, tmp_path: Path
+) -> None:
+    (tmp_path / "s.yaml").write_text(f"{{parameters: {{x: 1}}, metric: {metric}}}")
+    space = read_space(tmp_path / "s.yaml")
+    assert space.goal == goal
+    assert space.notes[0].startswith(f"the best trial has the {note}")
 
 
 def test_a_sweep_needs_no_symbolic_links_and_no_signal_to_a_parent(
@@ -393,6 +412,30 @@ def test_a_trial_killed_in_training_has_failed(trial: RunningTrial) -> None:
     assert trial.trial.study.trials[3].state.name == "FAIL"
 
 
+def test_a_trial_that_is_refused_once_others_have_trained_has_failed_alone(
+    trial: RunningTrial, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial.log_path.write_text("error: the GPU has no memory left.\n")
+    trial.process.exit_code = 2
+    assert trial.watch()
+    assert trial.trial.study.trials[3].state.name == "FAIL"
+    assert capsys.readouterr().out.endswith("failed (the GPU has no memory left.)\n")
+
+
+def test_the_first_trial_that_is_refused_ends_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials.subprocess, "Popen", FakeProcess)
+    space = Space({"lr": FloatDistribution(0.0, 1.0)})
+    study = studies.open_study(tmp_path, space, trials=2, seed=0)
+    for _ in range(2):
+        running = RunningTrial(studies.next_trial(study, space), space, tmp_path, [], {})
+        running.log_path.write_text("error: unknown option --lrr.\n")
+        running.process.exit_code = 2
+        with pytest.raises(UserError, match="unknown option --lrr"):
+            running.watch()
+
+
 def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(
     trial: RunningTrial,
 ) -> None:
@@ -443,6 +486,10 @@ def test_trials_of_a_sweep_share_the_cores_and_the_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     environment = environment_of(0, 2, tmp_path)
     assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("3", "5")
+    # SLURM sets a list for every job.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, GPU-a1")
+    given = [environment_of(slot, 2, tmp_path)["CUDA_VISIBLE_DEVICES"] for slot in range(3)]
+    assert given == ["7", "GPU-a1", "7"]
 
 
 def test_the_picture_shows_every_trial(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from project.errors import UserError
 from project.tables import check_output, format_metric, format_table, write_rows
@@ -30,6 +31,13 @@ def test_json_holds_the_rows_in_full_precision_and_null_for_what_is_not_a_number
         "size": 3,
         "note": "x",
     }
+
+
+def test_tensors_and_arrays_are_written_whole(tmp_path: Path) -> None:
+    mask = torch.arange(4000).view(2, 2000)
+    write_rows(tmp_path / "out.json", [{"mask": [mask, mask.numpy()]}])
+    (row,) = json.loads((tmp_path / "out.json").read_text())
+    assert row["mask"] == [mask.tolist(), mask.tolist()]
 
 
 def test_csv_reads_back_with_every_column_of_every_row(tmp_path: Path) -> None:

@@ -134,6 +134,14 @@ class Loaded:
     # Settings of model and data that differ from the checkpoint's
     changes: list[str] = field(default_factory=list)
 
+    @property
+    def class_names(self) -> list[str]:
+        """The classes that the module, or else the data module, names; none where neither does."""
+        for owner in (self.module, self.datamodule):
+            if isinstance(owner, contract.NamesClasses) and owner.class_names:
+                return list(owner.class_names)
+        return []
+
 
 def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Loaded:
     """The module and data module of a checkpoint, from the checkpoint alone, or a UserError.

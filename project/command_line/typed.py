@@ -109,7 +109,6 @@ def leave_out_added(settings: dict[str, Any], added: dict[str, list[str]]) -> No
 
     Args:
         settings: The configuration of the resumed run. It is changed.
-        settings: What config files give, as they hold it.
         added: List → classes, of :attr:`CommandLine.added`.
     """
     for name, classes in added.items():

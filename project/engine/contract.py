@@ -87,7 +87,9 @@ class KeepsSums(Protocol, metaclass=AsksByName):
 
 @runtime_checkable
 class HasNetwork(Protocol, metaclass=AsksByName):
-    """A module whose trained network is one part of it: what ``export`` writes and tables name."""
+    """A module whose trained network is one part of it. Tables name it, and ``export`` writes the
+    weights of it alone where the module has no others.
+    """
 
     network: nn.Module
 

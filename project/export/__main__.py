@@ -208,7 +208,7 @@ def make_folder(folder: Path, option: str = "--output_dir") -> None:
 
 
 def export_weights(loaded: Loaded, folder: Path, table: Path | None) -> int:
-    """Write the network's weights alone. They are the same bits, so that nothing is traced."""
+    """Write the weights alone. They are the same bits, so that nothing is traced."""
     from project.export.compare import compare_weights
     from project.export.write import metadata, write_weights
 
@@ -224,13 +224,15 @@ def export_all(loaded: Loaded, folder: Path, formats: Sequence[str], table: Path
     Where the module cannot be traced, its weights are written nevertheless, and the error says so.
     """
     from project.export.compare import compare
-    from project.export.samples import find_samples
+    from project.export.samples import OtherLayers, find_samples
     from project.export.trace import trace
     from project.export.write import write_files
 
     try:
         samples = find_samples(loaded)
         program = trace(loaded, samples)
+    except OtherLayers:
+        raise
     except UserError as error:
         if "safetensors" not in formats:
             raise

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -23,7 +24,6 @@ from project.engine import contract
 from project.errors import UserError, require
 from project.export.compare import as_bytes
 from project.export.forward import first_line
-from project.export.samples import names_of_classes
 from project.export.write import metadata
 from project.facts import PACKAGES
 from project.tables import format_metric, is_number
@@ -106,7 +106,7 @@ def configuration(loaded: Loaded) -> dict[str, Any]:
         "library_name": PACKAGE,
         "version": __version__,
         "model": loaded.config.resolved["model"],
-        "classes": list(names_of_classes(loaded)),
+        "classes": loaded.class_names,
     }
 
 
@@ -177,11 +177,12 @@ def front_matter(loaded: Loaded, name: str, results: dict[str, float]) -> dict[s
     task = task_of(loaded)
     if task is None:
         return matter
-    tests = {key: value for key, value in results.items() if key.startswith("test/")}
-    metrics = [
-        {"type": key.rpartition("/")[2], "name": key, "value": round(value, 6)}
-        for key, value in tests.items()
-    ]
+    tests = {key: value for key, value in results.items() if key.startswith("test")}
+    metrics = []
+    for key, value in tests.items():
+        # accuracy, of test/accuracy or test_accuracy
+        kind = key.rpartition("/")[2].removeprefix("test_")
+        metrics.append({"type": kind, "name": key, "value": round(value, 6)})
     matter["pipeline_tag"] = task
     if metrics:
         matter["metrics"] = [metric["type"] for metric in metrics]
@@ -201,7 +202,24 @@ def front_matter(loaded: Loaded, name: str, results: dict[str, float]) -> dict[s
 def task_of(loaded: Loaded) -> str | None:
     """The Hub's word for the task; None where it is not known."""
     is_of_images = isinstance(loaded.datamodule, contract.ShapesImages)
-    return "image-classification" if is_of_images and names_of_classes(loaded) else None
+    if is_of_images and loaded.class_names and returns_logits(loaded):
+        return "image-classification"
+    return None
+
+
+def returns_logits(loaded: Loaded) -> bool:
+    """Whether the module returns (1, classes) for one image. One of pixels, such as a mask, does
+    not.
+    """
+    data: Any = loaded.datamodule
+    image = torch.zeros(1, *data.image_shape, dtype=torch.uint8)
+    try:
+        with torch.inference_mode():
+            logits = loaded.module(image)
+    # forward is somebody else's code.
+    except Exception:
+        return False
+    return isinstance(logits, Tensor) and tuple(logits.shape) == (1, len(loaded.class_names))
 
 
 def dataset_of(loaded: Loaded) -> str:
@@ -210,15 +228,23 @@ def dataset_of(loaded: Loaded) -> str:
 
 
 def summary_of(loaded: Loaded) -> dict[str, Any]:
-    """``summary.json`` beside the checkpoint, if it is of the same run; else nothing."""
+    """``summary.json`` beside the checkpoint, if it is of the same end of the same run; else
+    nothing.
+    """
     try:
         text = (loaded.path.parent / "summary.json").read_text(encoding="utf-8")
         summary = json.loads(text)
     except (OSError, ValueError):
         return {}
-    is_same = isinstance(summary, dict) and summary.get("run_name") == loaded.run.get("run_name")
+    if not isinstance(summary, dict) or summary.get("run_name") != loaded.run.get("run_name"):
+        return {}
+    # A run that went on after its end, and was killed, has a best checkpoint of later steps.
+    step: Any = loaded.run.get("global_step")
+    last_step: Any = summary.get("steps")
+    if not is_number(step) or not is_number(last_step) or step > last_step:
+        return {}
     # The summary tells what the best checkpoint has reached.
-    return summary if is_same and loaded.path.name == "best.ckpt" else {}
+    return summary if loaded.path.name == "best.ckpt" else {}
 
 
 def results_of(loaded: Loaded, summary: dict[str, Any]) -> dict[str, float]:
@@ -252,7 +278,7 @@ def facts_of(loaded: Loaded, summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def words_on_inputs(loaded: Loaded) -> list[str]:
     """What an image classifier takes and returns."""
-    classes = names_of_classes(loaded)
+    classes = loaded.class_names
     if task_of(loaded) is None:
         return []
     data: Any = loaded.datamodule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,10 @@ class Candidate:
 
 class NoSamples(Exception):
     """There are none of this kind. The message says why, in words for the user; it may be empty."""
+
+
+class OtherLayers(UserError):
+    """The module's setup has left other layers than those whose weights were loaded."""
 
 
 def find_samples(loaded: Loaded) -> Samples:
@@ -162,21 +167,13 @@ def describe(
     if are_images and way == "positions":
         names = ["images"]
     samples = Samples(inputs, names, way, candidate.source, outputs, are_images=are_images)
-    classes = names_of_classes(loaded)
+    classes = tuple(loaded.class_names)
     if classes and returns_logits(loaded.module, samples, len(classes)):
         samples.labels = candidate.labels
         samples.classes = classes
         samples.outputs = [Output("output", "logits")]
     samples.outputs = [unlike_inputs(output, samples) for output in samples.outputs]
     return samples
-
-
-def names_of_classes(loaded: Loaded) -> tuple[str, ...]:
-    """The classes that the module, or else the data module, names; none where neither does."""
-    for owner in (loaded.module, loaded.datamodule):
-        if isinstance(owner, contract.NamesClasses) and owner.class_names:
-            return tuple(owner.class_names)
-    return ()
 
 
 def returns_logits(module: LightningModule, samples: Samples, classes: int) -> bool:
@@ -201,9 +198,8 @@ def test_set(loaded: Loaded) -> Candidate:
     """The first samples of the test set, of the data module or the module itself."""
     data: Any = loaded.module if loaded.datamodule is None else loaded.datamodule
     batches: list[dict[Any, Tensor]] = []
+    set_up(loaded, data)
     try:
-        data.prepare_data()
-        data.setup("test")
         for batch in data.test_dataloader():
             batch = data.on_before_batch_transfer(batch, 0)
             batch = data.on_after_batch_transfer(batch, 0)
@@ -214,7 +210,7 @@ def test_set(loaded: Loaded) -> Candidate:
         entries = {key: torch.cat([each[key] for each in batches])[:MOST_SAMPLES] for key in keys}
     # Somebody else's data are missing in their own way, and an export does not need them.
     except Exception as error:
-        raise NoSamples(f"no test set of tensors: {first_line(error)}") from None
+        raise no_test_set(error) from None
     if not entries:
         raise NoSamples("the test set has no batch")
     source = data.data_source if isinstance(data, contract.NamesSource) else type(data).__name__
@@ -227,6 +223,45 @@ def test_set(loaded: Loaded) -> Candidate:
         labels = None
     inputs = {place: tensor for place, tensor in entries.items() if place < count}
     return Candidate(inputs, f"{source} test", labels)
+
+
+def set_up(loaded: Loaded, data: Any) -> None:
+    """Let a data module, or the module itself, make its test set ready. The module keeps its
+    weights.
+
+    Raises:
+        NoSamples: where there is no test set.
+        OtherLayers: where the setup of the module makes others when it is called again.
+    """
+    module = loaded.module
+    weights = copy.deepcopy(module.state_dict()) if data is module else None
+    try:
+        data.prepare_data()
+        data.setup("test")
+    except Exception as error:
+        raise no_test_set(error) from None
+    finally:
+        # Its setup may have made its layers once more, with random weights.
+        if weights is not None:
+            give_back(module, weights)
+
+
+def give_back(module: LightningModule, weights: dict[str, Any]) -> None:
+    """Give a module the weights that it had before its setup."""
+    try:
+        module.load_state_dict(weights)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        name = type(module).__name__
+        raise OtherLayers(
+            f"{name}.setup makes other layers when it is called again: {first_line(error)}"
+        ) from error
+    # New layers begin in training mode.
+    module.eval()
+
+
+def no_test_set(error: Exception) -> NoSamples:
+    """What is said of a test set that cannot be made or read."""
+    return NoSamples(f"no test set of tensors: {first_line(error)}")
 
 
 def tensors_of(batch: Any) -> dict[Any, Tensor]:

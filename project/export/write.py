@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from project import __version__
 from project.command_line.read_checkpoint import Loaded
+from project.engine import contract
 from project.errors import UserError
 from project.export.forward import Forward, answer, first_line
 from project.export.samples import Samples
-from project.facts import network_of
 
 
 def write_files(
@@ -74,7 +74,7 @@ def write_onnx(
 
 
 def write_weights(path: Path, loaded: Loaded, facts: dict[str, str]) -> None:
-    """Write the network's weights and buffers as safetensors."""
+    """Write the weights and buffers of the :func:`written_part` as safetensors."""
     from safetensors.torch import save
 
     # Copies, because safetensors refuses tensors that share memory, as tied weights do.
@@ -84,9 +84,21 @@ def write_weights(path: Path, loaded: Loaded, facts: dict[str, str]) -> None:
 
 
 def weights_of(loaded: Loaded) -> dict[str, Tensor]:
-    """The tensors of the network, by name; a state of another kind has no place in the file."""
-    state = network_of(loaded.module).state_dict()
+    """The tensors of the :func:`written_part`, by name; a state of another kind has no place in the
+    file.
+    """
+    state = written_part(loaded).state_dict()
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def written_part(loaded: Loaded) -> nn.Module:
+    """The network, where all parameters of the module lie in it; else the whole module."""
+    module = loaded.module
+    if not isinstance(module, contract.HasNetwork) or not isinstance(module.network, nn.Module):
+        return module
+    of_network = {id(parameter) for parameter in module.network.parameters()}
+    has_all = all(id(parameter) in of_network for parameter in module.parameters())
+    return module.network if has_all else module
 
 
 def metadata(loaded: Loaded, samples: Samples | None = None) -> dict[str, str]:
@@ -98,7 +110,7 @@ def metadata(loaded: Loaded, samples: Samples | None = None) -> dict[str, str]:
     if samples is not None:
         facts |= facts_of_forward(samples)
     facts |= {
-        "network": type(network_of(loaded.module)).__name__,
+        "network": type(written_part(loaded)).__name__,
         "run_name": loaded.run.get("run_name"),
         "checkpoint": loaded.path.name,
         "trained_on": loaded.run.get("data_source"),

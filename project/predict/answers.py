@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from project.command_line.read_checkpoint import Loaded
-from project.engine import contract
 from project.errors import UserError
 from project.predict.preparation import DIGITS  # feature: mnist
 
@@ -31,14 +30,6 @@ def predict_batch(loaded: Loaded, batch: Tensor) -> Any:
         ) from error
 
 
-def names_of_classes(loaded: Loaded) -> list[str]:
-    """The classes that the module, or else the data module, names; none where neither does."""
-    for owner in (loaded.module, loaded.datamodule):
-        if isinstance(owner, contract.NamesClasses) and owner.class_names:
-            return list(owner.class_names)
-    return []
-
-
 def are_probabilities(answer: Any, classes: int) -> bool:
     """Whether an answer is a tensor (batch, classes) of probabilities.
 
@@ -53,7 +44,7 @@ def are_probabilities(answer: Any, classes: int) -> bool:
 
 def to_rows(loaded: Loaded, answers: Sequence[tuple[Any, int]]) -> list[dict[str, Any]]:
     """One row per input. ``answers``: what ``predict_step`` returned, and for how many inputs."""
-    names = names_of_classes(loaded)
+    names = loaded.class_names
     # Either all batches are labelled, or none: the columns of a table are the same in all rows.
     if not all(are_probabilities(answer, len(names)) for answer, _ in answers):
         names = []

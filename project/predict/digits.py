@@ -139,7 +139,10 @@ def find_patches(pixels: np.ndarray) -> tuple[np.ndarray, list[Patch]]:
 
 
 def scaled_to_box(ink: np.ndarray) -> np.ndarray:
-    """Whether a picture seems to show several digits: tall ones side by side, or a wide one."""
+    """The digit, so large that its longer side is :data:`BOX`, and with 1 as its strongest ink.
+
+    Takes the ink inside its box, (height, width) in 0-1; returns float32 in 0-1.
+    """
     cut = ink.astype(np.float32)
     height, width = cut.shape
     longer = max(cut.shape)

@@ -79,8 +79,15 @@ def expand(argument: str) -> list[Path]:
 
 
 def files_below(folder: Path, endings: set[str]) -> list[Path]:
-    """The files of a folder and its folders, without hidden ones; with ``endings``, only those."""
-    files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
+    """The files of a folder and its folders, without hidden files and folders; with ``endings``,
+    only those.
+    """
+    files = []
+    for path in sorted(folder.rglob("*")):
+        # The folder itself was named, and may be hidden.
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not is_hidden:
+            files.append(path)
     if not endings:
         return files
     return [file for file in files if file.suffix.lower() in endings]

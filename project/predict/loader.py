@@ -39,15 +39,20 @@ def predict_loaders(loaded: Loaded) -> list[Row]:
     flags["enable_model_summary"] = False
     flags["enable_progress_bar"] = sys.stdout.isatty()
     flags["devices"] = 1
+    if flags["precision"] is None and loaded.run.get("precision") == "64-true":
+        flags["precision"] = "64-true"
     trainer = build_trainer(flags)
     with refusals_as_errors(loaded.path):
         # The weights once more: layers may be made in setup, which the Trainer calls again.
         found: Any = trainer.predict(module, data, ckpt_path=loaded.path, weights_only=True)
-    loaders = found if found and isinstance(found[0], list) else [found or []]
+    answers_by_loader = [found or []]
+    # Only then Lightning gives a list for each; a list may also be what predict_step returns.
+    if found and trainer.predict_loop.num_dataloaders > 1:
+        answers_by_loader = found
     rows: list[Row] = []
-    for number, answers in enumerate(loaders):
+    for number, answers in enumerate(answers_by_loader):
         told = [(answer, entries_in(answer)) for answer in answers if answer is not None]
-        where = {"loader": number} if len(loaders) > 1 else {}
+        where = {"loader": number} if len(answers_by_loader) > 1 else {}
         rows += [{**where, **row} for row in to_rows(loaded, told)]
     if not rows:
         print("predict_step returned nothing to write.")

@@ -21,7 +21,14 @@ from project.command_line.start import run
 from project.engine.mirror.store import is_address
 from project.engine.mirror.visiting import fetch_runs
 from project.errors import nearest, require
-from project.runs.listing import by_module, differing, fitted, full_name, sort_rows
+from project.runs.listing import (
+    by_module,
+    differing,
+    fitted,
+    full_name,
+    shown_settings,
+    sort_rows,
+)
 from project.runs.saved_run import SavedRun, find_runs
 from project.runs.seeds import seed_rows, train_seeds
 from project.tables import (
@@ -114,8 +121,8 @@ def rows_of(runs: list[SavedRun], args: argparse.Namespace) -> list[Row]:
     """A row for each run, or with ``--seeds`` for each configuration, with every column."""
     if args.seeds is not None:
         return seed_rows(runs)
-    settings = differing(runs)
-    return [each.row(settings) for each in runs]
+    settings = shown_settings(runs, differing(runs))
+    return [each.row(shown) for each, shown in zip(runs, settings, strict=True)]
 
 
 def print_tables(runs: list[SavedRun], args: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
 """Which columns of runs are worth showing, and in which order the runs stand."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from project.runs.saved_run import SavedRun
+from project.runs.saved_run import FOUND_SOURCE, SavedRun, last_name
 from project.tables import Row, columns_of, format_table, is_number, printable
 
 # Characters of a text in the terminal; the name of a run is always whole.
@@ -22,10 +23,32 @@ def differing(runs: Sequence[SavedRun]) -> list[str]:
     """Names of the settings that are not the same in all runs."""
     found = []
     for name in columns_of([run.settings for run in runs]):
-        first = runs[0].settings.get(name)
-        if any(run.settings.get(name) != first for run in runs):
+        values = [run.settings.get(name) for run in runs]
+        if name == FOUND_SOURCE:
+            # A run that trains, or was stopped, has not told it.
+            values = [value for value in values if value is not None]
+        if any(value != values[0] for value in values):
             found.append(name)
     return found
+
+
+def shown_settings(runs: Sequence[SavedRun], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The values of some settings in each run, as people read them."""
+    rows: list[dict[str, Any]] = [{} for _ in runs]
+    for name in names:
+        values = [run.settings.get(name) for run in runs]
+        if any(name in run.classes for run in runs):
+            values = shortened(values)
+        for row, value in zip(rows, values, strict=True):
+            row[name] = value
+    return rows
+
+
+def shortened(paths: Sequence[Any]) -> list[Any]:
+    """Classes without their modules, unless two of them have one name."""
+    names = [None if path is None else last_name(path) for path in paths]
+    different = {str(path) for path in paths}
+    return names if len(set(names)) == len(different) else list(paths)
 
 
 def sort_rows(rows: Sequence[Row], column: str) -> list[Row]:

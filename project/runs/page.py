@@ -13,7 +13,7 @@ from markupsafe import Markup
 from project.report.charts import draw, place_axis_labels
 from project.report.page import fill_page
 from project.run_result import Series, read_series
-from project.runs.listing import by_module, differing
+from project.runs.listing import by_module, differing, shown_settings
 from project.runs.saved_run import SavedRun
 from project.runs.seeds import by_configuration, seed_rows
 from project.tables import Row, columns_of, format_cell
@@ -32,7 +32,7 @@ COLOURS = (
 )
 DASHES = ("-", "--", ":")
 # How the names of metrics begin that are not drawn
-NOT_DRAWN = ("epoch", "test/", "throughput/", "memory/", "optimizer/")
+NOT_DRAWN = ("epoch", "test", "throughput/", "memory/", "optimizer/")
 
 
 @dataclass
@@ -128,28 +128,31 @@ def make_tables(runs: Sequence[SavedRun], lines: Sequence[Line]) -> dict[str, li
     for module, group in groups.items():
         of = f" of {module}" if len(groups) > 1 else ""
         names = differing(group)
-        tables[f"Runs{of}"] = [run.row(names) for run in group]
+        settings = shown_settings(group, names)
+        tables[f"Runs{of}"] = [run.row(shown) for run, shown in zip(group, settings, strict=True)]
         tables[f"Mean and standard deviation over seeds{of}"] = seed_rows(group)
-        tables[f"Settings that differ{of}"] = settings_rows(group, names)
+        tables[f"Settings that differ{of}"] = settings_rows(group, settings, names)
         tables[f"Test results{of}"] = [test_row(run) for run in group]
     single = [metric for metric in metrics_of(lines) if not has_curve(metric, lines)]
     tables["Metrics with a single value"] = single_rows(single, lines)
     return tables
 
 
-def settings_rows(runs: Sequence[SavedRun], names: Sequence[str]) -> list[Row]:
+def settings_rows(
+    runs: Sequence[SavedRun], settings: Sequence[Row], names: Sequence[str]
+) -> list[Row]:
     """A row per setting, a column per run."""
     rows: list[Row] = []
     for name in names:
         row: dict[str, Any] = {"": name}
-        row |= {run.name: run.settings.get(name) for run in runs}
+        row |= {run.name: shown[name] for run, shown in zip(runs, settings, strict=True)}
         rows.append(row)
     return rows
 
 
 def test_row(run: SavedRun) -> Row:
     """A run's test metrics."""
-    tests = {name: value for name, value in run.results.items() if name.startswith("test/")}
+    tests = {name: value for name, value in run.results.items() if name.startswith("test")}
     return {"name": run.name, **tests}
 
 

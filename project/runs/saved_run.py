@@ -11,11 +11,17 @@ from filelock import FileLock, Timeout
 
 from project.tables import Row, flat, is_number, load_yaml
 
-# Settings that do not tell configurations apart: where a run and its data lie
-PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir", "data.root")
+# Settings that do not tell configurations apart: where a run lies
+PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir")
+# Where the data lie tells them apart, too, unless a setting says what the data are.
+DATA_ROOT = "data.root"
+DATA_SOURCE = "data.source"
+# What the run has found there, such as mnist or sample
+FOUND_SOURCE = "data_source"
 # A run's folder has at least one of these files.
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")
 LOCK = ".lock"
+CLASS_PATH = ".class_path"
 # Only what was read from a mirror has one.
 LEASE = "lease.json"
 
@@ -26,7 +32,9 @@ class SavedRun:
     Attributes:
         name: That of its folder.
         module: The name of the class of its module.
-        settings: Its configuration, flat, without where the run and its data lie.
+        settings: Its configuration, flat, without where the run lies. Classes have their whole
+            import path. ``data_source``, where the summary tells it, is what the data were.
+        classes: The names of those settings that are classes.
         summary: What ``summary.json`` holds.
         results: The metric that the run followed, at its best, and those of the test. The first
             two are what the run is judged by.
@@ -37,17 +45,24 @@ class SavedRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name
-        self.settings = without_class_paths(flat(mapping_in(folder / "config.yaml")))
-        self.module = str(self.settings.get("model") or "")
         self.summary = mapping_in(folder / "summary.json")
+        config = flat(mapping_in(folder / "config.yaml"))
+        self.settings = settings_of(config)
+        if FOUND_SOURCE in self.summary:
+            self.settings[FOUND_SOURCE] = self.summary[FOUND_SOURCE]
+        self.classes = {
+            name.removesuffix(CLASS_PATH) for name in config if name.endswith(CLASS_PATH)
+        }
+        self.module = last_name(self.settings.get("model") or "")
         self.results = self._find_results()
         self.state = self._find_state()
 
     def _find_results(self) -> dict[str, float]:
-        # The followed metric comes first, then the same one of the test.
+        # The followed metric comes first, then the same one of the test: test/loss or test_loss.
         followed = str(self.summary.get("monitor"))
-        first = [followed, f"test/{followed.rpartition('/')[2]}"]
-        tests = [name for name in self.summary if name.startswith("test/")]
+        of_test = followed.replace("val", "test", 1)
+        first = [followed, f"test/{followed.rpartition('/')[2]}", of_test]
+        tests = [name for name in self.summary if name.startswith("test")]
         names = dict.fromkeys([*first, *tests])
         return {name: self.summary[name] for name in names if is_number(self.summary.get(name))}
 
@@ -58,8 +73,8 @@ class SavedRun:
             return "running or killed"
         return "finished" if self.summary.get("finished") else "interrupted"
 
-    def row(self, settings: list[str]) -> Row:
-        """The run as a line of the list, with the values of these settings."""
+    def row(self, settings: Row) -> Row:
+        """The run as a line of the list, with these settings as they are shown."""
         files = [self.folder / name for name in FILES]
         written = max(file.stat().st_mtime for file in files if file.exists())
         row: dict[str, Any] = {
@@ -70,7 +85,7 @@ class SavedRun:
         # A terminal may have room for the first columns alone.
         results = list(self.results.items())
         row |= results[:1]
-        row |= {name: self.settings.get(name) for name in settings}
+        row |= settings
         row |= results[1:]
         row |= {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
         return row
@@ -87,17 +102,21 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in FILES)
 
 
-def without_class_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """A flat configuration with ``{"model": "B"}`` in place of ``{"model.class_path": "a.B"}``."""
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What tells a flat configuration from others, with ``model`` in place of
+    ``model.class_path``.
+    """
+    left_out = [*PLACES, DATA_ROOT] if DATA_SOURCE in config else PLACES
     settings = {}
     for name, value in config.items():
-        if name in PLACES:
-            continue
-        if name.endswith(".class_path"):
-            name = name.removesuffix(".class_path")
-            value = str(value).rpartition(".")[2]
-        settings[name] = value
+        if name not in left_out:
+            settings[name.removesuffix(CLASS_PATH)] = value
     return settings
+
+
+def last_name(path: Any) -> str:
+    """A class's name, without its module."""
+    return str(path).rpartition(".")[2]
 
 
 def mapping_in(path: Path) -> dict[str, Any]:

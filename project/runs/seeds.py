@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from project.errors import UserError
-from project.runs.listing import differing
+from project.runs.listing import differing, shown_settings
 from project.runs.saved_run import SavedRun
 from project.tables import Row, columns_of, is_number
 
@@ -51,14 +51,15 @@ def train_seeds(count: int, name: str | None, root: str, fit_arguments: Sequence
 def by_configuration(runs: Sequence[SavedRun]) -> list[tuple[Row, list[SavedRun]]]:
     """Groups of runs that differ only in the seed and in where they lie.
 
-    Each comes with the values of the settings by which the groups differ.
+    Each comes with the settings by which the groups differ, as they are shown. Runs that found
+    other data, as ``data.source`` auto may, are another group.
     """
     names = [name for name in differing(runs) if name != SEED]
     groups: dict[str, tuple[Row, list[SavedRun]]] = {}
-    for run in runs:
+    for run, shown in zip(runs, shown_settings(runs, names), strict=True):
         settings = {name: run.settings.get(name) for name in names}
         key = json.dumps(settings, default=str)
-        _, group = groups.setdefault(key, (settings, []))
+        _, group = groups.setdefault(key, (shown, []))
         group.append(run)
     return list(groups.values())
 

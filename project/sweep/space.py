@@ -115,7 +115,7 @@ def read_space(path: Path) -> Space:
         goal=goal,
         min_epochs=read_min_epochs(sections.get("early_terminate", {})),
         method=method,
-        notes=notes_of(path, sections),
+        notes=[describe_goal(metric, goal, sections.get("metric", {})), *notes_of(path, sections)],
     )
     if method == "grid":
         check_grid(space)
@@ -148,11 +148,25 @@ def check_names(path: Path, sections: Mapping[str, Any]) -> None:
 
 
 def read_metric(section: Any) -> tuple[str, Goal]:
-    """The metric to follow, and whether it is to be large or small."""
-    goal = section.get("goal", "maximize") if isinstance(section, dict) else None
+    """The metric to follow, and whether it is to be large or small.
+
+    A metric without a goal is to be small, as in W&B. Without a metric it is the accuracy.
+    """
     must = "be {name: ..., goal: maximize or minimize}"
+    require(isinstance(section, dict), "--space: metric", must, section)
+    usual_goal = "minimize" if "name" in section else "maximize"
+    goal = section.get("goal", usual_goal)
     require(goal in GOALS, "--space: metric", must, section)
     return str(section.get("name", "val/accuracy")), cast(Goal, goal)
+
+
+def describe_goal(metric: str, goal: Goal, section: Mapping[str, Any]) -> str:
+    """What the best trial has, in words for the user."""
+    extreme = "largest" if goal == "maximize" else "smallest"
+    told = f"the best trial has the {extreme} {metric}"
+    if "name" in section and "goal" not in section:
+        return f"{told}: W&B minimizes where metric has no goal."
+    return f"{told}."
 
 
 def read_min_epochs(section: Any) -> int:

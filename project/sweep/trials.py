@@ -132,8 +132,8 @@ class RunningTrial:
     def finish(self, exit_code: int, rows: list[dict[str, float]], score: float | None) -> None:
         """Tell Optuna and the user how the trial ended.
 
-        A UserError where ``fit`` refused its flags, or logs no such metric: every trial would do
-        so.
+        A UserError where ``fit`` refused the first flags, or logs no such metric: every trial
+        would do so. Once a trial has trained, a refusal is that of one trial's values.
         """
         state = self.state_of(exit_code, rows, score)
         seconds = self.seconds_of_training()
@@ -141,11 +141,13 @@ class RunningTrial:
             self.trial.set_user_attr("seconds", seconds)
         value = score if state == TrialState.COMPLETE else None
         self.trial.study.tell(self.trial, value, state)
-        if exit_code == 2:
+        if exit_code == 2 and not any_has_trained(self.trial.study):
             raise UserError(f"{self.name}: {self.refusal()}")
         if exit_code == 0:
             self.check_metric(rows)
         end = f"failed (exit code {exit_code}, see {self.log_path})"
+        if exit_code == 2:
+            end = f"failed ({self.refusal()})"
         if state == TrialState.COMPLETE:
             end = "done"
         elif state == TrialState.PRUNED:
@@ -197,6 +199,13 @@ class RunningTrial:
             names = ", ".join(sorted(logged))
             told = f"metric {self.space.metric} is not logged. {self.name} logged {names}."
             raise UserError(f"--space: {told}")
+
+
+def any_has_trained(study: optuna.Study) -> bool:
+    """Whether a trial of the study has ended an epoch."""
+    return any(
+        trial.intermediate_values or trial.state == TrialState.COMPLETE for trial in study.trials
+    )
 
 
 def run_trials(
@@ -264,9 +273,14 @@ def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
     """A trial's environment: its share of the cores, one of several GPUs, the sweep's W&B group."""
     import torch
 
-    ours = {"WANDB_RUN_GROUP": folder.name}
+    # A group that the user has set in the environment wins.
+    environment = {"WANDB_RUN_GROUP": folder.name, **os.environ, **threads.share(jobs)}
     gpus = torch.cuda.device_count()
     if gpus > 1:
-        ours["CUDA_VISIBLE_DEVICES"] = str(slot % gpus)
-    # What the user has set in the environment wins.
-    return {**ours, **os.environ, **threads.share(jobs)}
+        names = [str(number) for number in range(gpus)]
+        # A list that the user has set, or SLURM, has its own numbers or names.
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if given:
+            names = [name.strip() for name in given.split(",")][:gpus]
+        environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
+    return environment
