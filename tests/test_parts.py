@@ -123,6 +123,29 @@ def test_generators_that_a_module_and_a_callback_hold(
     assert draw(other) == expected
 
 
+class OfThisProject(Callback):
+    """The user's own, in this project's package."""
+
+    __module__ = "project.callbacks.yours"
+
+    def __init__(self) -> None:
+        self.draw = random.Random(0)
+
+
+def test_generators_of_callbacks_in_this_package_are_found_by_class(
+    one: Trainer, other: Trainer
+) -> None:
+    one.callbacks += [OfThisProject(), OfThisProject()]  # type: ignore[attr-defined]
+    other.callbacks += [Callback(), OfThisProject(), OfThisProject()]  # type: ignore[attr-defined]
+    expected = []
+    for callback in one.callbacks[-2:]:  # type: ignore[attr-defined]
+        expected.append(callback.draw.random())
+        callback.draw.seed(len(expected))
+    OwnGenerators().give_back(other, OwnGenerators().take(one))
+    drawn = [callback.draw.random() for callback in other.callbacks[-2:]]  # type: ignore[attr-defined]
+    assert drawn == [random.Random(1).random(), random.Random(2).random()]
+
+
 def test_a_modules_own_sums(one: Trainer, other: Trainer) -> None:
     one.lightning_module.sums["loss"] += 3
     ModuleSums().give_back(other, ModuleSums().take(one))

@@ -61,14 +61,9 @@ from project.engine.seams import Seams
 from project.engine.shared_buffers import share_buffers, share_buffers_in_next_pass
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import (
-    NOT_THE_USERS,
-    BeforeHooks,
-    Snapshot,
-    TrainingState,
-    users_callbacks,
-)
+from project.engine.snapshot import BeforeHooks, Snapshot, TrainingState
 from project.engine.stop import SAVE_DUE, Agreement, NextBatch
+from project.engine.users_callbacks import NOT_THE_USERS, users_callbacks
 from project.errors import UserError
 
 
