@@ -259,6 +259,21 @@ def test_a_folder_that_another_process_writes_is_refused(workplace: Path) -> Non
     fit("r")
 
 
+class Freezes(Regression):
+    """Freezes a layer as it is told."""
+
+    def __init__(self, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(not is_frozen)
+
+
+def test_a_layer_that_is_not_frozen_any_more_is_trained(workplace: Path) -> None:
+    fit("run", make=lambda: Freezes(is_frozen=True), epochs=1, limit_train_batches=8)
+    thawed = Freezes()
+    fit("run", make=lambda: thawed, epochs=2, limit_train_batches=8)
+    assert thawed.net[0].weight.requires_grad
+
+
 class Temperature(Part):
     """A part of one's own: state that the user's code keeps outside of the module's state dict."""
 

@@ -199,6 +199,42 @@ def test_frozen_parameters_modes_and_statistics(one: Trainer, other: Trainer) ->
     assert not again[1].track_running_stats
 
 
+class Frozen(Module):
+    """Is made with its first layer frozen, or not."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(not is_frozen)
+        self.net[1].train(not is_frozen)
+        self.net[1].track_running_stats = not is_frozen
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_a_constructor_freezes_wins_and_what_training_freezes_comes_back(
+    is_frozen: bool,
+) -> None:
+    before = Frozen(not is_frozen)
+    parts = (FrozenParameters(), EvalModes(), UntrackedStatistics())
+    for part in parts:
+        part.begin(trainer_of(before))
+    before.net[1].weight.requires_grad = False
+    values = [part.take(before.trainer) for part in parts]
+    assert values == [{"net.1.weight": False}, {}, {}]
+
+    after = Frozen(is_frozen)
+    again = (FrozenParameters(), EvalModes(), UntrackedStatistics())
+    for part in again:
+        part.begin(trainer_of(after))
+    # A hook of the start changes what was not changed then.
+    after.net[0].requires_grad_(is_frozen)
+    for part, value in zip(again, values, strict=True):
+        part.give_back(after.trainer, value)
+    assert after.net[0].weight.requires_grad is not is_frozen
+    assert after.net[1].training is not is_frozen
+    assert after.net[1].track_running_stats is not is_frozen
+    assert not after.net[1].weight.requires_grad
+
+
 def test_only_buffers_that_have_changed_are_kept(one: Trainer, other: Trainer) -> None:
     part = PlainBuffers()
     part.begin(one.lightning_module)

@@ -51,7 +51,7 @@ from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
-from project.engine.parts.module import PlainBuffers, give_plain_buffers
+from project.engine.parts.module import PlainBuffers, Switches, give_plain_buffers
 from project.engine.parts.part import Part
 from project.engine.ranks import decided_by_rank_zero, of_all_ranks, say
 from project.engine.resume import Resume, call_epoch_start_again, uses_hooks
@@ -329,12 +329,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Make ready what a restore needs, before a checkpoint's states come: what optimizers,
-        schedules and buffers start with, averages of the module as its setup has made it, and the
-        two seams of the training.
+        schedules and buffers start with, what is frozen, averages of the module as its setup has
+        made it, and the two seams of the training.
         """
         assert self._seams is not None
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
+        for part in self.parts:
+            if isinstance(part, Switches):
+                part.begin(trainer)
         if trainer.ckpt_path is None:
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         lightning_internals.average_on_the_device(trainer)
