@@ -319,6 +319,68 @@ def test_plain_attributes_are_kept_beside_what_a_module_says_itself_that_it_keep
     assert part.take(trainer) == {"module.seen": 3, "data.seen": 5}
 
 
+class OnAccelerator(torch.Tensor):
+    """Says that it lies on an accelerator, of which there is none here."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+    def detach(self) -> Any:
+        return self
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_tensors_in_lists_go_back_to_the_accelerator_that_they_were_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Collects()
+    part = PlainAttributes()
+    part.begin(trainer_of(before))
+    loss = torch.ones(2).as_subclass(OnAccelerator)
+    before.outputs = [loss, torch.zeros(2)]
+    before.window.append({"losses": (loss, 1.0)})  # type: ignore[arg-type]
+    torch.save(made_plain(part.take(before.trainer), "attributes"), tmp_path / "state.pt")
+
+    after = Collects()
+    trainer = trainer_of(after)
+    # No tensor can be moved to it but on purpose.
+    monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("meta"))
+    part.give_back(trainer, torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [loss.device.type for loss in after.outputs] == ["meta", "cpu"]
+    (first, last) = after.window
+    assert first == 1.0
+    assert last["losses"][0].device.type == "meta"  # type: ignore[index]
+
+
+def test_what_an_epochs_start_has_made_of_nothing_stays() -> None:
+    module = Collects()
+    module.helper = None
+    part = PlainAttributes()
+    part.begin(trainer_of(module))
+    module.helper = SimpleNamespace()
+    part.give_back(module.trainer, part.take(module.trainer))
+    assert module.helper is not None
+
+
+def test_what_shares_its_memory_with_a_weight_still_does() -> None:
+    modules = []
+    part = PlainAttributes()
+    for _ in range(2):
+        module = Collects()
+        module.phases = {"codebook": module.net[0].weight.data, "count": 0}
+        modules.append(module)
+    before, after = modules
+    part.begin(trainer_of(before))
+    before.phases["count"] = 3
+    with torch.no_grad():
+        before.net[0].weight.add_(1)
+    after.load_state_dict(before.state_dict())
+    part.give_back(trainer_of(after), part.take(before.trainer))
+    assert after.phases["count"] == 3
+    assert after.phases["codebook"].data_ptr() == after.net[0].weight.data_ptr()
+
+
 def test_batches_that_validations_have_read(one: Trainer, other: Trainer) -> None:
     ValidatedBatches().give_back(one, {0: 7})
     ValidatedBatches().give_back(other, ValidatedBatches().take(one))

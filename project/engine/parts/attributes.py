@@ -20,6 +20,8 @@ OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule()), "trac
 # A checkpoint holds NumPy's arrays and numbers as tensors, in a dictionary of this one key.
 ARRAY = "numpy.ndarray"
 NUMBER_OF_NUMPY = "numpy.generic"
+# In the same way it holds a tensor that was on the accelerator.
+ON_ACCELERATOR = "torch.Tensor.on_accelerator"
 # A larger array, or a longer list of texts, is taken for data, which a module does not count in.
 LARGEST_ARRAY_BYTES = 64 * 2**20
 MOST_TEXTS = 1000
@@ -56,13 +58,16 @@ class PlainAttributes(Part):
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
         owners = dict(owners_of(trainer))
-        # An epoch's start may have changed what had not changed when the state was taken.
-        for name, saved in {**self.fresh, **value}.items():
+        device = trainer.strategy.root_device
+        # An epoch's start may have changed what had not changed when the state was taken. What it
+        # has made a value of another kind was such a value then, too, and is not in the state.
+        plain = {name for name, _ in plain_attributes(trainer)}
+        unchanged = {name: fresh for name, fresh in self.fresh.items() if name in plain}
+        for name, saved in {**unchanged, **value}.items():
             path, _, attribute = name.rpartition(".")
             if path in owners and may_be_set(owners[path], attribute):
-                now = vars(owners[path]).get(attribute)
-                if not is_same(copied(now), saved):
-                    vars(owners[path])[attribute] = like(now, copied(saved))
+                attributes = vars(owners[path])
+                attributes[attribute] = like(attributes.get(attribute), copied(saved), device)
 
 
 def may_be_set(owner: Any, attribute: str) -> bool:
@@ -141,7 +146,8 @@ def begins_with_text(values: Any) -> bool:
 def copied(value: Any) -> Any:
     """A copy on the CPU, without graphs, that a checkpoint can hold: a queue becomes a list."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        on_cpu = value.detach().to("cpu", copy=True)
+        return on_cpu if value.device.type == "cpu" else {ON_ACCELERATOR: on_cpu}
     if isinstance(value, np.ndarray):
         return {ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, np.generic):
@@ -157,25 +163,40 @@ def copied(value: Any) -> Any:
     return value
 
 
-def like(now: Any, saved: Any) -> Any:
+def like(now: Any, saved: Any, device: torch.device) -> Any:
     """A saved value in the form that the attribute has now: its device, or a queue; and NumPy's as
     they were.
+
+    Args:
+        now: The attribute's value, or what it holds in the same place.
+        saved: What :func:`copied` has made. The attribute gets it, or parts of it.
+        device: The accelerator, for tensors that were on it.
     """
-    if isinstance(now, Tensor) and isinstance(saved, Tensor):
-        return saved.to(now.device)
-    if type(now) is deque:
-        return deque(with_numpy(saved), now.maxlen)
-    return with_numpy(saved)
-
-
-def with_numpy(saved: Any) -> Any:
-    """A saved value with NumPy's arrays and numbers in it, at any depth, as they were."""
+    if is_plain(now) and is_same(copied(now), saved):
+        # The same object, for it may share its memory with a weight.
+        return now
+    if isinstance(saved, Tensor):
+        return saved.to(now.device) if isinstance(now, Tensor) else saved
     if type(saved) in (list, tuple):
-        return type(saved)(with_numpy(each) for each in saved)
+        return entries_like(now, saved, device)
     if type(saved) is not dict:
         return saved
+    if saved.keys() == {ON_ACCELERATOR}:
+        return saved[ON_ACCELERATOR].to(device)
     if saved.keys() == {ARRAY}:
         return saved[ARRAY].numpy()
     if saved.keys() == {NUMBER_OF_NUMPY}:
         return saved[NUMBER_OF_NUMPY].numpy()[()]
-    return {key: with_numpy(each) for key, each in saved.items()}
+    there = now if type(now) is dict else {}
+    return {key: like(there.get(key), each, device) for key, each in saved.items()}
+
+
+def entries_like(now: Any, saved: Any, device: torch.device) -> Any:
+    """The same for a saved list or tuple. The attribute may be a queue now."""
+    there = list(now) if type(now) in (list, tuple, deque) else []
+    # The attribute may have fewer entries.
+    there += [None] * len(saved)
+    entries = [like(mine, each, device) for mine, each in zip(there, saved, strict=False)]
+    if type(now) is deque:
+        return deque(entries, now.maxlen)
+    return type(saved)(entries)
