@@ -274,6 +274,30 @@ def test_a_layer_that_is_not_frozen_any_more_is_trained(workplace: Path) -> None
     assert thawed.net[0].weight.requires_grad
 
 
+class CountsValidations(Regression):
+    """Counts the batches of its validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_batches = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_batches += 1
+        super().validation_step(batch, batch_idx)
+
+
+def test_a_run_that_was_killed_before_its_first_validation_has_what_the_sanity_check_has_changed(
+    workplace: Path,
+) -> None:
+    undisturbed = CountsValidations()
+    fit("undisturbed", make=lambda: undisturbed, epochs=1, limit_train_batches=8)
+    with pytest.raises(RuntimeError, match="died"):
+        fit("killed", Dies(6), make=CountsValidations, epochs=1, limit_train_batches=8)
+    resumed = CountsValidations()
+    fit("killed", make=lambda: resumed, epochs=1, limit_train_batches=8)
+    assert resumed.val_batches == undisturbed.val_batches > 0
+
+
 class Temperature(Part):
     """A part of one's own: state that the user's code keeps outside of the module's state dict."""
 

@@ -353,6 +353,16 @@ def test_tensors_in_lists_go_back_to_the_accelerator_that_they_were_on(
     assert last["losses"][0].device.type == "meta"  # type: ignore[index]
 
 
+def test_what_the_sanity_check_has_changed_is_kept() -> None:
+    before = Collects()
+    part = PlainAttributes()
+    part.check_begins(trainer_of(before))
+    before.phase = "checked"
+    part.check_ends(before.trainer)
+    part.begin(before.trainer)
+    assert part.take(before.trainer) == {"module.phase": "checked"}
+
+
 def test_what_an_epochs_start_has_made_of_nothing_stays() -> None:
     module = Collects()
     module.helper = None

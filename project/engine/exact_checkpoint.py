@@ -350,6 +350,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._seams.after_train_start(lambda: self._restore(trainer))
         self._seams.before_each_batch(lambda: self.before_batch(trainer))
 
+    def sanity_check_starts(self, trainer: Trainer) -> None:
+        """A resumed run has no such check. So what it changes belongs to the state."""
+        self._attributes.check_begins(trainer)
+
+    def sanity_check_ends(self, trainer: Trainer) -> None:
+        self._attributes.check_ends(trainer)
+
     def training_starts(self, trainer: Trainer) -> None:
         """Let hyperparameters that the user has changed win, and gather what the run says at its
         start. The user's hooks come after this.
@@ -817,6 +824,7 @@ class Hooks(Callback):
     | setup | loaders and signals are taken over, and two of the four seams (seams.py) |
     | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
     | on_fit_start | what optimizers and schedules start with is noted; the other two seams |
+    | on_sanity_check_start, on_sanity_check_end | what this check changes is noted |
     | on_train_start | changed hyperparameters win; the user's hooks come after this |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due or asked for; the stop |
@@ -848,6 +856,12 @@ class Hooks(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.fit_ends(trainer)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.sanity_check_starts(trainer)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.sanity_check_ends(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.training_starts(trainer)

@@ -32,7 +32,8 @@ class PlainAttributes(Part):
 
     Since Lightning 2.0 modules collect the outputs of an epoch in a list of their own, and many
     count steps in an attribute. No state dict holds them. An attribute that has not changed since
-    training started is left out: what the user sets in a constructor wins.
+    training started is left out: what the user sets in a constructor wins. One that the sanity
+    check has changed is kept, since a resumed run has no such check.
 
     Of layers only numbers and texts are kept, such as a rate of dropout. A layer's lists may hold
     its parameters.
@@ -43,10 +44,25 @@ class PlainAttributes(Part):
 
     def __init__(self) -> None:
         self.fresh: dict[str, Any] = {}
+        self._before_check: dict[str, Any] = {}
+        self._changed_by_check: set[str] = set()
+
+    def check_begins(self, trainer: Trainer) -> None:
+        """Note the attributes before the sanity check."""
+        self._before_check = copied(dict(plain_attributes(trainer)))
+
+    def check_ends(self, trainer: Trainer) -> None:
+        """Note which attributes the sanity check has changed."""
+        before = self._before_check
+        self._before_check = {}
+        for name, value in plain_attributes(trainer):
+            if name not in before or not is_same(copied(value), before[name]):
+                self._changed_by_check.add(name)
 
     def begin(self, trainer: Trainer) -> None:
         """Note the attributes when training starts, before its first epoch does."""
-        self.fresh = copied(dict(plain_attributes(trainer)))
+        fresh = copied(dict(plain_attributes(trainer)))
+        self.fresh = {n: value for n, value in fresh.items() if n not in self._changed_by_check}
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         changed: dict[str, Any] = {}
