@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
-from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
+from torchmetrics import MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 
 from project.engine.checkpoint_files import made_plain
 from project.engine.loading import ExactLoading
@@ -389,6 +389,44 @@ def test_what_shares_its_memory_with_a_weight_still_does() -> None:
     part.give_back(trainer_of(after), part.take(before.trainer))
     assert after.phases["count"] == 3
     assert after.phases["codebook"].data_ptr() == after.net[0].weight.data_ptr()
+
+
+class PlainSums(Metric):
+    """Keeps its sums in plain attributes."""
+
+    def __init__(self, largest: float) -> None:
+        super().__init__()
+        self.largest = largest
+        self.total = 0.0
+        self._seen: list[float] = []
+        self.last = None
+
+    def update(self, value: float) -> None:
+        self.total += min(value, self.largest)
+        self._seen.append(value)
+        self.last = torch.tensor(value)
+
+    def compute(self) -> float:
+        return self.total / len(self._seen)
+
+
+def test_what_a_metric_keeps_in_plain_attributes() -> None:
+    before = Module()
+    before.sum = PlainSums(10.0)
+    part = PlainAttributes()
+    part.begin(trainer_of(before))
+    before.sum.update(3.0)
+    value = part.take(before.trainer)
+    assert value == {"module.sum.total": 3.0, "module.sum._seen": [3.0]}
+    after = Module()
+    after.sum = PlainSums(20.0)
+    again = PlainAttributes()
+    again.begin(trainer_of(after))
+    MetricStates().give_back(after.trainer, MetricStates().take(before.trainer))
+    again.give_back(after.trainer, value)
+    assert after.sum.compute() == 3.0
+    assert after.sum.largest == 20.0
+    assert after.sum.last == torch.tensor(3.0)
 
 
 def test_batches_that_validations_have_read(one: Trainer, other: Trainer) -> None:

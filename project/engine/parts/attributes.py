@@ -1,4 +1,4 @@
-"""Numbers, texts, tensors, arrays and lists that a module or data module keeps as plain
+"""Numbers, texts, tensors, arrays and lists that a module, a metric or data module keeps as plain
 attributes.
 """
 
@@ -15,8 +15,18 @@ from torchmetrics import Metric
 from project.engine.parts.part import Part
 from project.engine.same_values import is_same
 
+
+class MetricWithoutState(Metric):
+    """Has the attributes that every metric has, and no others."""
+
+    def update(self, *_: Any, **__: Any) -> None: ...
+
+    def compute(self) -> None: ...
+
+
 # What every module has. Other parts, and Lightning itself, see to it.
 OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule()), "track_running_stats"}
+OF_EVERY_METRIC = OF_EVERY_MODULE | vars(MetricWithoutState()).keys()
 # A checkpoint holds NumPy's arrays and numbers as tensors, in a dictionary of this one key.
 ARRAY = "numpy.ndarray"
 NUMBER_OF_NUMPY = "numpy.generic"
@@ -28,7 +38,8 @@ MOST_TEXTS = 1000
 
 
 class PlainAttributes(Part):
-    """Plain attributes of the module, its layers and the data module that training has changed.
+    """Plain attributes of the module, its layers, its metrics and the data module that training has
+    changed.
 
     Since Lightning 2.0 modules collect the outputs of an epoch in a list of their own, and many
     count steps in an attribute. No state dict holds them. An attribute that has not changed since
@@ -36,7 +47,7 @@ class PlainAttributes(Part):
     check has changed is kept, since a resumed run has no such check.
 
     Of layers only numbers and texts are kept, such as a rate of dropout. A layer's lists may hold
-    its parameters.
+    its parameters. The tensors and counters of a metric are of :class:`MetricStates`.
     """
 
     name = "attributes"
@@ -89,16 +100,26 @@ class PlainAttributes(Part):
 def may_be_set(owner: Any, attribute: str) -> bool:
     """Whether a checkpoint may set an attribute: nothing of Lightning's, and no method."""
     is_method = callable(getattr(type(owner), attribute, None))
-    return attribute not in OF_EVERY_MODULE and not is_method
+    return attribute not in not_kept_of(owner) and not is_method
+
+
+def not_kept_of(owner: Any) -> set[str]:
+    """The attributes that other parts of a checkpoint, and Lightning itself, see to."""
+    if not isinstance(owner, Metric):
+        return OF_EVERY_MODULE
+    tensors = {name for name, value in vars(owner).items() if isinstance(value, Tensor)}
+    return OF_EVERY_METRIC | tensors | owner.metric_state.keys()
 
 
 def owners_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The module, its layers and the data module, each with its name in a checkpoint."""
+    """The module, its layers and metrics, and the data module, each with its name in a
+    checkpoint.
+    """
     module = trainer.lightning_module
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    not_layers = {id(part) for metric in metrics for part in metric.modules()}
+    inside_metrics = {id(part) for metric in metrics for part in metric.modules()}
     for name, part in module.named_modules():
-        if id(part) not in not_layers:
+        if isinstance(part, Metric) or id(part) not in inside_metrics:
             yield f"module.{name}".rstrip("."), part
     data = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None:
@@ -108,10 +129,11 @@ def owners_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 def plain_attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """Every attribute that can be kept, by its name in a checkpoint."""
     for path, owner in owners_of(trainer):
-        has_lists = owner is trainer.lightning_module or path == "data"
+        is_layer = path.startswith("module.") and not isinstance(owner, Metric)
+        not_kept = not_kept_of(owner)
         for name, value in vars(owner).items():
-            is_kept = is_single(value) or (has_lists and is_plain(value))
-            if name not in OF_EVERY_MODULE and is_kept:
+            is_kept = is_single(value) or (not is_layer and is_plain(value))
+            if name not in not_kept and is_kept:
                 yield f"{path}.{name}", value
 
 
