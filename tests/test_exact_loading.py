@@ -676,6 +676,13 @@ def of_frame(rank: int) -> Any:
     return dataset
 
 
+def of_pictures(pictures: np.ndarray[Any, Any]) -> Any:
+    dataset = Wraps(range(len(pictures)))
+    dataset.inner = pictures
+    return dataset
+
+
+PICTURES = np.arange(27.0, dtype=np.float32).reshape(9, 3)
 SHARED_BY_HAND: dict[str, Callable[[int], DataLoader[Any]]] = {
     "subset": lambda rank: DataLoader(Subset(Numbers(8), range(rank, 8, 2)), 2),
     "split without a seed": lambda rank: DataLoader(unseeded_split(rank), 2),
@@ -684,6 +691,7 @@ SHARED_BY_HAND: dict[str, Callable[[int], DataLoader[Any]]] = {
     "rows": lambda rank: DataLoader(TensorDataset(ROWS[rank::2]), 2),
     "list": lambda rank: DataLoader(list(range(rank, 8, 2)), 2),
     "table": lambda rank: DataLoader(of_frame(rank), 2),
+    "flipped pictures": lambda rank: DataLoader(of_pictures(PICTURES[rank:][:8, ::-1]), 2),
     "lengths": lambda rank: DataLoader(Numbers(8 + rank), 2),
     "sampler": lambda rank: DataLoader(
         Numbers(8), 2, sampler=SubsetRandomSampler(range(rank, 8, 2))
@@ -698,6 +706,8 @@ THE_SAME: dict[str, Callable[[int], DataLoader[Any]]] = {
         TensorDataset(ROWS * (1 + rank * 1e-6)), 2
     ),
     "shuffled": lambda rank: DataLoader(Numbers(8), 2, shuffle=True),
+    "flipped pictures": lambda rank: DataLoader(of_pictures(PICTURES[:8, ::-1]), 2),
+    "foreign byte order": lambda rank: DataLoader(of_pictures(PICTURES[:8].astype(">f4")), 2),
 }
 
 
