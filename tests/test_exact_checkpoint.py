@@ -457,9 +457,11 @@ def test_a_hook_of_a_load_that_looks_at_lightnings_entries_ends_no_resume(
     with pytest.raises(RuntimeError, match="died"):
         fit("r", Dies(33), make=make)
     fit("r", make=make)
-    assert float(checkpoint(Path("r/last.ckpt"))["starts"]) == 1
     is_told = "not exact: on_load_checkpoint of LooksAtWeights" in capsys.readouterr().out
     assert is_told == (make is LooksAtWeights)
+    # Where the hook cannot be called alone, the start of the resumed run is counted, too.
+    expected = 2 if is_told else 1
+    assert float(checkpoint(Path("r/last.ckpt"))["starts"]) == expected
 
 
 def test_a_second_training_with_one_callback_has_a_best_of_its_own(workplace: Path) -> None:

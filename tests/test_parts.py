@@ -292,6 +292,7 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     other.begin(trainer_of(after))
     # A hook of the start acts a second time.
     after.lr = 7.0
+    other.undo(after.trainer)
     other.give_back(after.trainer, value)
     assert after.lr == 0.1
     assert after.outputs == value["module.outputs"]
@@ -369,6 +370,7 @@ def test_what_an_epochs_start_has_made_of_nothing_stays() -> None:
     part = PlainAttributes()
     part.begin(trainer_of(module))
     module.helper = SimpleNamespace()
+    part.undo(module.trainer)
     part.give_back(module.trainer, part.take(module.trainer))
     assert module.helper is not None
 

@@ -399,6 +399,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # The module's own hooks may have read whole epochs.
             self.loading.begin()
         if resume is not None:
+            # What the module loads itself comes after this.
+            self._attributes.undo(trainer)
             if self._before_hooks is not None:
                 self._before_hooks.give_back(trainer)
                 self._before_hooks = None

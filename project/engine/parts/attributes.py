@@ -83,14 +83,22 @@ class PlainAttributes(Part):
                 changed[name] = now
         return changed
 
+    def undo(self, trainer: Trainer) -> None:
+        """Put back what has changed since :meth:`begin`.
+
+        A resumed run calls the hooks of its epoch's start again. They may change what had not
+        changed when the state was taken. What they make a value of another kind was one then, too.
+        """
+        plain = {name for name, _ in plain_attributes(trainer)}
+        self._set(trainer, {name: fresh for name, fresh in self.fresh.items() if name in plain})
+
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        self._set(trainer, value)
+
+    def _set(self, trainer: Trainer, values: dict[str, Any]) -> None:
         owners = dict(owners_of(trainer))
         device = trainer.strategy.root_device
-        # An epoch's start may have changed what had not changed when the state was taken. What it
-        # has made a value of another kind was such a value then, too, and is not in the state.
-        plain = {name for name, _ in plain_attributes(trainer)}
-        unchanged = {name: fresh for name, fresh in self.fresh.items() if name in plain}
-        for name, saved in {**unchanged, **value}.items():
+        for name, saved in values.items():
             path, _, attribute = name.rpartition(".")
             if path in owners and may_be_set(owners[path], attribute):
                 attributes = vars(owners[path])
