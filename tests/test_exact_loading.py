@@ -306,6 +306,29 @@ def test_a_gather_that_draws_random_numbers_is_seeded_for_each_batch() -> None:
     assert torch.equal(torch.get_rng_state(), expected), "the training's generator is left alone"
 
 
+class DrawsLater(Gathered):
+    """Augments from its second epoch on."""
+
+    epoch = 0
+
+    def gather(self, indices: Tensor) -> Tensor:
+        noise = torch.rand(len(indices)) if self.epoch > 0 else torch.zeros(len(indices))
+        return torch.stack([indices.float(), noise], 1)
+
+
+def test_a_gather_that_begins_to_draw_in_a_later_epoch_is_seeded_from_there_on() -> None:
+    def epoch(loader: ExactLoader, number: int, batches: int = 0) -> list[Tensor]:
+        loader.dataset.epoch = number  # type: ignore[attr-defined]
+        loader.sampler.start_at(Start(number, batches=batches, samples_per_batch=8))
+        return list(loader)
+
+    undisturbed = exact(DataLoader(DrawsLater(40), 8, shuffle=True))
+    epoch(undisturbed, 0)
+    whole = epoch(undisturbed, 1)
+    rest = epoch(exact(DataLoader(DrawsLater(40), 8, shuffle=True)), 1, 2)
+    assert is_same(rest, whole[2:])
+
+
 NAMED_KEYS = """
 import random
 from project.engine.loading import Fetch
@@ -676,6 +699,13 @@ def of_frame(rank: int) -> Any:
     return dataset
 
 
+def of_pictures(pictures: np.ndarray[Any, Any]) -> Any:
+    dataset = Wraps(range(len(pictures)))
+    dataset.inner = pictures
+    return dataset
+
+
+PICTURES = np.arange(27.0, dtype=np.float32).reshape(9, 3)
 SHARED_BY_HAND: dict[str, Callable[[int], DataLoader[Any]]] = {
     "subset": lambda rank: DataLoader(Subset(Numbers(8), range(rank, 8, 2)), 2),
     "split without a seed": lambda rank: DataLoader(unseeded_split(rank), 2),
@@ -684,6 +714,7 @@ SHARED_BY_HAND: dict[str, Callable[[int], DataLoader[Any]]] = {
     "rows": lambda rank: DataLoader(TensorDataset(ROWS[rank::2]), 2),
     "list": lambda rank: DataLoader(list(range(rank, 8, 2)), 2),
     "table": lambda rank: DataLoader(of_frame(rank), 2),
+    "flipped pictures": lambda rank: DataLoader(of_pictures(PICTURES[rank:][:8, ::-1]), 2),
     "lengths": lambda rank: DataLoader(Numbers(8 + rank), 2),
     "sampler": lambda rank: DataLoader(
         Numbers(8), 2, sampler=SubsetRandomSampler(range(rank, 8, 2))
@@ -698,6 +729,8 @@ THE_SAME: dict[str, Callable[[int], DataLoader[Any]]] = {
         TensorDataset(ROWS * (1 + rank * 1e-6)), 2
     ),
     "shuffled": lambda rank: DataLoader(Numbers(8), 2, shuffle=True),
+    "flipped pictures": lambda rank: DataLoader(of_pictures(PICTURES[:8, ::-1]), 2),
+    "foreign byte order": lambda rank: DataLoader(of_pictures(PICTURES[:8].astype(">f4")), 2),
 }
 
 
@@ -1268,6 +1301,38 @@ class HoldsGenerator(Numbers):
         if isinstance(generator, torch.Generator):
             return super().__getitem__(index) + torch.rand(1, generator=generator)
         return super().__getitem__(index) + float(generator.uniform(0, 1))
+
+
+class MakesGenerator(Numbers):
+    """Makes a generator when it is asked for its first sample."""
+
+    draw: Any = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.draw is None:
+            self.draw = np.random.default_rng()
+        return super().__getitem__(index) + self.draw.uniform()
+
+
+def give_generator(worker: int) -> None:
+    """As a worker begins: a generator for its dataset."""
+    info: Any = torch.utils.data.get_worker_info()
+    info.dataset.draw = np.random.default_rng()
+
+
+@pytest.mark.parametrize(("workers", "prepare"), [(0, None), (1, None), (1, give_generator)])
+def test_generators_that_a_dataset_gets_later_are_seeded_for_each_batch(
+    workers: int, prepare: Any
+) -> None:
+    def batches(first: int, training: bool = True) -> list[Tensor]:
+        loader = DataLoader(MakesGenerator(16), 4, num_workers=workers, worker_init_fn=prepare)
+        found = ExactLoader(loader, training, seed=3)
+        found.sampler.start_at(Start(1, batches=first))
+        return list(found)
+
+    assert is_same(batches(2), batches(0)[2:])
+    if workers == 0:
+        assert is_same(batches(0, training=False), batches(0, training=False))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
-from torchmetrics import MeanSquaredError, MetricTracker, MinMaxMetric
+from torchmetrics import MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 
 from project.engine.checkpoint_files import made_plain
 from project.engine.loading import ExactLoading
@@ -123,6 +123,29 @@ def test_generators_that_a_module_and_a_callback_hold(
     assert draw(other) == expected
 
 
+class OfThisProject(Callback):
+    """The user's own, in this project's package."""
+
+    __module__ = "project.callbacks.yours"
+
+    def __init__(self) -> None:
+        self.draw = random.Random(0)
+
+
+def test_generators_of_callbacks_in_this_package_are_found_by_class(
+    one: Trainer, other: Trainer
+) -> None:
+    one.callbacks += [OfThisProject(), OfThisProject()]  # type: ignore[attr-defined]
+    other.callbacks += [Callback(), OfThisProject(), OfThisProject()]  # type: ignore[attr-defined]
+    expected = []
+    for callback in one.callbacks[-2:]:  # type: ignore[attr-defined]
+        expected.append(callback.draw.random())
+        callback.draw.seed(len(expected))
+    OwnGenerators().give_back(other, OwnGenerators().take(one))
+    drawn = [callback.draw.random() for callback in other.callbacks[-2:]]  # type: ignore[attr-defined]
+    assert drawn == [random.Random(1).random(), random.Random(2).random()]
+
+
 def test_a_modules_own_sums(one: Trainer, other: Trainer) -> None:
     one.lightning_module.sums["loss"] += 3
     ModuleSums().give_back(other, ModuleSums().take(one))
@@ -174,6 +197,42 @@ def test_frozen_parameters_modes_and_statistics(one: Trainer, other: Trainer) ->
     assert not again[1].training
     assert again.training
     assert not again[1].track_running_stats
+
+
+class Frozen(Module):
+    """Is made with its first layer frozen, or not."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(not is_frozen)
+        self.net[1].train(not is_frozen)
+        self.net[1].track_running_stats = not is_frozen
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_a_constructor_freezes_wins_and_what_training_freezes_comes_back(
+    is_frozen: bool,
+) -> None:
+    before = Frozen(not is_frozen)
+    parts = (FrozenParameters(), EvalModes(), UntrackedStatistics())
+    for part in parts:
+        part.begin(trainer_of(before))
+    before.net[1].weight.requires_grad = False
+    values = [part.take(before.trainer) for part in parts]
+    assert values == [{"net.1.weight": False}, {}, {}]
+
+    after = Frozen(is_frozen)
+    again = (FrozenParameters(), EvalModes(), UntrackedStatistics())
+    for part in again:
+        part.begin(trainer_of(after))
+    # A hook of the start changes what was not changed then.
+    after.net[0].requires_grad_(is_frozen)
+    for part, value in zip(again, values, strict=True):
+        part.give_back(after.trainer, value)
+    assert after.net[0].weight.requires_grad is not is_frozen
+    assert after.net[1].training is not is_frozen
+    assert after.net[1].track_running_stats is not is_frozen
+    assert not after.net[1].weight.requires_grad
 
 
 def test_only_buffers_that_have_changed_are_kept(one: Trainer, other: Trainer) -> None:
@@ -233,6 +292,7 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     other.begin(trainer_of(after))
     # A hook of the start acts a second time.
     after.lr = 7.0
+    other.undo(after.trainer)
     other.give_back(after.trainer, value)
     assert after.lr == 0.1
     assert after.outputs == value["module.outputs"]
@@ -258,6 +318,117 @@ def test_plain_attributes_are_kept_beside_what_a_module_says_itself_that_it_keep
     before.seen = 3
     data.seen = 5
     assert part.take(trainer) == {"module.seen": 3, "data.seen": 5}
+
+
+class OnAccelerator(torch.Tensor):
+    """Says that it lies on an accelerator, of which there is none here."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+    def detach(self) -> Any:
+        return self
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_tensors_in_lists_go_back_to_the_accelerator_that_they_were_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Collects()
+    part = PlainAttributes()
+    part.begin(trainer_of(before))
+    loss = torch.ones(2).as_subclass(OnAccelerator)
+    before.outputs = [loss, torch.zeros(2)]
+    before.window.append({"losses": (loss, 1.0)})  # type: ignore[arg-type]
+    torch.save(made_plain(part.take(before.trainer), "attributes"), tmp_path / "state.pt")
+
+    after = Collects()
+    trainer = trainer_of(after)
+    # No tensor can be moved to it but on purpose.
+    monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("meta"))
+    part.give_back(trainer, torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [loss.device.type for loss in after.outputs] == ["meta", "cpu"]
+    (first, last) = after.window
+    assert first == 1.0
+    assert last["losses"][0].device.type == "meta"  # type: ignore[index]
+
+
+def test_what_the_sanity_check_has_changed_is_kept() -> None:
+    before = Collects()
+    part = PlainAttributes()
+    part.check_begins(trainer_of(before))
+    before.phase = "checked"
+    part.check_ends(before.trainer)
+    part.begin(before.trainer)
+    assert part.take(before.trainer) == {"module.phase": "checked"}
+
+
+def test_what_an_epochs_start_has_made_of_nothing_stays() -> None:
+    module = Collects()
+    module.helper = None
+    part = PlainAttributes()
+    part.begin(trainer_of(module))
+    module.helper = SimpleNamespace()
+    part.undo(module.trainer)
+    part.give_back(module.trainer, part.take(module.trainer))
+    assert module.helper is not None
+
+
+def test_what_shares_its_memory_with_a_weight_still_does() -> None:
+    modules = []
+    part = PlainAttributes()
+    for _ in range(2):
+        module = Collects()
+        module.phases = {"codebook": module.net[0].weight.data, "count": 0}
+        modules.append(module)
+    before, after = modules
+    part.begin(trainer_of(before))
+    before.phases["count"] = 3
+    with torch.no_grad():
+        before.net[0].weight.add_(1)
+    after.load_state_dict(before.state_dict())
+    part.give_back(trainer_of(after), part.take(before.trainer))
+    assert after.phases["count"] == 3
+    assert after.phases["codebook"].data_ptr() == after.net[0].weight.data_ptr()
+
+
+class PlainSums(Metric):
+    """Keeps its sums in plain attributes."""
+
+    def __init__(self, largest: float) -> None:
+        super().__init__()
+        self.largest = largest
+        self.total = 0.0
+        self._seen: list[float] = []
+        self.last = None
+
+    def update(self, value: float) -> None:
+        self.total += min(value, self.largest)
+        self._seen.append(value)
+        self.last = torch.tensor(value)
+
+    def compute(self) -> float:
+        return self.total / len(self._seen)
+
+
+def test_what_a_metric_keeps_in_plain_attributes() -> None:
+    before = Module()
+    before.sum = PlainSums(10.0)
+    part = PlainAttributes()
+    part.begin(trainer_of(before))
+    before.sum.update(3.0)
+    value = part.take(before.trainer)
+    assert value == {"module.sum.total": 3.0, "module.sum._seen": [3.0]}
+    after = Module()
+    after.sum = PlainSums(20.0)
+    again = PlainAttributes()
+    again.begin(trainer_of(after))
+    MetricStates().give_back(after.trainer, MetricStates().take(before.trainer))
+    again.give_back(after.trainer, value)
+    assert after.sum.compute() == 3.0
+    assert after.sum.largest == 20.0
+    assert after.sum.last == torch.tensor(3.0)
 
 
 def test_batches_that_validations_have_read(one: Trainer, other: Trainer) -> None:

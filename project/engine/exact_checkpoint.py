@@ -52,7 +52,7 @@ from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
-from project.engine.parts.module import PlainBuffers, give_plain_buffers
+from project.engine.parts.module import PlainBuffers, Switches, give_plain_buffers
 from project.engine.parts.part import Part
 from project.engine.ranks import decided_by_rank_zero, of_all_ranks, say
 from project.engine.resume import Resume, call_epoch_start_again, uses_hooks
@@ -62,14 +62,9 @@ from project.engine.seams import Seams
 from project.engine.shared_buffers import share_buffers, share_buffers_in_next_pass
 from project.engine.shared_metrics import RankZeroAlone, share_sums
 from project.engine.slurm import requeue_job
-from project.engine.snapshot import (
-    NOT_THE_USERS,
-    BeforeHooks,
-    Snapshot,
-    TrainingState,
-    users_callbacks,
-)
+from project.engine.snapshot import BeforeHooks, Snapshot, TrainingState
 from project.engine.stop import SAVE_DUE, Agreement, NextBatch
+from project.engine.users_callbacks import NOT_THE_USERS, users_callbacks
 from project.errors import UserError
 
 
@@ -350,12 +345,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Make ready what a restore needs, before a checkpoint's states come: what optimizers,
-        schedules and buffers start with, averages of the module as its setup has made it, and the
-        two seams of the training.
+        schedules and buffers start with, what is frozen, averages of the module as its setup has
+        made it, and the two seams of the training.
         """
         assert self._seams is not None
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
+        for part in self.parts:
+            if isinstance(part, Switches):
+                part.begin(trainer)
         if trainer.ckpt_path is None:
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         lightning_internals.average_on_the_device(trainer)
@@ -367,6 +365,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
                     self._before_hooks.take_loaded(trainer)
         self._seams.after_train_start(lambda: self._restore(trainer))
         self._seams.before_each_batch(lambda: self.before_batch(trainer))
+
+    def sanity_check_starts(self, trainer: Trainer) -> None:
+        """A resumed run has no such check. So what it changes belongs to the state."""
+        self._attributes.check_begins(trainer)
+
+    def sanity_check_ends(self, trainer: Trainer) -> None:
+        self._attributes.check_ends(trainer)
 
     def training_starts(self, trainer: Trainer) -> None:
         """Let hyperparameters that the user has changed win, and gather what the run says at its
@@ -411,6 +416,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # The module's own hooks may have read whole epochs.
             self.loading.begin()
         if resume is not None:
+            # What the module loads itself comes after this.
+            self._attributes.undo(trainer)
             if self._before_hooks is not None:
                 self._before_hooks.give_back(trainer)
                 self._before_hooks = None
@@ -859,6 +866,7 @@ class Hooks(Callback):
     | setup | loaders and signals are taken over, and two of the four seams (seams.py) |
     | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
     | on_fit_start | what optimizers and schedules start with is noted; the other two seams |
+    | on_sanity_check_start, on_sanity_check_end | what this check changes is noted |
     | on_train_start | changed hyperparameters win; the user's hooks come after this |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due or asked for; the stop |
@@ -890,6 +898,12 @@ class Hooks(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.fit_ends(trainer)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.sanity_check_starts(trainer)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint.sanity_check_ends(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.training_starts(trainer)

@@ -19,7 +19,8 @@ from project.engine.loading import ExactLoading, Start
 from project.engine.parts.loops import Place
 from project.engine.parts.module import give_plain_buffers
 from project.engine.parts.part import Part
-from project.engine.snapshot import EXTRA_STATE, give_extra_states, users_callbacks
+from project.engine.snapshot import EXTRA_STATE, give_extra_states
+from project.engine.users_callbacks import users_callbacks
 
 # These are called again by a resumed run, though the run that was killed had called them.
 START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")

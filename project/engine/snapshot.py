@@ -22,13 +22,12 @@ from project.engine.parts.loops import Place
 from project.engine.parts.part import Part
 from project.engine.ranks import say
 from project.engine.same_values import deep_copy, is_same
+from project.engine.users_callbacks import users_callbacks
 
 # The module or a callback, and what its own on_save_checkpoint adds; None where it cannot be asked.
 Saved = tuple[Any, dict[str, Any] | None]
 # How a state dict names what a part of a module gives it beside tensors.
 EXTRA_STATE = "_extra_state"
-# The modules whose classes are neither the user's nor features of this project.
-NOT_THE_USERS = ("lightning.", __name__.rpartition(".")[0])
 
 
 @dataclass
@@ -292,9 +291,3 @@ def load_into(trainer: Trainer, part: Any, saved: dict[str, Any]) -> None:
         part.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
     else:
         part.on_load_checkpoint(checkpoint)
-
-
-def users_callbacks(trainer: Trainer) -> list[Any]:
-    """The callbacks that neither Lightning nor the engine brings."""
-    everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in everyone if not type(each).__module__.startswith(NOT_THE_USERS)]

@@ -138,6 +138,26 @@ class OwnGenerators(Dataset[Any]):
         return x + 0.1 * torch.randn(4, generator=self.draw) + 0.1 * noise, y
 
 
+class LateGenerator(Dataset[Any]):
+    """A random transform from a generator that it makes late, or that a worker gives it."""
+
+    draw: Any = None
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        if self.draw is None:
+            self.draw = np.random.default_rng()
+        x, y = table(50)[index]
+        return x + 0.1 * self.draw.normal(size=4).astype(np.float32), y
+
+
+def give_generator(worker: int) -> None:
+    info: Any = torch.utils.data.get_worker_info()
+    info.dataset.draw = np.random.default_rng(worker)
+
+
 class StreamWithGenerator(IterableDataset[Any]):
     """Shuffles from a generator of its own, which goes on from epoch to epoch."""
 
@@ -364,6 +384,15 @@ add("generators_of_a_dataset", reads(lambda: DataLoader(OwnGenerators(), 8, shuf
 add(
     "generators_of_a_dataset_in_workers",
     reads(lambda: DataLoader(OwnGenerators(), 8, shuffle=True, num_workers=2)),
+)
+add("generator_made_late", reads(lambda: DataLoader(LateGenerator(), 8, shuffle=True)))
+add(
+    "generator_of_each_worker",
+    reads(
+        lambda: DataLoader(
+            LateGenerator(), 8, shuffle=True, num_workers=2, worker_init_fn=give_generator
+        )
+    ),
 )
 add(
     "generator_of_a_stream",

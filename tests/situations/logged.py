@@ -122,6 +122,45 @@ class Collected(Task):
         self.val_errors.reset()
 
 
+class PlainSums(torchmetrics.Metric):
+    """A metric of the user's own, which keeps its sums in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+        self.values: list[float] = []
+
+    def update(self, value: Tensor) -> None:
+        self.total += float(value)
+        self.values.append(float(value))
+
+    def compute(self) -> Tensor:
+        return torch.tensor(self.total / len(self.values) + max(self.values))
+
+    def reset(self) -> None:
+        super().reset()
+        self.total = 0.0
+        self.values = []
+
+
+class LogsPlainSums(Task):
+    """Logs such a metric at each epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = PlainSums()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.sums.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("sums", self.sums.compute())
+        self.sums.reset()
+
+
+add("metric_with_plain_sums", LogsPlainSums)
 add("metric_collection", Collected)
 add("metric_collection_and_validates_inside_epochs", Collected, val_check_interval=3)
 

@@ -26,9 +26,12 @@ class Fetch:
 
     The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is
     used, the first that it has. A ``gather`` that draws random numbers is seeded for each batch,
-    also in an evaluation.
+    also in an evaluation. Whether it draws is told by an epoch's first batch in a process.
 
-    Generators that the dataset or the collate function holds are seeded in the same way.
+    Generators that the dataset or the collate function holds are seeded in the same way. Each
+    process looks for them at an epoch's first batch: a ``worker_init_fn`` or a ``set_epoch`` may
+    have made them. It looks once more behind that batch, for ``__getitem__`` may make one when it
+    is called first. Then the batch is fetched again, with that one seeded.
     """
 
     dataset: Any
@@ -39,16 +42,38 @@ class Fetch:
     # Whether a request holds a batch's keys; else it holds one key.
     batched: bool
     # Whether the dataset was seen to draw random numbers as it gave several samples at once; None:
-    # not asked yet.
+    # not asked in this epoch.
     draws: bool | None = field(default=None, init=False)
+    own_generators: dict[str, Any] = field(default_factory=dict, init=False)
+    # The epoch in which this process has fetched last.
+    epoch: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.gathers = gathers(self.dataset)
+
+    def __getitem__(self, request: Request) -> Any:
+        epoch = request[0]
+        if epoch == self.epoch:
+            return self._fetched(request)
+        self.epoch = epoch
+        self._look_for_generators()
+        if not self.draws:
+            # An augmentation may begin with a later epoch.
+            self.draws = None
+        batch = self._fetched(request)
+        known = self.own_generators
+        self._look_for_generators()
+        for path, generator in self.own_generators.items():
+            if generator is not known.get(path):
+                return self._fetched(request)
+        return batch
+
+    def _look_for_generators(self) -> None:
         self.own_generators = generators_in((self.dataset, self.collate))
         if self.own_generators:
             self.draws = True
 
-    def __getitem__(self, request: Request) -> Any:
+    def _fetched(self, request: Request) -> Any:
         epoch, number, part = request
         if self.gathers:
             # A batch sampler of the user's own gives a list.

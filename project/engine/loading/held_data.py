@@ -87,8 +87,12 @@ def _tell_entries(values: Any, length: int | None) -> Iterator[Any]:
 
 def _tell_entry(entry: Any, depth: int) -> Any:
     """A number, a text, or a list of both, that stands for the entry of one sample."""
-    if isinstance(entry, (Tensor, np.ndarray, np.generic)):
-        return _tell_numbers(torch.as_tensor(entry)) if _is_numeric(entry) else str(entry)
+    if isinstance(entry, Tensor):
+        return _tell_numbers(entry)
+    if isinstance(entry, (np.ndarray, np.generic)):
+        # Torch cannot take an array that is flipped, or of a foreign byte order.
+        is_numeric = entry.dtype.kind in "biuf"
+        return float(entry.sum(dtype=np.float64)) if is_numeric else str(entry)
     if isinstance(entry, (bool, int, float)):
         return float(entry)
     if isinstance(entry, (str, os.PathLike)):
@@ -102,10 +106,6 @@ def _tell_entry(entry: Any, depth: int) -> Any:
     if isinstance(entry, (list, tuple)) and depth > 0:
         return [_tell_entry(value, depth - 1) for value in entry[:MOST_ENTRIES]]
     return type(entry).__qualname__
-
-
-def _is_numeric(entry: Any) -> bool:
-    return isinstance(entry, Tensor) or entry.dtype.kind in "biuf"
 
 
 def _tell_numbers(entry: Tensor) -> float:

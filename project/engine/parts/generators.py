@@ -1,6 +1,7 @@
 """The generators of random numbers."""
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,7 @@ from lightning.pytorch import Trainer
 
 from project.engine.own_generators import generators_in, restore, state_of
 from project.engine.parts.part import Part
-
-PACKAGE = f"{__name__.partition('.')[0]}."
+from project.engine.users_callbacks import users_callbacks
 
 
 class RandomGenerators(Part):
@@ -34,7 +34,9 @@ class RandomGenerators(Part):
 
 
 class OwnGenerators(Part):
-    """Generators that the module, the data module and the callbacks hold in their attributes."""
+    """Generators that the module, the data module and the user's callbacks hold in their
+    attributes.
+    """
 
     name = "own_generators"
     is_left_at_the_end = True
@@ -52,11 +54,21 @@ class OwnGenerators(Part):
 
 
 def holders(trainer: Trainer) -> dict[str, Any]:
-    """Whose attributes are looked through, with names that do not depend on this project's own."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    users = [each for each in callbacks if not type(each).__module__.startswith(PACKAGE)]
+    """Whose attributes are looked through.
+
+    A callback is named by its class and its place among those of its class: another callback that
+    is added or left out changes no name.
+    """
+    callbacks: dict[str, Any] = {}
+    of_class: Counter[str] = Counter()
+    for callback in users_callbacks(trainer):
+        kind = type(callback).__qualname__
+        callbacks[f"{kind}.{of_class[kind]}"] = callback
+        of_class[kind] += 1
     data = trainer.datamodule  # type: ignore[attr-defined]
-    return {"module": trainer.lightning_module, "data": data, "callbacks": users}
+    # The last one is looked through first. The module's generators matter most, and the look ends
+    # after so many objects.
+    return {"callbacks": callbacks, "data": data, "module": trainer.lightning_module}
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -39,7 +39,8 @@ class MetricStates(Part):
     """The unfinished sums of every torchmetrics metric of a module.
 
     Torchmetrics' own ``metric_state`` lacks what a wrapper counts or keeps for itself, such as a
-    minimum so far.
+    minimum so far. Numbers, texts and lists that a metric keeps in plain attributes are of
+    :class:`project.engine.parts.attributes.PlainAttributes`.
     """
 
     name = "metrics"

@@ -52,60 +52,89 @@ def is_inside_step(trainer: Trainer) -> bool:
     return is_partial and done < trainer.num_training_batches
 
 
-class FrozenParameters(Part):
-    """The parameters that are not trained now.
+class Switches(Part):
+    """What is on or off for each parameter or layer, where that has changed since the start.
 
-    A callback or hook may have thawed others in an earlier epoch.
+    The start is the module as it was made, before the user's hooks of the start. What has not
+    changed since is left out: what the user sets in a constructor wins. A hook or callback may
+    have changed others in an earlier epoch.
     """
 
-    name = "frozen"
     of_each_rank = False
 
-    def take(self, trainer: Trainer) -> list[str]:
+    def __init__(self) -> None:
+        self.fresh: dict[str, bool] = {}
+
+    def read(self, trainer: Trainer) -> dict[str, bool]:
+        """Every switch as it is now, by name."""
+        raise NotImplementedError
+
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        """Set a switch that :meth:`read` has found."""
+        raise NotImplementedError
+
+    def begin(self, trainer: Trainer) -> None:
+        """Note the switches as the module has made them."""
+        self.fresh = self.read(trainer)
+
+    def take(self, trainer: Trainer) -> dict[str, bool]:
+        now = self.read(trainer)
+        return {name: is_on for name, is_on in now.items() if is_on != self.fresh.get(name)}
+
+    def give_back(self, trainer: Trainer, value: dict[str, bool]) -> None:
+        # The hooks of the start may have changed what had not changed when the state was taken.
+        wanted = {**self.fresh, **value}
+        for name, is_on in self.read(trainer).items():
+            if wanted.get(name, is_on) != is_on:
+                self.set_one(trainer, name, wanted[name])
+
+
+class FrozenParameters(Switches):
+    """Whether each parameter is trained."""
+
+    name = "frozen"
+
+    def read(self, trainer: Trainer) -> dict[str, bool]:
         parameters = trainer.lightning_module.named_parameters()
-        return [name for name, parameter in parameters if not parameter.requires_grad]
+        return {name: parameter.requires_grad for name, parameter in parameters}
 
-    def give_back(self, trainer: Trainer, value: list[str]) -> None:
-        for name, parameter in trainer.lightning_module.named_parameters():
-            parameter.requires_grad = name not in value
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        trainer.lightning_module.get_parameter(name).requires_grad = is_on
 
 
-class EvalModes(Part):
-    """The parts of a module that are trained in eval mode, such as a frozen backbone with batch
-    norms.
+class EvalModes(Switches):
+    """Whether each part of a module is in training mode. A frozen backbone with batch norms is
+    trained in eval mode.
     """
 
     name = "eval"
-    of_each_rank = False
     changes_in_validation = False
 
-    def take(self, trainer: Trainer) -> list[str]:
+    def read(self, trainer: Trainer) -> dict[str, bool]:
         modes = None
         if trainer.validating:
             modes = lightning_internals.modes_before_validation(trainer)
         if not modes:
             modes = {n: part.training for n, part in trainer.lightning_module.named_modules()}
-        return [name for name, is_training in modes.items() if not is_training]
+        return dict(modes)
 
-    def give_back(self, trainer: Trainer, value: list[str]) -> None:
-        for name, part in trainer.lightning_module.named_modules():
-            part.training = name not in value
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        trainer.lightning_module.get_submodule(name).training = is_on
 
 
-class UntrackedStatistics(Part):
-    """The normalisation layers whose running statistics were switched off, as ``BaseFinetuning``
-    does.
+class UntrackedStatistics(Switches):
+    """Whether each normalisation layer tracks running statistics. ``BaseFinetuning`` switches that
+    off.
     """
 
     name = "untracked"
-    of_each_rank = False
 
-    def take(self, trainer: Trainer) -> list[str]:
-        return [name for name, part in tracking(trainer) if not part.track_running_stats]
+    def read(self, trainer: Trainer) -> dict[str, bool]:
+        return {name: bool(part.track_running_stats) for name, part in tracking(trainer)}
 
-    def give_back(self, trainer: Trainer, value: list[str]) -> None:
-        for name, part in tracking(trainer):
-            part.track_running_stats = name not in value
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        part: Any = trainer.lightning_module.get_submodule(name)
+        part.track_running_stats = is_on
 
 
 def tracking(trainer: Trainer) -> Iterator[tuple[str, Any]]:
