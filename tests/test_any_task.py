@@ -140,7 +140,7 @@ def test_a_limited_epoch_ends_where_its_loader_goes_on(kind: str) -> None:
     assert_same_run(reference, resume("killed"))
 
 
-CALLBACKS = """
+LIGHTNINGS_CALLBACKS = """
 trainer:
   callbacks:
     - {class_path: EarlyStopping, init_args: {monitor: val_told, patience: 2}}
@@ -156,7 +156,7 @@ trainer:
 def test_lightnings_callbacks_and_a_falling_rate_go_on_where_they_were(
     batch: int, dies: bool
 ) -> None:
-    Path("callbacks.yaml").write_text(CALLBACKS)
+    Path("callbacks.yaml").write_text(LIGHTNINGS_CALLBACKS)
     flags = [
         "--config",
         "callbacks.yaml",
