@@ -19,8 +19,8 @@ class OddDigits(MNISTDataModule):
     class_names = ["even", "odd"]
 
     def make_split(self, split: Split) -> Any:
-        digits: Any = super().make_split(split)
-        return TensorImages(digits.images, digits.labels % 2)
+        samples: Any = super().make_split(split)
+        return TensorImages(samples.images, samples.labels % 2)
 
 
 class TwoRates(MNISTClassifier):
