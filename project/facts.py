@@ -82,7 +82,11 @@ def beside_facts(facts: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[s
     """Metrics that may stand beside facts in one dictionary: one of the same name as a fact, such
     as ``precision``, is called ``metric/precision``.
     """
-    return {f"metric/{name}" if name in facts else name: metrics[name] for name in metrics}
+    named: dict[str, Any] = {}
+    for name, value in metrics.items():
+        shown = f"metric/{name}" if name in facts else name
+        named[shown] = value
+    return named
 
 
 def summarize(trainer: Trainer, run_name: str, finished: bool) -> Summary:

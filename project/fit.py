@@ -301,7 +301,9 @@ def refuse_mirror_without_checkpoints(config: Configuration) -> None:
 
 
 def refuse_rehearsal_of_a_checkpoint(run: RunFolder, config: Configuration) -> None:
-    """A UserError for a training of one step that begins with a checkpoint, which has made it."""
+    """A UserError for a rehearsal of a few steps that begins with a checkpoint, which has trained
+    as far.
+    """
     if run.checkpoint is None:
         return
     steps = int(config.trainer["fast_dev_run"])

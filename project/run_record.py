@@ -17,7 +17,7 @@ from project.facts import command_line, git, versions
 from project.run_result import RunResult
 from project.tables import flat
 
-# What an earlier run of this name may have left that saved nothing
+# What an earlier run of this name may have left that saved nothing, or this run at a shorter end
 SUMMARY = "summary.json"
 OF_AN_END = (SUMMARY, "report.html")
 # How the code differed from its commit

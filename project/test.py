@@ -63,8 +63,10 @@ def main(argv: list[str]) -> int:
         "precision": trainer.precision,
         "world_size": trainer.world_size,
     }
-    for metrics in found:
-        facts |= beside_facts(facts, metrics)
+    metrics: dict[str, Any] = {}
+    for of_one_loader in found:
+        metrics |= of_one_loader
+    facts |= beside_facts(facts, metrics)
     if is_rank_zero():
         if output:
             tables.write_rows(output, facts)
@@ -87,8 +89,7 @@ def build(loaded: Loaded) -> Trainer:
     flags = trainer_flags(loaded.config)
     flags["logger"] = False
     flags["enable_model_summary"] = False
-    if flags["precision"] is None and loaded.run.get("precision") == "64-true":
-        flags["precision"] = "64-true"
+    flags["precision"] = loaded.precision(flags["precision"])
     flags["callbacks"] = [ExactCheckpoint(None), *flags["callbacks"]]
     return build_trainer(flags)
 

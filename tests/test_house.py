@@ -234,12 +234,19 @@ def test_every_seam_is_listed_and_looked_up_at_start(monkeypatch: pytest.MonkeyP
         seams.check()
 
 
-@pytest.mark.parametrize("missing", ["lightning.pytorch.loops.nowhere", "torch.nn"])
+@pytest.mark.parametrize(
+    ("missing", "name"),
+    [
+        ("lightning.pytorch.loops.nowhere", "Module._gone"),
+        ("torch.nn", "Module._gone"),
+        ("multiprocessing.queues", "Queue._gone"),
+    ],
+)
 def test_a_missing_name_is_told_in_one_line_with_the_versions_that_have_it(
-    missing: str, monkeypatch: pytest.MonkeyPatch
+    missing: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lightning_internals.check()
-    monkeypatch.setitem(lightning_internals.NAMES, missing, ["Module._gone"])
+    monkeypatch.setitem(lightning_internals.NAMES, missing, [name])
     with pytest.raises(
         UserError, match=r"lacks a name .*(_gone|nowhere).* Known to work: lightning 2\.6\.6"
     ) as error:

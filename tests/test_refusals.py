@@ -4,6 +4,7 @@ traceback.
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
@@ -125,6 +126,17 @@ def test_only_a_reader_of_stdout_that_has_ended_is_no_error(
     assert done.stderr.endswith(f"code {code}\n")
     assert told in done.stderr
     assert ("Traceback" in done.stderr) == (what == "breaks_a_pipe")
+
+
+def test_a_broken_pipe_is_an_error_where_stdout_is_no_stream_of_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(_: list[str]) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert exit_code(breaks, []) == 1
 
 
 MEETS = """

@@ -142,6 +142,12 @@ class Loaded:
                 return list(owner.class_names)
         return []
 
+    def precision(self, typed: Any) -> Any:
+        """The precision to evaluate in: what was typed, or else float64 where the run's was."""
+        if typed is None and self.run.get("precision") == "64-true":
+            return "64-true"
+        return typed
+
 
 def load(path: Path, argv: list[str] | None = None, again: bool = False) -> Loaded:
     """The module and data module of a checkpoint, from the checkpoint alone, or a UserError.

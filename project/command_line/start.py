@@ -170,7 +170,11 @@ def _nobody_reads_stdout() -> bool:
     if sys.platform == "win32":
         return False
     watch = select.poll()
-    watch.register(sys.stdout.fileno(), 0)
+    try:
+        watch.register(sys.stdout.fileno(), 0)
+    except OSError:
+        # It is no stream of the system, as in a notebook.
+        return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
 
 

@@ -371,13 +371,20 @@ def damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be
     whole.
     """
+    _, reason = read_or_reason(path)
+    return reason
+
+
+def read_or_reason(path: Path) -> tuple[dict[str, Any], str | None]:
+    """A checkpoint's contents, and None; or nothing, and why it cannot be used. Unreadable is
+    raised: it may be whole.
+    """
     try:
-        read(path)
+        return read(path), None
     except Unreadable:
         raise
     except UserError as error:
-        return str(error).removeprefix("--ckpt_path ")
-    return None
+        return {}, str(error).removeprefix("--ckpt_path ")
 
 
 # What a checkpoint, our record in it and its configuration hold, as far as commands rely on it. Any

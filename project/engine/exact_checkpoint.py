@@ -34,7 +34,6 @@ from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     buffers_left_out,
     fill_in_what_was_left_out,
-    read,
     record_in,
 )
 from project.engine.following import Best
@@ -416,7 +415,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # The module's own hooks may have read whole epochs.
             self.loading.begin()
         if resume is not None:
-            # What the module loads itself comes after this.
+            # The hooks of the epoch's start have changed attributes. What the module loads itself
+            # comes later, and stays.
             self._attributes.undo(trainer)
             if self._before_hooks is not None:
                 self._before_hooks.give_back(trainer)
@@ -440,17 +440,19 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return
         reason = None
         if self.best.score is not None and trainer.is_global_zero:
-            reason = self.files.set_aside_unusable_best(self.run_id)
+            checkpoint, reason = self.files.usable_best(self.run_id)
             if reason is None:
-                reason = self._says_another_best()
+                reason = self._says_another_best(checkpoint)
         reason = trainer.strategy.broadcast(reason)
         if reason:
             say(f"{reason} the best is looked for anew.")
             self.best.forget()
 
-    def _says_another_best(self) -> str | None:
-        """Why ``best.ckpt`` is not the best of this state: a new one was saved before a kill."""
-        saved = read(self.files.best).get("callbacks", {}).get(self.state_key)
+    def _says_another_best(self, checkpoint: dict[str, Any]) -> str | None:
+        """Why ``best.ckpt``, which holds this checkpoint, is not the best of this state: a new one
+        was saved before a kill.
+        """
+        saved = checkpoint.get("callbacks", {}).get(self.state_key)
         if saved is None or (saved["score"], saved["epoch"]) == (self.best.score, self.best.epoch):
             return None
         return f"{self.files.best} is ahead of the checkpoint:"

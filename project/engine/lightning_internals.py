@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.metadata
+import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -94,12 +95,20 @@ def check(modules: dict[str, list[str]] = NAMES) -> None:
         for module, names in modules.items():
             attrgetter(*names)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        package = module.partition(".")[0]
-        version = importlib.metadata.version(package)
         raise UserError(
-            f"{package} {version} lacks a name that this project needs ({error})."
+            f"{_version_of(module)} lacks a name that this project needs ({error})."
             f" Known to work: {KNOWN_VERSIONS}, and the versions in requirements.lock."
         ) from None
+
+
+def _version_of(module: str) -> str:
+    """The package of a module, and its version."""
+    package = module.partition(".")[0]
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        # It comes with Python.
+        return f"Python {platform.python_version()}"
 
 
 # Stopping

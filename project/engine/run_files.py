@@ -10,7 +10,7 @@ from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     NotPlain,
     damage,
-    read,
+    read_or_reason,
     record_in,
 )
 from project.engine.files import write_atomically
@@ -74,17 +74,20 @@ class RunFiles:
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
 
-    def set_aside_unusable_best(self, run_id: str | None) -> str | None:
-        """Rename a ``best.ckpt`` that is damaged or belongs to another run; returns why."""
+    def usable_best(self, run_id: str | None) -> tuple[dict[str, Any], str | None]:
+        """The contents of ``best.ckpt``, and None; or nothing, and why it cannot be used.
+
+        One that is damaged, or belongs to another run, is renamed.
+        """
         if not self.best.exists():
-            return f"{self.best} is missing;"
-        reason = damage(self.best)
-        if reason is None and run_id_in(self.best) != run_id:
+            return {}, f"{self.best} is missing;"
+        checkpoint, reason = read_or_reason(self.best)
+        if reason is None and record_in(checkpoint).get("run_id") != run_id:
             reason = f"{self.best} belongs to another run."
         if reason is None:
-            return None
+            return checkpoint, None
         os.replace(self.best, self.best.with_suffix(".ckpt.set-aside"))
-        return f"{reason} It was set aside;"
+        return {}, f"{reason} It was set aside;"
 
     def replace_damaged_last(self) -> None:
         """Copy ``best.ckpt`` where ``last.ckpt`` is damaged, for nothing else would do so."""
@@ -102,11 +105,6 @@ def restored_by_lightning(trainer: Trainer) -> set[str]:
     return {type(owner).__qualname__ for owner in owners}
 
 
-def run_id_in(path: Path) -> str | None:
-    """The id of the run that a checkpoint belongs to; None where it names none."""
-    return record_in(read(path)).get("run_id")
-
-
 def newest_whole(last: Path, best: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint that a run goes on from; and a line for each that is skipped.
 
@@ -117,8 +115,9 @@ def newest_whole(last: Path, best: Path) -> tuple[Path | None, list[str]]:
     for path in (last, best):
         if not path.exists():
             continue
-        reason = damage(path)
-        if reason is None and path == best and not last.exists() and not can_start_from(read(path)):
+        checkpoint, reason = read_or_reason(path)
+        is_best_alone = path == best and not last.exists()
+        if reason is None and is_best_alone and not can_start_from(checkpoint):
             reason = f"{path} is inside an epoch, and its data cannot be started there."
         if reason is None:
             return path, skipped

@@ -202,12 +202,12 @@ def front_matter(loaded: Loaded, name: str, results: dict[str, float]) -> dict[s
 def task_of(loaded: Loaded) -> str | None:
     """The Hub's word for the task; None where it is not known."""
     is_of_images = isinstance(loaded.datamodule, contract.ShapesImages)
-    if is_of_images and loaded.class_names and returns_logits(loaded):
+    if is_of_images and loaded.class_names and labels_whole_images(loaded):
         return "image-classification"
     return None
 
 
-def returns_logits(loaded: Loaded) -> bool:
+def labels_whole_images(loaded: Loaded) -> bool:
     """Whether the module returns (1, classes) for one image. One of pixels, such as a mask, does
     not.
     """

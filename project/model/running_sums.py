@@ -184,6 +184,7 @@ class RunningSums:
         values = exact(losses.detach()).flatten()
         counted = self.module.counted_targets(outputs, targets)
         if counted is None or counted.numel() % len(values) > 0:
+            # The loss ignores none, or the user's own gives values of unequally many targets.
             samples = len(targets)
             total = values.sum() * (samples / len(values))
             count = torch.full_like(total, samples)

@@ -39,8 +39,7 @@ def predict_loaders(loaded: Loaded) -> list[Row]:
     flags["enable_model_summary"] = False
     flags["enable_progress_bar"] = sys.stdout.isatty()
     flags["devices"] = 1
-    if flags["precision"] is None and loaded.run.get("precision") == "64-true":
-        flags["precision"] = "64-true"
+    flags["precision"] = loaded.precision(flags["precision"])
     trainer = build_trainer(flags)
     with refusals_as_errors(loaded.path):
         # The weights once more: layers may be made in setup, which the Trainer calls again.

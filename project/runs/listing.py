@@ -46,9 +46,11 @@ def shown_settings(runs: Sequence[SavedRun], names: Sequence[str]) -> list[dict[
 
 def shortened(paths: Sequence[Any]) -> list[Any]:
     """Classes without their modules, unless two of them have one name."""
-    names = [None if path is None else last_name(path) for path in paths]
-    different = {str(path) for path in paths}
-    return names if len(set(names)) == len(different) else list(paths)
+    full = {str(path) for path in paths if path is not None}
+    short = {path: last_name(path) for path in full}
+    has_namesakes = len(set(short.values())) < len(full)
+    # A run without such a setting has None.
+    return list(paths) if has_namesakes else [short.get(str(path)) for path in paths]
 
 
 def sort_rows(rows: Sequence[Row], column: str) -> list[Row]:
