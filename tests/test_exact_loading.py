@@ -535,6 +535,8 @@ def rank_of(rank: int, world_size: int, training: bool = True, **more: Any) -> A
         current_epoch=more.get("epoch", 0),
         reload_dataloaders_every_n_epochs=more.get("reload", 0),
         limit_train_batches=1.0,
+        limit_val_batches=1.0,
+        state=SimpleNamespace(fn=more.get("doing", "fit")),
         strategy=None,
         global_rank=rank,
         world_size=world_size,
@@ -1102,11 +1104,16 @@ class OwnIteration(DataLoader[Any]):
 def test_workers_that_outlive_an_epoch_and_cannot_be_seeded_are_said() -> None:
     loading = ExactLoading(seed=0)
     loader = OwnIteration(Numbers(8), 2, num_workers=1, persistent_workers=True)
-    loading.exact(loader, rank_of(0, 1, training=False))
-    assert loading.notes == [
+    loading.exact(loader, rank_of(0, 1))
+    assert (
         "the workers of OwnIteration outlive an epoch: if they draw random numbers, a resumed run "
         "sees others."
-    ]
+    ) in loading.notes
+    # What a validation draws is tried.
+    validating = ExactLoading(seed=0)
+    validating.exact(loader, rank_of(0, 1, training=False))
+    (note,) = validating.notes
+    assert note.startswith("the validations of a resumed run are not exact: OwnIteration gives")
 
 
 class Buffered(ResumableStream):
@@ -1265,6 +1272,18 @@ class CountsItsEpochs(Stream):
         return iter(rows)
 
 
+class GoesOn(Stream):
+    """Has new samples each time: a queue of messages, or a file that grows."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for row in super().__iter__():
+            yield row + self.next
+            self.next += 1
+
+
 @pytest.mark.parametrize(
     ("make", "workers"),
     [
@@ -1350,6 +1369,21 @@ def test_a_stream_that_a_resumed_run_reads_in_another_way_is_said(make: Any) -> 
     name = type(make()).__name__
     expected = f"a resume is not exact: {name} gives other samples when it is begun anew ("
     assert [line.startswith(expected) for line in loading.notes] == [False, True]
+
+
+@pytest.mark.parametrize("make", [GoesOn, CountsItsEpochs])
+def test_a_validation_that_a_resumed_run_reads_in_another_way_is_said(make: Any) -> None:
+    loading = ExactLoading(seed=0)
+    loading.exact(DataLoader(make(), 2), rank_of(0, 1, training=False))
+    loading.exact(DataLoader(Stream(), 2), rank_of(0, 1, training=False))
+    name = type(make()).__name__
+    expected = f"the validations of a resumed run are not exact: {name} gives other samples"
+    assert [line.startswith(expected) for line in loading.notes] == [True]
+    # It says nothing of an evaluation alone, nor where the next validation begins anew.
+    alone = ExactLoading(seed=0)
+    alone.exact(DataLoader(make(), 2), rank_of(0, 1, training=False, doing="validate"))
+    alone.exact(DataLoader(OwnGenerator(random.Random(0)), 2), rank_of(0, 1, training=False))
+    assert not alone.notes
 
 
 def test_a_stream_that_cannot_be_copied_is_said() -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import (
     BootStrapper,
@@ -59,7 +60,13 @@ def test_networks_take_an_empty_batch(network: nn.Module) -> None:
     assert network.eval()(torch.rand(0, 1, 28, 28)).shape == (0, 10)
 
 
-@pytest.mark.parametrize("network", [MLP(dropout=0.5), ConvNet()])
+def with_spectral_norm() -> nn.Module:
+    """Each forward pass in training changes the buffers from which the weights are computed."""
+    block = nn.Sequential(nn.Flatten(), spectral_norm(nn.Linear(784, 16)), nn.ReLU())
+    return nn.Sequential(block, spectral_norm(nn.Linear(16, 3)))
+
+
+@pytest.mark.parametrize("network", [MLP(dropout=0.5), ConvNet(), with_spectral_norm()])
 def test_recomputed_activations_give_the_same_gradients_and_keys(network: nn.Module) -> None:
     images = torch.rand(8, 1, 28, 28)
     twin = copy.deepcopy(network)
@@ -174,9 +181,13 @@ def test_a_schedule_of_a_run_that_nothing_gives_a_length_says_that_it_has_no_eff
     # A warning would be an error here.
     module.trainer = plain_trainer(tmp_path, max_epochs=-1, max_steps=9)
     module.configure_optimizers()
-    constant = SupervisedModule(nn.Linear(4, 1), schedule="constant")
+    constant = SupervisedModule(nn.Linear(4, 1), schedule="constant", warmup_fraction=0.0)
     constant.trainer = plain_trainer(tmp_path, max_epochs=-1)
     constant.configure_optimizers()
+    warmed = SupervisedModule(nn.Linear(4, 1), schedule="constant")
+    warmed.trainer = plain_trainer(tmp_path, max_epochs=-1)
+    with pytest.warns(UserWarning, match=r"^--model.warmup_fraction 0\.2 has no effect"):
+        warmed.configure_optimizers()
 
 
 class Stream(IterableDataset[Any]):

@@ -45,6 +45,7 @@ from project.engine.not_exact import (
     has_averaged_batch_norms,
     mend_states_of_lightnings_callbacks,
     what_is_not_exact,
+    what_loaders_side_by_side_lack,
 )
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
@@ -432,6 +433,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self.best.forget()
             for part in self.parts:
                 part.start_anew()
+        self.loading.notes += what_loaders_side_by_side_lack(trainer, self.loading)
         say(*dict.fromkeys(self.loading.notes))
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:

@@ -183,6 +183,17 @@ def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[A
     return loop._combined_loader.flattened, is_last
 
 
+def mode_of_training_loaders(trainer: Trainer) -> str:
+    """How training reads several loaders: a mode of :class:`CombinedLoader`, such as ``min_size``.
+
+    Buys that nothing is promised of an epoch whose end Lightning would count anew. Public way
+    missing: ``trainer.train_dataloader`` gives the loaders without their mode.
+    """
+    loaders: Any = trainer.fit_loop._combined_loader
+    mode: str = loaders._mode
+    return mode
+
+
 def iterator_of(part: str) -> property:
     """The ``_iterator`` of an attribute, as a loader's own.
 

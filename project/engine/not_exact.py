@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer, callbacks
 
+from project.engine import lightning_internals
 from project.engine.loading import ExactLoading
 
 # Lightning's callbacks with which a resume is not exact, and why.
@@ -35,6 +36,22 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
         what = "with --reload_dataloaders_every_n_epochs above 1"
         notes.append(f"a resume is not exact {what}: it counts anew.")
     return notes
+
+
+def what_loaders_side_by_side_lack(trainer: Trainer, loading: ExactLoading) -> list[str]:
+    """A line where training reads loaders side by side that can only be begun together.
+
+    Lightning counts in each start which of them have come to their end. With lengths this makes no
+    difference, for they say when an epoch ends. ``loading`` is told.
+    """
+    ends_with_the_first = lightning_internals.mode_of_training_loaders(trainer) == "min_size"
+    if len(loading.training) == 1 or not loading.read_early or ends_with_the_first:
+        return []
+    loading.anywhere = False
+    return [
+        "training reads loaders side by side, and not all have a length: a resumed run goes on from"
+        " the last epoch's end."
+    ]
 
 
 def begins_averaged_batch_norms(trainer: Trainer) -> bool:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -42,20 +42,27 @@ def forward_again(module: nn.Module, forward: Callable[..., Any], *args: Any) ->
 def first_and_second_pass(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What is entered for the forward pass, and for the one that recomputes it."""
-    return nullcontext(), with_copies_of_buffers(module)
+    """What is entered for the forward pass, and for the one that recomputes it.
+
+    The second pass begins with the buffers that the first one began with: a spectral norm computes
+    its weights from them.
+    """
+    before = []
+    for layer in module.modules():
+        for name, buffer in layer.named_buffers(recurse=False):
+            before.append((layer, name, buffer.clone()))
+    return nullcontext(), with_buffers(before)
 
 
 @contextmanager
-def with_copies_of_buffers(module: nn.Module) -> Iterator[None]:
-    """Inside, a module has copies of its buffers; afterwards the buffers, as they were before."""
-    buffers = []
-    for layer in module.modules():
-        for name, buffer in layer.named_buffers(recurse=False):
-            buffers.append((layer, name, buffer))
-            setattr(layer, name, buffer.clone())
+def with_buffers(buffers: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Inside, layers have copies of these buffers; afterwards their own, as they were before."""
+    own = []
+    for layer, name, buffer in buffers:
+        own.append((layer, name, getattr(layer, name)))
+        setattr(layer, name, buffer.clone())
     try:
         yield
     finally:
-        for layer, name, buffer in buffers:
+        for layer, name, buffer in own:
             setattr(layer, name, buffer)

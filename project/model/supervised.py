@@ -214,12 +214,8 @@ class SupervisedModule(LightningModule):
         optimizer = self.make_optimizer()
         if self.schedule in SHAPES:
             steps = self.trainer.estimated_stepping_batches
-            if self.schedule != "constant" and is_endless(steps):
-                rank_zero_warn(
-                    f"--model.schedule {self.schedule} has no effect: nothing says how many steps "
-                    f"this run takes, so the learning rate stays {self.lr}. Add --max_steps N "
-                    "(--max_time may still end the run before)."
-                )
+            if is_endless(steps):
+                self._warn_that_the_shape_is_lost()
             schedule = shaped_schedule(optimizer, self.schedule, self.warmup_fraction, steps)
         else:
             schedule = named_schedule(optimizer, self.schedule, self.schedule_args, self.mode)
@@ -229,6 +225,20 @@ class SupervisedModule(LightningModule):
             "monitor": self.monitor,
         }
         return {"optimizer": optimizer, "lr_scheduler": settings}
+
+    def _warn_that_the_shape_is_lost(self) -> None:
+        """Where nothing says how many steps a run takes, the rate is ``lr`` throughout."""
+        schedule = self.schedule
+        if schedule != "constant":
+            lost = f"--model.schedule {schedule} has no effect"
+        elif self.warmup_fraction > 0:
+            lost = f"--model.warmup_fraction {self.warmup_fraction} has no effect"
+        else:
+            return
+        rank_zero_warn(
+            f"{lost}: nothing says how many steps this run takes, so the learning rate stays "
+            f"{self.lr}. Add --max_steps N (--max_time may still end the run before)."
+        )
 
     def setup(self, stage: str) -> None:
         """Before training: take over the data's ``mean`` and ``std``, forget another training."""

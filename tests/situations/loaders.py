@@ -233,6 +233,17 @@ class StreamWithState(IterableDataset[Any]):
         self.next = state["next"]
 
 
+class ShortStreamWithState(StreamWithState):
+    """Ends much earlier than the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = table(18)
+        while self.next < 18:
+            self.next += 1
+            yield rows[self.next - 1]
+        self.next = 0
+
+
 class EndlessStream(Keeps, IterableDataset[Any]):
     """Never ends, and counts in its state."""
 
@@ -550,6 +561,23 @@ for combination in ("max_size_cycle", "min_size", "max_size"):
     add(f"combined_{combination}_and_validation_inside_epochs", kind, val_check_interval=2)
 
 
+class SeveralStreams(Several):
+    """Trains on two streams side by side: nothing says when they end."""
+
+    def train_dataloader(self) -> Any:
+        loaders = {
+            "long": DataLoader(StreamWithState(), 4),
+            "short": DataLoader(ShortStreamWithState(), 8),
+        }
+        return CombinedLoader(loaders, self.mode)
+
+
+for combination in ("max_size_cycle", "min_size", "max_size"):
+    kind = type("CombinedStreams", (SeveralStreams,), {"mode": combination})
+    told = "" if combination == "min_size" else EPOCH_END
+    add(f"streams_combined_{combination}", kind, says=told)
+
+
 class Dictionary(Several):
     """The same, given to Lightning as a dictionary."""
 
@@ -584,6 +612,30 @@ class SeveralValidations(Task):
 
 
 add("validates_side_by_side", SeveralValidations, val_check_interval=3)
+
+
+class StreamThatGoesOn(IterableDataset[Any]):
+    """Each validation has the rows behind those of the one before."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = table(50)
+        for _ in range(16):
+            yield rows[self.next % 50]
+            self.next += 1
+
+
+add(
+    "validation_stream_that_goes_on",
+    reads(
+        lambda: DataLoader(table(50), 8, shuffle=True),
+        validation=lambda: DataLoader(StreamThatGoesOn(), 8),
+    ),
+    says="the validations of a resumed run are not exact: StreamThatGoesOn gives other samples",
+    is_exact=False,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -15,7 +15,7 @@ from project.engine.loading.batches import ExactBatches
 from project.engine.loading.exact_loader import ExactLoader
 from project.engine.loading.held_data import held_data, is_alike
 from project.engine.loading.passes import Passes, Start
-from project.engine.loading.proof import OTHER_SAMPLES, Proof, proved
+from project.engine.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, proved
 from project.engine.loading.samplers import (
     SEEDABLE,
     deals_in_order,
@@ -32,6 +32,9 @@ from project.engine.ranks import of_all_ranks, say
 from project.engine.seams import Seams
 from project.engine.stop import NextBatch
 from project.errors import UserError
+
+# Instead of the number of a training loader: it is one of a validation.
+VALIDATION = -1
 
 
 class Form(Enum):
@@ -77,7 +80,8 @@ class ExactLoading:
         self._loaded_at: int | None = None
         # Whether it was made before, for another epoch.
         self._is_reloaded = False
-        # What trials have shown, by the loader's number in an epoch and the name of what was tried.
+        # What trials have shown, by the loader's number in an epoch, or VALIDATION, and the name of
+        # what was tried.
         self._proofs: dict[tuple[int, str], Proof] = {}
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
@@ -241,13 +245,12 @@ class ExactLoading:
         )
 
     def _watched(self, loader: Any, seed: int, trainer: Trainer) -> WatchedLoader:
-        owner = self._proved_owner(loader, seed, trainer) if trainer.training else None
-        is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
-        if is_own_loader and loader.persistent_workers:
-            self.notes.append(
-                f"the workers of {_name_of(loader)} outlive an epoch: if they draw random numbers, "
-                "a resumed run sees others."
-            )
+        owner = None
+        if trainer.training:
+            owner = self._proved_owner(loader, seed, trainer)
+            self._note_workers_that_live_on(loader)
+        elif trainer.state.fn == "fit":
+            self._note_validation_that_goes_on(loader, seed, trainer)
         if trainer.world_size == 1:
             found = WatchedLoader(loader, owner, seed)
         else:
@@ -328,7 +331,8 @@ class ExactLoading:
             # A loader of an earlier epoch was tried. Each trial takes a moment.
             proof = self._proofs[place]
             return owner if proof.owner is not None else None
-        proof = proved(loader, owner, fault, seed, _batches_of_epoch(trainer, loader))
+        batches = _batches_of_epoch(trainer.limit_train_batches, loader)
+        proof = proved(loader, owner, fault, seed, batches)
         self._proofs[place] = proof
         # Ranks save together: one that cannot start inside an epoch decides for all.
         faults = [each for each in of_all_ranks(proof.fault) if each is not None]
@@ -346,6 +350,31 @@ class ExactLoading:
         elif proof.next_fault is not None:
             self.notes.append(f"a resume may not be exact: {name} {proof.next_fault}.")
         return proof.owner
+
+    def _note_workers_that_live_on(self, loader: Any) -> None:
+        is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
+        if is_own_loader and loader.persistent_workers:
+            self.notes.append(
+                f"the workers of {_name_of(loader)} outlive an epoch: if they draw random numbers, "
+                "a resumed run sees others."
+            )
+
+    def _note_validation_that_goes_on(self, loader: Any, seed: int, trainer: Trainer) -> None:
+        """Say it where a validation's samples depend on the validations before: no state of them
+        is kept.
+        """
+        name = _name_of(loader)
+        place = (VALIDATION, name)
+        if place in self._proofs:
+            return
+        batches = _batches_of_epoch(trainer.limit_val_batches, loader)
+        fault = fault_of_next_epoch(loader, None, seed, batches)
+        self._proofs[place] = Proof(None, None, fault)
+        if fault == OTHER_SAMPLES:
+            self.notes.append(
+                f"the validations of a resumed run are not exact: {name} {OTHER_SAMPLES} (it may go"
+                " on from one validation to the next, or draw from a random generator of its own)."
+            )
 
     def _note_shares_of_watched(self, loader: Any, owner: Any, training: bool) -> None:
         if not self.shares:
@@ -398,9 +427,11 @@ def _name_of(loader: Any) -> str:
     return type(loader.dataset).__name__
 
 
-def _batches_of_epoch(trainer: Trainer, loader: Any) -> int | None:
-    """How many batches of a loader an epoch trains on; None: all, or it is not known."""
-    limit: Any = trainer.limit_train_batches
+def _batches_of_epoch(limit: Any, loader: Any) -> int | None:
+    """How many batches of a loader an epoch reads; None: all, or it is not known.
+
+    ``limit`` is the Trainer's ``limit_train_batches`` or ``limit_val_batches``.
+    """
     if isinstance(limit, int):
         return limit
     length = sized_len(loader)
