@@ -10,11 +10,13 @@ torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss
 The two dashes keep torchrun from taking --monitor for an option of its own.
 """
 
+import json
 import os
 import shlex
 import signal
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from project.command_line.start import prepare_process
@@ -41,6 +43,7 @@ from project.command_line.trainer_flags import as_list, build_trainer, trainer_f
 from project.engine import ExactCheckpoint, contract, signals
 from project.engine.checkpoint_files import read
 from project.engine.lightning_internals import release_child_processes
+from project.engine.mirror.mirror import NOT_COMPLETE
 from project.engine.parts.rows import MetricRows
 from project.engine.ranks import is_rank_zero, say
 from project.engine.run_folder import RunFolder
@@ -284,9 +287,25 @@ def mirror_a_finished_run(run: RunFolder) -> None:
         return
     try:
         run.create()
-        say(*run.mirror.finish())
+        lines = run.mirror.finish()
+        if run.mirror.lack is None and forget_lack_of_mirror(run.folder / "summary.json"):
+            run.mirror.take()
+            lines = run.mirror.finish()
+        say(*lines)
     finally:
         run.release()
+
+
+def forget_lack_of_mirror(summary: Path) -> bool:
+    """Take out of a summary what its mirror lacked; returns whether it lacked something."""
+    if not summary.is_file():
+        return False
+    facts = json.loads(summary.read_text(encoding="utf-8"))
+    notes = [note for note in facts["notes"] if not note.startswith(NOT_COMPLETE)]
+    if notes == facts["notes"]:
+        return False
+    write_rows(summary, {**facts, "notes": notes})
+    return True
 
 
 def mirror_option(run: RunFolder) -> str:

@@ -201,6 +201,10 @@ def test_a_mirror_that_is_required_and_not_complete_is_exit_code_1(tmp_path: Pat
         assert "the mirror is not complete" in note
         assert "(no space left)" in note
         assert note in machine.told()
+    # Later the store is well again, and the same line brings over what it lacks.
+    assert machine.start().wait(300) == 0, machine.told()[-3000:]
+    assert [each for each in summary(machine.folder)["notes"] if "mirror" in each] == []
+    assert machine.told().count("mirror: step") == 1
 
 
 @pytest.mark.alone

@@ -33,6 +33,8 @@ OWNER_FILE = ".mirror-owner"
 RELEASE_S = 10.0
 REPORT = "report.html"
 SUMMARY = "summary.json"
+# How the line begins that says what a mirror lacks
+NOT_COMPLETE = "the mirror is not complete"
 
 
 class Mirror:
@@ -236,7 +238,7 @@ class Mirror:
         elif copying.known_step is not None:
             held = f"step {copying.known_step:,}"
         self.lack = (
-            f"the mirror is not complete: {store.shown} holds {held}, and the run is at step"
+            f"{NOT_COMPLETE}: {store.shown} holds {held}, and the run is at step"
             f" {copying.given_step:,}; of the last copy {copying.progress()}."
         )
         return [self.lack]
