@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from project.engine import ExactCheckpoint, Part, Stopped, exact_checkpoint
+from project.engine.seams import HOOKS_OF_BATCHES
 from project.errors import UserError
 from tests.commands import checkpoint, differences, kill_group, start, wait_for
 from tests.plain_module import Regression, rows
@@ -755,3 +756,26 @@ class Pauses(Callback):
 
 def test_a_callbacks_own_pause_is_left_alone(workplace: Path) -> None:
     assert fit("r", Pauses(), epochs=1).best.score is not None
+
+
+class CountsBatches(Callback):
+    """Calls the hooks above its own, and notes which hooks of it a step calls."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.called: list[str] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        super().on_train_batch_start(*args[:-1])
+        self.batches += 1
+        self.called = [hook for hook in HOOKS_OF_BATCHES if callable(getattr(self, hook))]
+
+
+def test_a_steps_hooks_that_do_nothing_are_not_called_while_a_run_is_on(workplace: Path) -> None:
+    counts = CountsBatches()
+    fit("r", counts, epochs=1)
+    assert counts.batches == 50
+    assert counts.called == ["on_train_batch_end"]
+    assert all(callable(getattr(counts, hook)) for hook in HOOKS_OF_BATCHES)
+    assert not set(HOOKS_OF_BATCHES) & set(vars(counts))

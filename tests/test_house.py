@@ -166,6 +166,7 @@ def test_every_private_name_of_lightning_internals_is_looked_up_at_start() -> No
         "_iterator",
         "_lightning_module",
         "_logger_connector",
+        "_mode",
         "_module_mode",
         "_non_persistent_buffers_set",
         "_restarting",
@@ -228,7 +229,7 @@ def test_every_seam_is_listed_and_looked_up_at_start(monkeypatch: pytest.MonkeyP
     names = {name for _, name in seams.SEAMS}
     text = SEAMS.read_text()
     used = re.findall(r"self\._replace\(\w+, \"(\w+)\"", text)
-    assert sorted(used) == sorted(names)
+    assert sorted([*used, *seams.HOOKS_OF_BATCHES]) == sorted(names)
     monkeypatch.setattr(seams, "SEAMS", [*seams.SEAMS, (Precision, "gone")])
     with pytest.raises(UserError, match="Precision lacks gone"):
         seams.check()

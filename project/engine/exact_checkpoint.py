@@ -365,6 +365,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                     self._before_hooks.take_loaded(trainer)
         self._seams.after_train_start(lambda: self._restore(trainer))
         self._seams.before_each_batch(lambda: self.before_batch(trainer))
+        self._seams.leave_out_empty_hooks()
 
     def sanity_check_starts(self, trainer: Trainer) -> None:
         """A resumed run has no such check. So what it changes belongs to the state."""
@@ -867,9 +868,9 @@ class Hooks(Callback):
 
     | hook | what happens |
     | --- | --- |
-    | setup | loaders and signals are taken over, and two of the four seams (seams.py) |
+    | setup | loaders and signals are taken over, and two of the five seams (seams.py) |
     | on_load_checkpoint | the state is read; where training goes on in its loaders is set |
-    | on_fit_start | what optimizers and schedules start with is noted; the other two seams |
+    | on_fit_start | what optimizers and schedules start with is noted; the other seams |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted |
     | on_train_start | changed hyperparameters win; the user's hooks come after this |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, then every part |

@@ -11,14 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 
 from project.errors import UserError
 
+# The hooks of callbacks that Lightning calls for every batch of a training and its validations.
+HOOKS_OF_BATCHES = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+)
 # The class that defines the method, and its name.
 SEAMS: list[tuple[type, str]] = [
+    *((Callback, hook) for hook in HOOKS_OF_BATCHES),
     (Strategy, "process_dataloader"),
     (Strategy, "on_train_start"),
     (Strategy, "load_checkpoint"),
@@ -108,6 +120,18 @@ class Seams:
             return convert(batch)
 
         self._replace(plugin, "convert_input", act_and_convert)
+
+    def leave_out_empty_hooks(self) -> None:
+        """A batch's hooks that do nothing are not called.
+
+        Lightning calls six hooks of every callback in a step, and times each call for a profiler:
+        3 microseconds for one that no class has filled. It passes over what cannot be called.
+        """
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            for hook in HOOKS_OF_BATCHES:
+                is_empty = getattr(type(callback), hook, None) is getattr(Callback, hook)
+                if is_empty and hook not in vars(callback):
+                    self._replace(callback, hook, None)
 
     def put_back(self) -> None:
         """Let every object have the methods again that it had before."""
