@@ -20,6 +20,10 @@ from project import hardware
 from project.callbacks.slow_precision import SlowPrecision, slow_line
 from project.command_line.cli import configure
 
+# How auto is chosen
+WAYS = [["--precision", "auto"]]
+WAYS += [["--config", "configs/fast.yaml"]]  # feature: mnist
+
 # These play a CPU with AVX2 alone on a newer one.
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
 
@@ -146,7 +150,7 @@ def test_on_a_cpu_with_avx2_alone_half_precision_is_measured_to_be_slow() -> Non
         ("gpu", True, 0.5, "32-true"),
     ],
 )
-@pytest.mark.parametrize("words", [["--precision", "auto"], ["--config", "configs/fast.yaml"]])
+@pytest.mark.parametrize("words", WAYS)
 def test_auto_is_half_precision_where_it_is_faster_and_what_it_is_gets_recorded(
     words: list[str],
     accelerator: str,
@@ -163,8 +167,9 @@ def test_auto_is_half_precision_where_it_is_faster_and_what_it_is_gets_recorded(
     assert config.notes == [f"--precision auto is {chosen} on this machine."]
 
 
-def test_a_typed_precision_wins_over_auto() -> None:
-    words = ["--config", "configs/fast.yaml", "--precision", "64-true"]
-    config = configure(words, "project.fit")
+def test_a_typed_precision_wins_over_auto(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("trainer: {precision: auto}")
+    config = configure(["--config", str(file), "--precision", "64-true"], "project.fit")
     assert config.trainer["precision"] == "64-true"
     assert config.notes == []

@@ -20,7 +20,7 @@ class CommandParser(argparse.ArgumentParser):
     """Parser without abbreviations, whose errors are a :class:`UserError`.
 
     Args:
-        prog: The command's module, such as ``project.runs``.
+        prog: The command's module, as ``python -m`` takes it.
         doc: The docstring of the module, which its help shows.
     """
 

@@ -139,6 +139,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._attributes,
             self._further_parts,
         )
+        # Whether this training has what it goes on from, if anything.
+        self._has_loaded = False
         # Agreed upon by all ranks: the signal to stop by, or SAVE_DUE.
         self._request = 0
         self._best_due = False
@@ -296,6 +298,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
             buffers |= buffers_left_out(checkpoint, trainer.global_rank)
             give_plain_buffers(module, buffers)
             return
+        if self._has_loaded:
+            # A finder of Lightning's has trained a few steps, and puts back what was before.
+            mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
+            return
+        self._has_loaded = True
         self.saved_step = checkpoint["global_step"]
         lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
@@ -355,6 +362,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if isinstance(part, Switches):
                 part.begin(trainer)
         if trainer.ckpt_path is None:
+            self._has_loaded = True
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         lightning_internals.average_on_the_device(trainer)
         if self._resume is not None:
@@ -402,6 +410,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
         All hooks of the start are done: what they do must change nothing of it.
         """
+        if not any(isinstance(each, Hooks) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            # A finder of Lightning's trains a few steps first, without the run's callbacks.
+            return
         resume = self._resume
         self._attributes.begin(trainer)
         if resume is not None and resume.place == "epoch":
