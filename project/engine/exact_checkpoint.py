@@ -147,6 +147,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._steps = 0
         # The training had ended when this process began.
         self._was_over = False
+        # The Trainer tries a few batches, and nothing is saved.
+        self._is_rehearsal = False
         # What is written now. None: another callback saves a checkpoint.
         self._saving: Snapshot | None = None
         # The state at the start of the validation that runs, for a stop inside it.
@@ -242,6 +244,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if stage == "fit":
             self._begin_training()
             self.best.ask(pl_module)
+            batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
+            # Whoever gives the run's id has given a rehearsal a folder of its own.
+            self._is_rehearsal = batches > 0 and not self._id_was_given
             self._own_folder(trainer)
         self._add_hooks(trainer)
         if self.agreement is None:
@@ -268,6 +273,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
+        if self._is_rehearsal:
+            return
         if self.saves and not self._id_was_given and trainer.is_global_zero:
             self._folder = RunFolder(self.folder, mirror=self.mirror)
             if self.mirror is not None:
@@ -430,9 +437,23 @@ class ExactCheckpoint(callbacks.Checkpoint):
         elif trainer.global_step == 0:
             # The best of a training before, with the same callback, says nothing of this one.
             self.best.forget()
+            self._note_if_replaced()
             for part in self.parts:
                 part.start_anew()
         say(*dict.fromkeys(self.loading.notes))
+
+    def _note_if_replaced(self) -> None:
+        """Say that a training which starts anew writes over the checkpoints of one before.
+
+        Whoever gives the run's id has chosen the folder, and told what is in it.
+        """
+        if self._id_was_given or self._is_rehearsal:
+            return
+        if self.best_model_path or self.last_model_path:
+            self.loading.notes.append(
+                f"{self.folder} holds an earlier training, and this one starts anew and replaces"
+                " its checkpoints. To go on with it: trainer.fit(..., ckpt_path=keep.resume_from)."
+            )
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
         """Look for the best anew, where ``best.ckpt`` is not what the state says."""
@@ -740,7 +761,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
             can_go_on = self._can_go_on(trainer, snapshot)
-            if self.saves and saves and (can_go_on or self._best_due):
+            is_wanted = self.saves and saves and not self._is_rehearsal
+            if is_wanted and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
         self._request = 0
         self._best_due = False
