@@ -87,6 +87,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
             ["--val_check_interval", "0"],
             ["--val_check_interval", "above 0", "--limit_val_batches 0"],
         ),
+        (["--barebones", "true"], ["--barebones true", "Remove it"]),
         (["--check_val_every_n_epoch", "0"], ["--check_val_every_n_epoch", "at least 1", "got 0"]),
         (["--num_nodes", "2"], ["--num_nodes 2", "torchrun"]),
         (

@@ -127,6 +127,12 @@ TABLE = (
         raised_in=("torch.nn.parallel",),
         text="ninitialized parameters can't be used",
     ),
+    Refusal(
+        "--strategy ddp waits for a gradient of every parameter, and this step leaves some without"
+        " one. Add --strategy ddp_find_unused_parameters_true.",
+        passed_through="lightning.pytorch.strategies.ddp",
+        text="parameters that were not used in producing",
+    ),
     # WeightAveraging and StochasticWeightAveraging copy the module.
     Refusal(
         CANNOT_BE_AVERAGED,
