@@ -495,6 +495,19 @@ def test_a_training_that_replaces_another_says_so_and_how_to_go_on(
     assert "starts anew" not in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_a_script_saves_after_its_training_begins_the_next_epoch(
+    workplace: Path,
+) -> None:
+    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    flags |= {"enable_model_summary": False, "limit_train_batches": 3}
+    first = Trainer(max_epochs=1, callbacks=[ExactCheckpoint("r")], **flags)
+    first.fit(Regression())
+    first.save_checkpoint("own.ckpt", weights_only=False)
+    longer = Trainer(max_epochs=2, callbacks=[ExactCheckpoint("s")], **flags)
+    longer.fit(Regression(), ckpt_path="own.ckpt")
+    assert longer.global_step == 6
+
+
 @pytest.mark.parametrize("batches", [True, 2])
 def test_a_rehearsal_leaves_the_folder_as_it_is(workplace: Path, batches: bool | int) -> None:
     """Else the next start would go on from an epoch that has had one batch."""

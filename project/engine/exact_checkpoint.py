@@ -306,8 +306,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         if saved.get("state") is None:
-            batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            self.loading.start = Start(checkpoint["epoch"], batches["current"]["ready"])
+            self.loading.start = start_of_anothers(checkpoint)
             self.loading.notes.append(
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
@@ -976,6 +975,18 @@ class Hooks(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.evaluation_ends(trainer)
+
+
+def start_of_anothers(checkpoint: dict[str, Any]) -> Start:
+    """Where training goes on from a checkpoint that was saved from outside, such as by
+    ``trainer.save_checkpoint`` or ModelCheckpoint.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs = loops["epoch_progress"]["current"]
+    if epochs["completed"] == epochs["ready"]:
+        # No epoch had begun. The batches are those of the epoch before.
+        return Start(checkpoint["epoch"])
+    return Start(checkpoint["epoch"], loops["epoch_loop.batch_progress"]["current"]["ready"])
 
 
 def has_equal_batches(loader: Any) -> bool:
