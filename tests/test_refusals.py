@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -29,7 +29,7 @@ from project.command_line.start import exit_code
 from project.errors import UserError
 from tests import commands
 from tests.commands import complete
-from tests.plain_module import Regression
+from tests.plain_module import Regression, rows
 from tests.typed_settings import Numbers, Typed
 
 
@@ -243,6 +243,31 @@ def test_the_same_text_of_the_users_own_code_keeps_its_traceback() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+class NamesNoArguments(Regression):
+    """Gives the batch size of its loader by its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.net(x)
+        return answer
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(rows(8, 0), 4)
+
+
+def test_a_loader_that_lightning_cannot_predict_with_is_told_what_helps() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with (
+        pytest.raises(UserError, match="as in DataLoader"),
+        refusals_as_errors(None),
+    ):
+        trainer.predict(NamesNoArguments())
+
+
 class LeavesOneOut(Regression):
     """Its steps give no gradient to one of its layers."""
 

@@ -107,6 +107,14 @@ TABLE = (
         kinds=REFUSED,
         text="restored a checkpoint with current_epoch",
     ),
+    # For a prediction Lightning makes each loader anew, and passes a batch size twice.
+    Refusal(
+        "Lightning cannot predict with a loader whose arguments have no names: write them, as in"
+        " DataLoader(data, batch_size=32).",
+        raised_in=LIGHTNING,
+        kinds=(MisconfigurationException,),
+        text="more than one `__init__` argument can be passed",
+    ),
     Refusal(
         "the Trainer refuses a flag: {text}",
         phase=Phase.BEFORE_A_STEP,
