@@ -71,7 +71,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly
     when it is asked to.
 
-    What happens at which hook stands at :class:`Hooks`, which calls the methods below.
+    With the Trainer's ``fast_dev_run`` a script saves nothing. What happens at which hook stands at
+    :class:`Hooks`, which calls the methods below.
 
     Args:
         folder: Where ``last.ckpt`` and ``best.ckpt`` are. None: nothing is saved, and the rest
