@@ -371,7 +371,8 @@ def _memory_monitor(config: Configuration) -> Callback | None:  # feature: memor
 
 
 def _memory_snapshot(options: Any) -> Callback | None:  # feature: memory
-    return MemorySnapshot(options.memory_snapshot) if options.memory_snapshot else None
+    file = options.memory_snapshot
+    return None if file is None else MemorySnapshot(file)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from project.engine.ranks import say
 from project.facts import Summary, device_name, parameter_count, training_samples
 from project.run_result import RunResult
 from project.tables import format_metric
+from project.waiting import waiting  # feature: waiting
 
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6  # metrics in a line of an epoch
@@ -55,6 +56,8 @@ class RunTimer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started_at = time.perf_counter()
+        # What others took while this process imported its packages is none of the training's.
+        waiting.count_anew()  # feature: waiting
         say(" | ".join(_first_line(trainer, pl_module)))
 
     def on_train_batch_start(

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     signals.watch()
     line = CommandLine(argv)
     asked = line.value("output")
-    output = tables.check_output(asked) if asked else None
+    output = None if asked is None else tables.check_output(asked)
     if line.asks_for_help:
         configure(argv, "project.test")
     path = wanted_checkpoint(line)
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         metrics |= of_one_loader
     facts |= beside_facts(facts, metrics)
     if is_rank_zero():
-        if output:
+        if output is not None:
             tables.write_rows(output, facts)
         print(tables.format_table([facts]))
     return 0

@@ -77,6 +77,8 @@ class Waiting:
         self.sleeping_since: float | None = None
         # Seconds of former sleeps.
         self.slept = 0.0
+        # Seconds of sleep that do not count: those before the training.
+        self.slept_before = 0.0
         # Seconds of sleep before the threads spin again to see.
         self.patience = FIRST_SLEEP
         self.team_may_end = threading.Event()
@@ -174,11 +176,18 @@ class Waiting:
         self._use_all_cores()
         self.team_may_end.set()
 
+    def count_anew(self) -> None:
+        """Count from now on for how long other processes keep the cores busy."""
+        self.slept_before = 0.0
+        self.slept_before = self.seconds_slept()
+
     def seconds_slept(self) -> float:
-        """For how long other processes have kept the cores busy."""
-        if self.sleeping_since is None:
-            return self.slept
-        return self.slept + time.monotonic() - self.sleeping_since
+        """For how long other processes have kept the cores busy, since :meth:`count_anew`."""
+        slept = self.slept - self.slept_before
+        sleeping_since = self.sleeping_since
+        if sleeping_since is None:
+            return slept
+        return slept + time.monotonic() - sleeping_since
 
     def _use_all_cores(self) -> None:
         self._move_to(None)

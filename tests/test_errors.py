@@ -87,6 +87,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
             ["--val_check_interval", "0"],
             ["--val_check_interval", "above 0", "--limit_val_batches 0"],
         ),
+        (["--monitor", ""], ["--monitor must be a metric's name, got nothing"]),
+        (["--mirror", ""], ["--mirror must be a folder, or an address", "got nothing"]),
+        (["--barebones", "true"], ["--barebones true", "Remove it"]),
         (["--check_val_every_n_epoch", "0"], ["--check_val_every_n_epoch", "at least 1", "got 0"]),
         (["--num_nodes", "2"], ["--num_nodes 2", "torchrun"]),
         (
@@ -110,6 +113,13 @@ def test_a_wrong_flag_is_told_in_one_line(
     line = error_of(capsys, "--data.source", "sample", *argv)
     assert all(part in line for part in parts), line
     assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
+
+
+def test_an_empty_output_of_test_is_told_before_any_work(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = error_of(capsys, "--output", "", main=test_command.main)
+    assert line.startswith("error: --output must be a file, got the folder")
 
 
 def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goes(

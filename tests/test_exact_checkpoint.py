@@ -477,6 +477,53 @@ def test_a_second_training_with_one_callback_has_a_best_of_its_own(workplace: Pa
         assert saved["score"] == keep.best.score
 
 
+def test_a_training_that_replaces_another_says_so_and_how_to_go_on(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = fit("r", epochs=1, limit_train_batches=3)
+    fit("r", epochs=2, limit_train_batches=3)
+    assert "starts anew" not in capsys.readouterr().out
+    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(max_epochs=1, callbacks=[keep], limit_train_batches=3, **flags)
+    trainer.fit(Regression())
+    told = capsys.readouterr().out
+    assert f"{workplace / 'r'} holds an earlier training, and this one starts anew" in told
+    assert "ckpt_path=keep.resume_from" in told
+    # The same Trainer trains longer.
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module)
+    assert trainer.global_step == 6
+    assert "starts anew" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_a_script_saves_after_its_training_begins_the_next_epoch(
+    workplace: Path,
+) -> None:
+    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    flags |= {"enable_model_summary": False, "limit_train_batches": 3}
+    first = Trainer(max_epochs=1, callbacks=[ExactCheckpoint("r")], **flags)
+    first.fit(Regression())
+    first.save_checkpoint("own.ckpt", weights_only=False)
+    longer = Trainer(max_epochs=2, callbacks=[ExactCheckpoint("s")], **flags)
+    longer.fit(Regression(), ckpt_path="own.ckpt")
+    assert longer.global_step == 6
+
+
+@pytest.mark.parametrize("batches", [True, 2])
+def test_a_rehearsal_leaves_the_folder_as_it_is(workplace: Path, batches: bool | int) -> None:
+    """Else the next start would go on from an epoch that has had one batch."""
+    keep = fit("new", fast_dev_run=batches)
+    assert keep.resume_from is None
+    assert not Path("new").exists()
+    fit("old", epochs=1, limit_train_batches=1)
+    saved = {path.name: path.read_bytes() for path in Path("old").iterdir()}
+    again = fit("old", fast_dev_run=batches)
+    assert again.best_model_path
+    trainer = Trainer(fast_dev_run=batches, accelerator="cpu", callbacks=[again])
+    trainer.fit(Regression())
+    assert {path.name: path.read_bytes() for path in Path("old").iterdir()} == saved
+
+
 def test_where_nothing_is_saved_no_file_of_the_working_folder_is_taken_for_ours(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -29,6 +29,7 @@ from project.command_line.start import exit_code
 from project.errors import UserError
 from tests import commands
 from tests.commands import complete
+from tests.plain_module import Regression, rows
 from tests.typed_settings import Numbers, Typed
 
 
@@ -242,6 +243,61 @@ def test_the_same_text_of_the_users_own_code_keeps_its_traceback() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+class NamesNoArguments(Regression):
+    """Gives the batch size of its loader by its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.net(x)
+        return answer
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(rows(8, 0), 4)
+
+
+def test_a_loader_that_lightning_cannot_predict_with_is_told_what_helps() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with (
+        pytest.raises(UserError, match="as in DataLoader"),
+        refusals_as_errors(None),
+    ):
+        trainer.predict(NamesNoArguments())
+
+
+class LeavesOneOut(Regression):
+    """Its steps give no gradient to one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+def test_a_step_that_leaves_parameters_out_is_told_the_strategy_for_it(workplace: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="ddp",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    try:
+        with (
+            pytest.raises(UserError, match="Add --strategy ddp_find_unused_parameters_true"),
+            refusals_as_errors(None, lambda: True),
+        ):
+            trainer.fit(LeavesOneOut())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_several_ranks_of_lazy_layers_are_refused_with_what_helps(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -199,6 +199,16 @@ def test_lists_are_sorted_and_written_as_csv(root: Path) -> None:
     ]
 
 
+def test_a_seed_that_was_run_twice_counts_once(root: Path) -> None:
+    before = next(row for row in listed(root, "--seeds") if "slow" in row["runs"])
+    make_run(root, "slow-2-again", 0.01, 2, 0.92)
+    again = next(row for row in listed(root, "--seeds") if "slow" in row["runs"])
+    assert "slow-2-again" in again["runs"]
+    assert again["finished"] == before["finished"] + 1
+    for name in ("val/accuracy", "val/accuracy std"):
+        assert again[name] == before[name]
+
+
 def test_seeds_of_one_configuration_are_averaged(root: Path) -> None:
     make_run(root, "slow-3", 0.01, 3, 0.1, finished=False)
     fast, slow = listed(root, "--seeds")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,22 @@ def test_what_others_use_of_a_core_is_seen() -> None:
     assert waited > 0.25
     assert here > 0.25
     assert elsewhere == 0
+
+
+def test_what_others_took_before_the_training_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = Waiting()
+    monkeypatch.setattr(time, "monotonic", lambda: 30.0)
+    waiting.slept = 5.0
+    waiting.sleeping_since = 28.0
+    assert waiting.seconds_slept() == 7
+    waiting.count_anew()
+    assert waiting.seconds_slept() == 0
+    monkeypatch.setattr(time, "monotonic", lambda: 31.0)
+    assert waiting.seconds_slept() == 1
+    waiting._end_sleep(33.0)
+    assert waiting.seconds_slept() == 3
 
 
 def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:

@@ -107,6 +107,14 @@ TABLE = (
         kinds=REFUSED,
         text="restored a checkpoint with current_epoch",
     ),
+    # For a prediction Lightning makes each loader anew, and passes a batch size twice.
+    Refusal(
+        "Lightning cannot predict with a loader whose arguments have no names: write them, as in"
+        " DataLoader(data, batch_size=32).",
+        raised_in=LIGHTNING,
+        kinds=(MisconfigurationException,),
+        text="more than one `__init__` argument can be passed",
+    ),
     Refusal(
         "the Trainer refuses a flag: {text}",
         phase=Phase.BEFORE_A_STEP,
@@ -126,6 +134,12 @@ TABLE = (
         phase=Phase.BEFORE_A_STEP,
         raised_in=("torch.nn.parallel",),
         text="ninitialized parameters can't be used",
+    ),
+    Refusal(
+        "--strategy ddp waits for a gradient of every parameter, and this step leaves some without"
+        " one. Add --strategy ddp_find_unused_parameters_true.",
+        passed_through="lightning.pytorch.strategies.ddp",
+        text="parameters that were not used in producing",
     ),
     # WeightAveraging and StochasticWeightAveraging copy the module.
     Refusal(

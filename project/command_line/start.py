@@ -193,7 +193,10 @@ def _tell(error: BaseException) -> int:
     if isinstance(error, signals.Stopped):
         return error.exit_code
     if isinstance(error, RuntimeError) and re.search(ENDED_RANK, str(error)):
-        _print_error("another process of this run has ended, and has said why. This one ends, too.")
+        _print_error(
+            "another process of this run has ended, and says why unless it was killed."
+            " This one ends, too."
+        )
         return 1
     message = _what_the_user_can_do(error)
     if message is None:

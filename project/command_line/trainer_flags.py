@@ -95,6 +95,9 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
         _require_count(name, flags[name], further)
     _require_sanity_steps(flags["num_sanity_val_steps"])
     _require_clip_value(flags["gradient_clip_val"])
+    if flags["barebones"]:
+        why = "leaves out the checkpoints and metrics that a run here consists of"
+        raise UserError(f"--barebones true {why}. Remove it.")
     if flags["val_check_interval"] in (0, "0"):
         fix = "--limit_val_batches 0 turns validation off."
         raise UserError(f"--val_check_interval must be above 0, got 0. {fix}")

@@ -72,7 +72,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly
     when it is asked to.
 
-    What happens at which hook stands at :class:`Hooks`, which calls the methods below.
+    With the Trainer's ``fast_dev_run`` a script saves nothing. What happens at which hook stands at
+    :class:`Hooks`, which calls the methods below.
 
     Args:
         folder: Where ``last.ckpt`` and ``best.ckpt`` are. None: nothing is saved, and the rest
@@ -150,6 +151,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._steps = 0
         # The training had ended when this process began.
         self._was_over = False
+        # The Trainer tries a few batches, and nothing is saved.
+        self._is_rehearsal = False
         # What is written now. None: another callback saves a checkpoint.
         self._saving: Snapshot | None = None
         # The state at the start of the validation that runs, for a stop inside it.
@@ -245,6 +248,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if stage == "fit":
             self._begin_training()
             self.best.ask(pl_module)
+            batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
+            # Whoever gives the run's id has given a rehearsal a folder of its own.
+            self._is_rehearsal = batches > 0 and not self._id_was_given
             self._own_folder(trainer)
         self._add_hooks(trainer)
         if self.agreement is None:
@@ -271,6 +277,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
+        if self._is_rehearsal:
+            return
         if self.saves and not self._id_was_given and trainer.is_global_zero:
             self._folder = RunFolder(self.folder, mirror=self.mirror)
             if self.mirror is not None:
@@ -307,8 +315,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         if saved.get("state") is None:
-            batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            self.loading.start = Start(checkpoint["epoch"], batches["current"]["ready"])
+            self.loading.start = start_of_anothers(checkpoint)
             self.loading.notes.append(
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
@@ -371,7 +378,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self._before_hooks = BeforeHooks()
                 if not trainer.strategy.restore_checkpoint_after_setup:
                     self._before_hooks.take_loaded(trainer)
-        self._seams.after_train_start(lambda: self._restore(trainer))
+        self._seams.after_train_start(lambda: self._training_begins(trainer))
         self._seams.before_each_batch(lambda: self.before_batch(trainer))
         self._seams.leave_out_empty_hooks()
 
@@ -405,14 +412,17 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     # The restore
 
+    def _training_begins(self, trainer: Trainer) -> None:
+        everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # A finder of Lightning's trains a few steps first, without the run's callbacks.
+        if any(isinstance(each, Hooks) for each in everyone):
+            self._restore(trainer)
+
     def _restore(self, trainer: Trainer) -> None:
         """Put every part back.
 
         All hooks of the start are done: what they do must change nothing of it.
         """
-        if not any(isinstance(each, Hooks) for each in trainer.callbacks):  # type: ignore[attr-defined]
-            # A finder of Lightning's trains a few steps first, without the run's callbacks.
-            return
         resume = self._resume
         self._attributes.begin(trainer)
         if resume is not None and resume.place == "epoch":
@@ -443,10 +453,24 @@ class ExactCheckpoint(callbacks.Checkpoint):
         elif trainer.global_step == 0:
             # The best of a training before, with the same callback, says nothing of this one.
             self.best.forget()
+            self._note_if_replaced()
             for part in self.parts:
                 part.start_anew()
         self.loading.notes += what_loaders_side_by_side_lack(trainer, self.loading)
         say(*dict.fromkeys(self.loading.notes))
+
+    def _note_if_replaced(self) -> None:
+        """Say that a training which starts anew writes over the checkpoints of one before.
+
+        Whoever gives the run's id has chosen the folder, and told what is in it.
+        """
+        if self._id_was_given or self._is_rehearsal:
+            return
+        if self.best_model_path or self.last_model_path:
+            self.loading.notes.append(
+                f"{self.folder} holds an earlier training, and this one starts anew and replaces"
+                " its checkpoints. To go on with it: trainer.fit(..., ckpt_path=keep.resume_from)."
+            )
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
         """Look for the best anew, where ``best.ckpt`` is not what the state says."""
@@ -754,7 +778,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
             can_go_on = self._can_go_on(trainer, snapshot)
-            if self.saves and saves and (can_go_on or self._best_due):
+            is_wanted = self.saves and saves and not self._is_rehearsal
+            if is_wanted and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
         self._request = 0
         self._best_due = False
@@ -968,6 +993,18 @@ class Hooks(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.evaluation_ends(trainer)
+
+
+def start_of_anothers(checkpoint: dict[str, Any]) -> Start:
+    """Where training goes on from a checkpoint that was saved from outside, such as by
+    ``trainer.save_checkpoint`` or ModelCheckpoint.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs = loops["epoch_progress"]["current"]
+    if epochs["completed"] == epochs["ready"]:
+        # No epoch had begun. The batches are those of the epoch before.
+        return Start(checkpoint["epoch"])
+    return Start(checkpoint["epoch"], loops["epoch_loop.batch_progress"]["current"]["ready"])
 
 
 def has_equal_batches(loader: Any) -> bool:

@@ -44,7 +44,11 @@ class Best:
     def of(cls, monitor: str | None, mode: Any) -> Best:
         """The metric that the user names, and its direction; None where he leaves it open."""
         require(mode in ("min", "max", None), "--mode", "be min or max", mode)
-        return cls(monitor or None, mode, "typed" if monitor else None)
+        if monitor is None:
+            return cls(None, mode)
+        # As an unset variable of a shell leaves it.
+        require(monitor, "--monitor", "be a metric's name", "nothing")
+        return cls(monitor, mode, "typed")
 
     def ask(self, module: LightningModule) -> None:
         """Take over what the module names, where the user has named nothing."""

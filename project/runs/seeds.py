@@ -64,10 +64,26 @@ def by_configuration(runs: Sequence[SavedRun]) -> list[tuple[Row, list[SavedRun]
     return list(groups.values())
 
 
-def seed_rows(runs: Sequence[SavedRun]) -> list[Row]:
-    """One row per configuration: its runs, and means and deviations over the finished ones.
+def newest_of_each_seed(runs: Sequence[SavedRun]) -> list[SavedRun]:
+    """One run of each seed.
 
-    A standard deviation is that of a sample; a single run has none.
+    A run that was repeated with its seed gives the same numbers: counted twice, it would make the
+    deviation over seeds too small.
+    """
+    newest: dict[Any, SavedRun] = {}
+    for run in sorted(runs, key=lambda run: str(run.summary.get("date"))):
+        seed = run.settings.get(SEED)
+        has_seed = isinstance(seed, int) and not isinstance(seed, bool)
+        # Without a seed of its own a run is like no other.
+        newest[seed if has_seed else run.name] = run
+    return list(newest.values())
+
+
+def seed_rows(runs: Sequence[SavedRun]) -> list[Row]:
+    """One row per configuration: its runs, and means and deviations over the seeds of the finished
+    ones.
+
+    A standard deviation is that of a sample; a single seed has none.
     """
     rows: list[Row] = []
     for settings, group in by_configuration(runs):
@@ -75,7 +91,8 @@ def seed_rows(runs: Sequence[SavedRun]) -> list[Row]:
         names = " ".join(run.name for run in group)
         row: dict[str, Any] = {"runs": names, "finished": len(finished)}
         results: list[Row] = [
-            {**run.results, "fit_seconds": run.summary.get("fit_seconds")} for run in finished
+            {**run.results, "fit_seconds": run.summary.get("fit_seconds")}
+            for run in newest_of_each_seed(finished)
         ]
         for metric in columns_of(results):
             values = [found[metric] for found in results if is_number(found.get(metric))]

@@ -25,7 +25,7 @@ from project.engine.mirror.save import Save
 from project.engine.mirror.store import Store, is_address, without_password
 from project.engine.ranks import say
 from project.engine.run_files import RunFiles
-from project.errors import UserError
+from project.errors import UserError, require
 
 # Which process trained the run that lies in a local folder
 OWNER_FILE = ".mirror-owner"
@@ -50,6 +50,8 @@ class Mirror:
     """
 
     def __init__(self, url: str) -> None:
+        # An unset variable of a shell would make the working folder the mirror.
+        require(url, "--mirror", "be a folder, or an address such as s3://bucket/runs", "nothing")
         # The working folder may be another one later.
         self.url = url if is_address(url) else str(Path(url).absolute())
         self.shown = without_password(self.url)
