@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torchmetrics import MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 
-from project.engine.checkpoint_files import made_plain
+from project.engine.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from project.engine.loading import ExactLoading
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
@@ -242,6 +242,48 @@ def test_only_buffers_that_have_changed_are_kept(one: Trainer, other: Trainer) -
     one.lightning_module.queue = torch.tensor([1.0, 2.0, 3.0])
     part.give_back(other, part.take(one))
     assert other.lightning_module.queue.tolist() == [1, 2, 3]
+
+
+class OddBuffers(LightningModule):
+    """A sparse buffer that no memory could hold as a dense one, one that is empty, and one that
+    shares its memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        graph = torch.sparse_coo_tensor([[0], [0]], [1.0], (2**30, 2**30), check_invariants=True)
+        self.register_buffer("graph", graph, persistent=False)
+        self.register_buffer("empty", None, persistent=False)
+        self.register_buffer("empty_and_saved", None)
+        self.register_buffer("full", torch.ones(2), persistent=False)
+        self.register_buffer("shared", torch.ones(1).expand(3))
+
+
+def test_buffers_that_training_makes_fills_or_empties_come_back() -> None:
+    before = OddBuffers()
+    part = PlainBuffers()
+    part.begin(before)
+    assert part.take(trainer_of(before)) == {}
+    before.graph = before.graph * 2
+    before.empty = torch.ones(1)
+    before.empty_and_saved = torch.ones(2)
+    before.full = None
+    before.register_buffer("late", torch.ones(3), persistent=False)
+    before.register_buffer("late_and_saved", torch.ones(4))
+    value = made_plain(part.take(before.trainer), "buffers")
+    state = {"ranks": [{"buffers": value}]}
+    checkpoint = {"state_dict": before.state_dict(), RUN_KEY: {"state": state}}
+
+    after = OddBuffers()
+    make_room_for_buffers(after, checkpoint)
+    after.load_state_dict(checkpoint["state_dict"])
+    again = PlainBuffers()
+    again.begin(after)
+    again.give_back(trainer_of(after), value)
+    assert is_same(dict(after.named_buffers()), dict(before.named_buffers()))
+    assert after.full is None
+    assert after.state_dict().keys() == before.state_dict().keys()
+    assert is_same(again.take(after.trainer), value), "the next save holds them, too"
 
 
 class Collects(LightningModule):

@@ -34,6 +34,7 @@ from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     buffers_left_out,
     fill_in_what_was_left_out,
+    make_room_for_buffers,
     record_in,
 )
 from project.engine.following import Best
@@ -258,13 +259,16 @@ class ExactCheckpoint(callbacks.Checkpoint):
             pl_module.double()
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put the objects of this start into a checkpoint that could not hold those of the last."""
+        """Put the objects of this start into a checkpoint that could not hold those of the last,
+        and make room for its buffers.
+        """
         module = trainer.lightning_module
         of_callbacks = [
             partial(callback.on_save_checkpoint, trainer, module)
             for callback in users_callbacks(trainer)
         ]
         fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint, *of_callbacks])
+        make_room_for_buffers(module, checkpoint)
 
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
@@ -291,7 +295,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             lightning_internals.forget_averages(trainer)
             # Its state dict lacks buffers that are not persistent. One that training has changed
             # later only is again as it was made.
-            buffers = {name: value.clone() for name, value in self._buffers.fresh.items()}
+            buffers: dict[str, torch.Tensor | None] = {}
+            for name, value in self._buffers.fresh.items():
+                buffers[name] = None if value is None else value.clone()
             buffers |= buffers_left_out(checkpoint, trainer.global_rank)
             give_plain_buffers(module, buffers)
             return
