@@ -318,7 +318,7 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     value = part.take(before.trainer)
     expected = {
         "module.outputs": [before.outputs[0].detach()],
-        "module.window": [2.0, 3.0],
+        "module.window": {"collections.deque": [[2.0, 3.0], 2]},
         "module.net.1.p": 0.5,
         "module.phase": "main",
         "module.seen": {3},

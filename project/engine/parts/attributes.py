@@ -2,18 +2,17 @@
 attributes.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from project.engine.parts.part import Part
+from project.engine.parts.plain_values import copied, is_plain, is_single, like
 from project.engine.same_values import is_same
+from project.errors import UserError
 
 
 class MetricWithoutState(Metric):
@@ -27,14 +26,8 @@ class MetricWithoutState(Metric):
 # What every module has. Other parts, and Lightning itself, see to it.
 OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule()), "track_running_stats"}
 OF_EVERY_METRIC = OF_EVERY_MODULE | vars(MetricWithoutState()).keys()
-# A checkpoint holds NumPy's arrays and numbers as tensors, in a dictionary of this one key.
-ARRAY = "numpy.ndarray"
-NUMBER_OF_NUMPY = "numpy.generic"
-# In the same way it holds a tensor that was on the accelerator.
-ON_ACCELERATOR = "torch.Tensor.on_accelerator"
-# A larger array, or a longer list of texts, is taken for data, which a module does not count in.
-LARGEST_ARRAY_BYTES = 64 * 2**20
-MOST_TEXTS = 1000
+# What it raises to make a value of what it was not made of.
+DAMAGED = (TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class PlainAttributes(Part):
@@ -102,7 +95,14 @@ class PlainAttributes(Part):
             path, _, attribute = name.rpartition(".")
             if path in owners and may_be_set(owners[path], attribute):
                 attributes = vars(owners[path])
-                attributes[attribute] = like(attributes.get(attribute), copied(saved), device)
+                now = attributes.get(attribute)
+                try:
+                    attributes[attribute] = like(now, copied(saved), device)
+                except DAMAGED:
+                    raise UserError(
+                        f"the attribute {name} in the checkpoint is not what this project writes."
+                        " Give another checkpoint."
+                    ) from None
 
 
 def may_be_set(owner: Any, attribute: str) -> bool:
@@ -143,106 +143,3 @@ def plain_attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
             is_kept = is_single(value) or (not is_layer and is_plain(value))
             if name not in not_kept and is_kept:
                 yield f"{path}.{name}", value
-
-
-def is_single(value: Any) -> bool:
-    """Whether a value is a number, of Python's or NumPy's, or a text."""
-    if isinstance(value, np.generic):
-        return is_kept_by_torch(value.dtype)
-    return type(value) in (bool, int, float, str)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is None, a number, a text, a tensor, an array, or a list, set, queue or
-    dictionary of them.
-    """
-    if value is None or is_single(value):
-        return True
-    if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter)
-    if type(value) is np.ndarray:
-        return is_kept_by_torch(value.dtype) and value.nbytes <= LARGEST_ARRAY_BYTES
-    if type(value) is set:
-        return len(value) <= MOST_TEXTS and all(is_single(each) for each in value)
-    if type(value) in (list, tuple, deque):
-        if len(value) > MOST_TEXTS and begins_with_text(value):
-            return False
-        return all(is_plain(each) for each in value)
-    if type(value) is dict:
-        if len(value) > MOST_TEXTS and begins_with_text(value.values()):
-            return False
-        are_names = all(isinstance(key, (str, int)) for key in value)
-        return are_names and all(is_plain(each) for each in value.values())
-    return False
-
-
-def is_kept_by_torch(kind: np.dtype[Any]) -> bool:
-    """Whether a tensor can hold NumPy's values of a kind: numbers in this machine's byte order."""
-    return kind.isnative and kind.char in np.typecodes["AllInteger"] + "?efdFD"
-
-
-def begins_with_text(values: Any) -> bool:
-    """Whether the first entry of a long list is a text, or a short list with one."""
-    first = next(iter(values))
-    if type(first) in (list, tuple):
-        return any(type(each) is str for each in first)
-    return type(first) is str
-
-
-def copied(value: Any) -> Any:
-    """A copy on the CPU, without graphs, that a checkpoint can hold: a queue becomes a list."""
-    if isinstance(value, Tensor):
-        on_cpu = value.detach().to("cpu", copy=True)
-        return on_cpu if value.device.type == "cpu" else {ON_ACCELERATOR: on_cpu}
-    if isinstance(value, np.ndarray):
-        return {ARRAY: torch.from_numpy(value.copy())}
-    if isinstance(value, np.generic):
-        return {NUMBER_OF_NUMPY: torch.from_numpy(np.array(value))}
-    if type(value) is set:
-        return set(value)
-    if type(value) in (list, deque):
-        return [copied(each) for each in value]
-    if type(value) is tuple:
-        return tuple(copied(each) for each in value)
-    if type(value) is dict:
-        return {key: copied(each) for key, each in value.items()}
-    return value
-
-
-def like(now: Any, saved: Any, device: torch.device) -> Any:
-    """A saved value in the form that the attribute has now: its device, or a queue; and NumPy's as
-    they were.
-
-    Args:
-        now: The attribute's value, or what it holds in the same place.
-        saved: What :func:`copied` has made. The attribute gets it, or parts of it.
-        device: The accelerator, for tensors that were on it.
-    """
-    if is_plain(now) and is_same(copied(now), saved):
-        # The same object, for it may share its memory with a weight.
-        return now
-    if isinstance(saved, Tensor):
-        return saved.to(now.device) if isinstance(now, Tensor) else saved
-    if type(saved) in (list, tuple):
-        return entries_like(now, saved, device)
-    if type(saved) is not dict:
-        return saved
-    if saved.keys() == {ON_ACCELERATOR}:
-        return saved[ON_ACCELERATOR].to(device)
-    if saved.keys() == {ARRAY}:
-        return saved[ARRAY].numpy()
-    if saved.keys() == {NUMBER_OF_NUMPY}:
-        return saved[NUMBER_OF_NUMPY].numpy()[()]
-    there = now if type(now) is dict else {}
-    return {key: like(there.get(key), each, device) for key, each in saved.items()}
-
-
-def entries_like(now: Any, saved: Any, device: torch.device) -> Any:
-    """The same for a saved list or tuple. The attribute may be a queue now."""
-    there = list(now) if type(now) in (list, tuple, deque) else []
-    # The attribute may have fewer entries.
-    there += [None] * len(saved)
-    entries = [like(mine, each, device) for mine, each in zip(there, saved, strict=False)]
-    if type(now) is deque:
-        return deque(entries, now.maxlen)
-    return type(saved)(entries)
