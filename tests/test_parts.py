@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
+from torch.utils.data import Dataset, Subset
 from torchmetrics import MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 
 from project.engine.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
@@ -360,6 +361,125 @@ def test_plain_attributes_are_kept_beside_what_a_module_says_itself_that_it_keep
     before.seen = 3
     data.seen = 5
     assert part.take(trainer) == {"module.seen": 3, "data.seen": 5}
+
+
+class Meter:
+    """A running sum, in an object that is no layer."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self.sum = 0.0
+        self.recent: deque[float] = deque(maxlen=2)
+
+    def add(self, value: float) -> None:
+        self.sum += value
+        self.recent.append(value)
+
+
+class Memory(nn.Module):
+    """A layer of the user's own that keeps a tensor and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(2)
+        self.seen: list[int] = []
+
+
+class Harder(Dataset[torch.Tensor]):
+    """Data that become harder, in a split of torch's."""
+
+    def __init__(self) -> None:
+        self.samples = torch.zeros(2**20)
+        self.difficulty = 0
+
+
+class Watches(Callback):
+    """Counts, and changes nothing."""
+
+    only_watches = True
+    count = 0
+
+
+class CountsSteps(Callback):
+    """Counts without a state_dict."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.count = 0
+
+
+class HoldsObjects(LightningModule):
+    """Keeps what it counts in objects."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.meters = {"train": Meter(scale), "val": Meter(scale)}
+        self.memory = Memory()
+        self.rows = Subset(Harder(), [0, 1])
+
+
+def trainer_of_objects(scale: float = 1.0) -> Trainer:
+    trainer = trainer_of(HoldsObjects(scale))
+    trainer.callbacks += [CountsSteps(), Watches()]  # type: ignore[attr-defined]
+    return trainer
+
+
+def test_what_objects_layers_data_sets_and_callbacks_keep_comes_back() -> None:
+    before = trainer_of_objects()
+    module: Any = before.lightning_module
+    part = PlainAttributes()
+    part.begin(before)
+    assert part.take(before) == {}
+    module.meters["train"].add(2.0)
+    module.memory.mean += 1
+    module.memory.seen.append(3)
+    module.rows.indices.append(7)
+    module.rows.dataset.difficulty = 2
+    *_, counts, watches = before.callbacks  # type: ignore[attr-defined]
+    counts.count = 5
+    counts.meter.add(1.0)
+    watches.count = 5
+    value = made_plain(part.take(before), "attributes")
+
+    after = trainer_of_objects(scale=3.0)
+    again = PlainAttributes()
+    again.begin(after)
+    again.give_back(after, value)
+    module = after.lightning_module
+    assert vars(module.meters["train"]) == {"scale": 3.0, "sum": 2.0, "recent": deque([2.0])}
+    assert module.meters["val"].sum == 0.0
+    assert module.memory.mean.tolist() == [1, 1]
+    assert module.memory.seen == [3]
+    assert module.rows.indices == [0, 1, 7]
+    assert module.rows.dataset.difficulty == 2
+    *_, counts, watches = after.callbacks  # type: ignore[attr-defined]
+    assert (counts.count, counts.meter.sum) == (5, 1.0)
+    assert watches.count == 0
+
+
+def test_a_data_module_gets_its_attributes_back_before_it_makes_loaders() -> None:
+    trainers = []
+    for _ in range(3):
+        trainer = trainer_of(Collects())
+        trainer.datamodule = LightningDataModule()  # type: ignore[attr-defined]
+        trainer.datamodule.pool = [0, 1]  # type: ignore[attr-defined]
+        trainers.append(trainer)
+    first, second, third = trainers
+    part = PlainAttributes()
+    part.begin(first)
+    first.datamodule.pool.append(7)  # type: ignore[attr-defined]
+    value = part.take(first)
+    for trainer in (second, third):
+        part = PlainAttributes()
+        part.give_data_back(trainer, value)
+        pool = trainer.datamodule.pool  # type: ignore[attr-defined]
+        assert pool == [0, 1, 7]
+        part.begin(trainer)
+        part.undo(trainer)
+        part.give_back(trainer, value)
+        assert trainer.datamodule.pool is pool, "a loader may hold it"  # type: ignore[attr-defined]
+        value = part.take(trainer)
+        assert value == {"data.pool": [0, 1, 7]}, "the next resume needs it, too"
 
 
 class OnAccelerator(torch.Tensor):

@@ -330,6 +330,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # The folder may have lost its own, as where the checkpoints alone were copied.
             self.run_id = resume.run_id
         self.loading.start = resume.start
+        # The data module makes its loaders before everything else is given back.
+        self._attributes.give_data_back(trainer, resume.mine(trainer).get("attributes", {}))
         self._keep_order_of(resume)
         # It had stopped early, and nothing was changed since.
         trainer.should_stop = resume.should_stop

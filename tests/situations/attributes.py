@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from project.model.supervised import SupervisedModule  # feature: supervised
 from tests.situations.situation import Task, add, table
@@ -187,3 +187,104 @@ class Teacher(Task):
 
 
 add("teacher_in_a_list", Teacher)
+
+
+class Meter:
+    """A running sum, and averaged weights, in an object that is no layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.sum = 0.0
+        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def add(self, module: nn.Module, loss: Tensor) -> None:
+        self.sum += float(loss)
+        for name, weight in module.named_parameters():
+            self.shadow[name].mul_(0.9).add_(weight.detach(), alpha=0.1)
+
+
+class Metered(Task):
+    """Keeps its sums and averages in such an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters = {"train": Meter(self.net)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        meter = self.meters["train"]
+        meter.add(self.net, loss.detach())
+        return loss * (1 + 0.01 * meter.sum + meter.shadow["0.weight"].norm())
+
+
+add("meters_and_averages_in_objects", Metered)
+add("meters_and_averages_in_objects_and_validation_inside_epochs", Metered, val_check_interval=3)
+
+
+class CountsWithoutState(Callback):
+    """Counts in a plain attribute, and lowers the rate by the count."""
+
+    count = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.count += 1
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.02 / (1 + 0.1 * self.count)
+
+
+add("callback_counts_in_an_attribute", Task, callbacks=lambda: [CountsWithoutState()])
+
+
+class Harder(Dataset[Any]):
+    """Samples that a hook makes harder."""
+
+    def __init__(self) -> None:
+        self.rows = table(50)
+        self.difficulty = 1.0
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.rows[index]
+        return x + 0.1 * self.difficulty * torch.randn(4), y
+
+
+class MakesHarder(Task):
+    """Makes its samples harder with each batch and each epoch."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Harder(), 8, shuffle=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.train_dataloader.dataset.difficulty += 0.1
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.train_dataloader.dataset.difficulty += 1
+
+
+add("data_set_is_changed_by_hooks", MakesHarder)
+
+
+class Pool(LightningDataModule):
+    """Trains on those samples that are in the pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = list(range(20))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(table(60), self.pool), 8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(table(20, 1), 8)
+
+
+class Asks(Task):
+    """Asks for further samples at each epoch's end, as active learning does."""
+
+    def on_train_epoch_end(self) -> None:
+        pool = self.trainer.datamodule.pool
+        pool.extend(range(len(pool), len(pool) + 10))
+
+
+add("active_learning", Asks, data=Pool, reload_dataloaders_every_n_epochs=1)

@@ -1,16 +1,19 @@
-"""Numbers, texts, tensors, arrays and lists that a module, a metric or data module keeps as plain
-attributes.
+"""Numbers, texts, tensors, arrays, lists and the like that a module, a metric, a data module, a
+callback, or an object of the user's own keeps as plain attributes.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import Tensor
+import numpy as np
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
 from torchmetrics import Metric
 
+from project.engine.parts.owners import OF_EVERY_MODULE, is_object, kind_is_of_torch, owners_of
 from project.engine.parts.part import Part
-from project.engine.parts.plain_values import copied, is_plain, is_single, like
+from project.engine.parts.plain_values import copied, is_plain, is_single, is_users_own, like
 from project.engine.same_values import is_same
 from project.errors import UserError
 
@@ -23,24 +26,28 @@ class MetricWithoutState(Metric):
     def compute(self) -> None: ...
 
 
-# What every module has. Other parts, and Lightning itself, see to it.
-OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule()), "track_running_stats"}
 OF_EVERY_METRIC = OF_EVERY_MODULE | vars(MetricWithoutState()).keys()
+# Of torch's own data sets and samplers, what a hook may change.
+OF_TORCHS_DATA = {"weights", "indices"}
+# More than this in an attribute of a data set is taken for its samples.
+MOST_BYTES_OF_DATA = 2**20
+MOST_ENTRIES_OF_DATA = 10_000
 # What it raises to make a value of what it was not made of.
 DAMAGED = (TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class PlainAttributes(Part):
-    """Plain attributes of the module, its layers, its metrics and the data module that training has
-    changed.
+    """Plain attributes that training has changed: of the module, its layers and metrics, the data
+    module, the user's callbacks, and objects of his own classes that these hold.
 
     Since Lightning 2.0 modules collect the outputs of an epoch in a list of their own, and many
     count steps in an attribute. No state dict holds them. An attribute that has not changed since
     training started is left out: what the user sets in a constructor wins. One that the sanity
     check has changed is kept, since a resumed run has no such check.
 
-    Of layers only numbers and texts are kept, such as a rate of dropout. A layer's lists may hold
-    its parameters. The tensors and counters of a metric are of :class:`MetricStates`.
+    Of layers of other packages only numbers and texts are kept, such as a rate of dropout. Their
+    lists may hold their parameters. The tensors and counters of a metric are of
+    :class:`MetricStates`.
     """
 
     name = "attributes"
@@ -50,6 +57,15 @@ class PlainAttributes(Part):
         self.fresh: dict[str, Any] = {}
         self._before_check: dict[str, Any] = {}
         self._changed_by_check: set[str] = set()
+        # What the data module was made with, where it has got something else early.
+        self._made_with: dict[str, Any] = {}
+
+    def give_data_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        """Give the data module its attributes back before it makes loaders of them."""
+        saved = {name: each for name, each in value.items() if name.startswith("data.")}
+        now = copied(dict(plain_attributes(trainer)))
+        self._made_with = {name: each for name, each in now.items() if name in saved}
+        self._set(trainer, saved)
 
     def check_begins(self, trainer: Trainer) -> None:
         """Note the attributes before the sanity check."""
@@ -65,7 +81,7 @@ class PlainAttributes(Part):
 
     def begin(self, trainer: Trainer) -> None:
         """Note the attributes when training starts, before its first epoch does."""
-        fresh = copied(dict(plain_attributes(trainer)))
+        fresh = copied(dict(plain_attributes(trainer))) | self._made_with
         self.fresh = {n: value for n, value in fresh.items() if n not in self._changed_by_check}
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
@@ -82,7 +98,7 @@ class PlainAttributes(Part):
         A resumed run calls the hooks of its epoch's start again. They may change what had not
         changed when the state was taken. What they make a value of another kind was one then, too.
         """
-        plain = {name for name, _ in plain_attributes(trainer)}
+        plain = {name for name, _ in plain_attributes(trainer)} - self._made_with.keys()
         self._set(trainer, {name: fresh for name, fresh in self.fresh.items() if name in plain})
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
@@ -113,33 +129,40 @@ def may_be_set(owner: Any, attribute: str) -> bool:
 
 def not_kept_of(owner: Any) -> set[str]:
     """The attributes that other parts of a checkpoint, and Lightning itself, see to."""
+    if not isinstance(owner, nn.Module | LightningDataModule):
+        return set()
     if not isinstance(owner, Metric):
         return OF_EVERY_MODULE
     tensors = {name for name, value in vars(owner).items() if isinstance(value, Tensor)}
     return OF_EVERY_METRIC | tensors | owner.metric_state.keys()
 
 
-def owners_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The module, its layers and metrics, and the data module, each with its name in a
-    checkpoint.
-    """
-    module = trainer.lightning_module
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    inside_metrics = {id(part) for metric in metrics for part in metric.modules()}
-    for name, part in module.named_modules():
-        if isinstance(part, Metric) or id(part) not in inside_metrics:
-            yield f"module.{name}".rstrip("."), part
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    if data is not None:
-        yield "data", data
-
-
 def plain_attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """Every attribute that can be kept, by its name in a checkpoint."""
+    module = trainer.lightning_module
     for path, owner in owners_of(trainer):
-        is_layer = path.startswith("module.") and not isinstance(owner, Metric)
+        is_own = owner is module or not is_foreign_layer(owner)
         not_kept = not_kept_of(owner)
         for name, value in vars(owner).items():
-            is_kept = is_single(value) or (not is_layer and is_plain(value))
-            if name not in not_kept and is_kept:
+            if name in not_kept or not may_be_held(owner, name, value):
+                continue
+            is_kept = is_single(value) or (is_own and is_plain(value))
+            if is_kept and not is_object(value):
                 yield f"{path}.{name}", value
+
+
+def is_foreign_layer(owner: Any) -> bool:
+    """Whether an object is a layer, and not of a class of the user's own."""
+    is_layer = isinstance(owner, nn.Module) and not isinstance(owner, Metric)
+    return is_layer and not is_users_own(type(owner))
+
+
+def may_be_held(owner: Any, name: str, value: Any) -> bool:
+    """Whether an attribute of a data set or sampler is more than its samples."""
+    if not isinstance(owner, Dataset | Sampler):
+        return True
+    if kind_is_of_torch(owner) and name not in OF_TORCHS_DATA:
+        return False
+    if isinstance(value, Tensor | np.ndarray):
+        return value.nbytes <= MOST_BYTES_OF_DATA
+    return not hasattr(value, "__len__") or len(value) <= MOST_ENTRIES_OF_DATA
