@@ -14,13 +14,14 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import Dataset, Subset
-from torchmetrics import MeanSquaredError, Metric, MetricTracker, MinMaxMetric
+from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 
 from project.engine.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from project.engine.loading import ExactLoading
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import OwnGenerators, RandomGenerators
+from project.engine.parts.hidden import HiddenModules
 from project.engine.parts.hyperparameters import (
     StartingHyperparameters,
     apply_changes,
@@ -79,9 +80,10 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     loading = ExactLoading(0)
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     starting = StartingHyperparameters()
-    parts = all_parts(LoaderPositions(loading), PlainBuffers(), starting, PlainAttributes(), [own])
+    noted = (LoaderPositions(loading), PlainBuffers(), starting)
+    parts = all_parts(*noted, PlainAttributes(), HiddenModules(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 17
+    assert len(names) == len(set(names)) == 18
     assert isinstance(parts[-1], RandomGenerators)
 
 
@@ -480,6 +482,46 @@ def test_a_data_module_gets_its_attributes_back_before_it_makes_loaders() -> Non
         assert trainer.datamodule.pool is pool, "a loader may hold it"  # type: ignore[attr-defined]
         value = part.take(trainer)
         assert value == {"data.pool": [0, 1, 7]}, "the next resume needs it, too"
+
+
+class Hides(LightningModule):
+    """Hides a teacher, a frozen network and a metric from its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.teacher = [nn.BatchNorm1d(2)]
+        self.frozen = [nn.Linear(2, 2)]
+        self.same = {"net": self.net}
+        self.scales = [nn.Parameter(torch.ones(2))]
+        self.metrics = {"mean": MeanMetric()}
+
+
+def test_modules_that_are_no_layers_come_back() -> None:
+    before = trainer_of(Hides())
+    part = HiddenModules()
+    part.begin(before)
+    module: Any = before.lightning_module
+    module.teacher[0](torch.randn(4, 2))
+    with torch.no_grad():
+        module.teacher[0].weight.add_(1)
+        module.net.weight.add_(1)
+        module.scales[0].add_(1)
+    module.metrics["mean"].update(3.0)
+    value = made_plain(part.take(before), "hidden_modules")
+    assert {name.rpartition(".")[2] for name in value["tensors"]} == {
+        *("weight", "running_mean", "running_var", "num_batches_tracked", "0")
+    }, "what has not changed is left out"
+
+    after = trainer_of(Hides())
+    again = HiddenModules()
+    again.begin(after)
+    again.give_back(after, value)
+    there: Any = after.lightning_module
+    assert is_same(dict(there.teacher[0].state_dict()), dict(module.teacher[0].state_dict()))
+    assert there.scales[0].tolist() == [2, 2]
+    assert there.metrics["mean"].compute() == 3.0
+    assert is_same(again.take(after)["tensors"], value["tensors"]), "the next save holds it, too"
 
 
 class OnAccelerator(torch.Tensor):

@@ -49,6 +49,7 @@ from project.engine.not_exact import (
 )
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
+from project.engine.parts.hidden import HiddenModules
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
@@ -131,12 +132,14 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
         self._attributes = PlainAttributes()
+        self._hidden = HiddenModules()
         self._positions = LoaderPositions(self.loading)
         self.parts = all_parts(
             self._positions,
             self._buffers,
             self._hyperparameters,
             self._attributes,
+            self._hidden,
             self._further_parts,
         )
         # Agreed upon by all ranks: the signal to stop by, or SAVE_DUE.
@@ -410,6 +413,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """
         resume = self._resume
         self._attributes.begin(trainer)
+        self._hidden.begin(trainer)
         if resume is not None and resume.place == "epoch":
             lightning_internals.end_restart(trainer)
         elif resume is not None:

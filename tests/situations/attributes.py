@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchmetrics import MeanMetric
 
 from project.model.supervised import SupervisedModule  # feature: supervised
 from tests.situations.situation import Task, add, table
@@ -288,3 +290,51 @@ class Asks(Task):
 
 
 add("active_learning", Asks, data=Pool, reload_dataloaders_every_n_epochs=1)
+
+
+class HiddenTeacher(Task):
+    """A teacher that follows the weights, hidden from the state dict in a list, and a metric in a
+    dictionary.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [copy.deepcopy(self.net)]
+        self.metrics = {"loss": MeanMetric()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.metrics["loss"].update(loss.detach())
+        with torch.no_grad():
+            wanted = self.teacher[0](batch[0]).squeeze(1)
+            pairs = zip(self.teacher[0].parameters(), self.net.parameters(), strict=True)
+            for mine, weight in pairs:
+                mine.lerp_(weight, 0.1)
+        return (
+            loss + nn.functional.mse_loss(self(batch[0]), wanted) * self.metrics["loss"].compute()
+        )
+
+
+add("teacher_hidden_in_a_list", HiddenTeacher)
+
+
+class CopiesWeights(Callback):
+    """Averages the weights in a copy of the network, and mixes them in at each epoch's end."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.average = copy.deepcopy(module.net)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            pairs = zip(self.average.parameters(), module.net.parameters(), strict=True)
+            for mine, weight in pairs:
+                mine.lerp_(weight, 0.1)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            pairs = zip(self.average.parameters(), module.net.parameters(), strict=True)
+            for mine, weight in pairs:
+                weight.lerp_(mine, 0.1)
+
+
+add("callback_averages_in_a_copy", Task, callbacks=lambda: [CopiesWeights()])

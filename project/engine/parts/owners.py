@@ -36,18 +36,36 @@ OF_TORCH = "torch.utils.data."
 
 def owners_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """Everybody whose attributes are kept, each with its name in a checkpoint."""
+    yield from _modules_and_callbacks(trainer)
+    for path, value in _held_by_them(trainer).items():
+        if not isinstance(value, nn.Module | nn.Parameter):
+            yield path, value
+
+
+def hidden_modules_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Modules and parameters that somebody holds and that are no layers of the trained module, such
+    as a teacher in a list, each with its name in a checkpoint.
+    """
+    for path, value in _held_by_them(trainer).items():
+        if isinstance(value, nn.Module | nn.Parameter):
+            yield path, value
+
+
+def _held_by_them(trainer: Trainer) -> dict[str, Any]:
+    """The objects and modules that owners hold in their attributes."""
     owners = dict(_modules_and_callbacks(trainer))
     seen = {id(owner) for owner in owners.values()}
     seen |= {id(part) for part in trainer.lightning_module.modules()}
-    for path, owner in list(owners.items()):
+    found: dict[str, Any] = {}
+    for path, owner in owners.items():
         for name, value in vars(owner).items():
             if name not in OF_EVERY_MODULE:
-                owners |= _objects_in(f"{path}.{name}", value, seen, 0)
+                found |= _objects_in(f"{path}.{name}", value, seen, 0)
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     # A loader that is made anew has what its epoch gives it.
     if not every:
-        owners |= _objects_in("loaders", trainer.train_dataloader, seen, 0)
-    yield from owners.items()
+        found |= _objects_in("loaders", trainer.train_dataloader, seen, 0)
+    return found
 
 
 def _modules_and_callbacks(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -93,6 +111,8 @@ def _objects_in(path: str, value: Any, seen: set[int], depth: int) -> dict[str, 
             inside = list(enumerate(value) if is_row else value.items())
     elif isinstance(value, DataLoader):
         inside = [(name, getattr(value, name)) for name in OF_A_LOADER]
+    elif isinstance(value, nn.Module | nn.Parameter):
+        found[path] = value
     elif is_of_torch or is_object(value):
         found[path] = value
         inside = list(vars(value).items())
