@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, Mi
 
 from project.engine.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from project.engine.loading import ExactLoading
+from project.engine.own_generators import generators_in, seed_them
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import OwnGenerators, RandomGenerators
@@ -124,6 +125,38 @@ def test_generators_that_a_module_and_a_callback_hold(
     expected = draw(one)
     OwnGenerators().give_back(other, torch.load(tmp_path / "state.pt", weights_only=True))
     assert draw(other) == expected
+
+
+class InSlots:
+    """Keeps its generator in a slot."""
+
+    __slots__ = "draw"
+
+    def __init__(self) -> None:
+        self.draw = np.random.default_rng(0)
+
+
+def test_generators_in_a_slot_or_a_queue_and_those_that_draw_bits_alone(
+    one: Trainer, other: Trainer
+) -> None:
+    for trainer in (one, other):
+        held = [InSlots(), np.random.PCG64(0), np.random.default_rng(0)]
+        trainer.lightning_module.helper = deque(held)
+
+    def draw(trainer: Trainer) -> list[Any]:
+        slot, bits, generator = trainer.lightning_module.helper
+        return [slot.draw.random(), bits.random_raw(), generator.random()]
+
+    draw(one)
+    state = OwnGenerators().take(one)
+    expected = draw(one)
+    OwnGenerators().give_back(other, state)
+    assert draw(other) == expected
+    held = generators_in(other.lightning_module.helper)
+    seed_them(held, 1)
+    drawn = draw(other)
+    seed_them(held, 1)
+    assert draw(other) == drawn != expected
 
 
 class OfThisProject(Callback):
