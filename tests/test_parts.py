@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import random
 from collections import deque
 from pathlib import Path
@@ -38,6 +40,7 @@ from project.engine.parts.module import (
     PlainBuffers,
     UntrackedStatistics,
 )
+from project.engine.parts.not_kept import NotKept
 from project.engine.parts.rows import MetricRows
 from project.engine.same_values import is_same
 
@@ -555,6 +558,49 @@ def test_modules_that_are_no_layers_come_back() -> None:
     assert there.scales[0].tolist() == [2, 2]
     assert there.metrics["mean"].compute() == 3.0
     assert is_same(again.take(after)["tensors"], value["tensors"]), "the next save holds it, too"
+
+
+class CannotBeHeld(LightningModule):
+    """Keeps what no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle([1, 2])
+        self.names = np.array(["a"])
+        self.samples: list[Any] = [object()]
+        self.constants = [object()]
+        self.count = 0
+        self.log_file = io.StringIO()
+        self.loss = nn.functional.mse_loss
+
+
+class SavesItself(CannotBeHeld):
+    """Saves it by itself."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["samples"] = len(self.samples)
+
+
+def changed(module: Any) -> NotKept:
+    not_kept = NotKept()
+    not_kept.begin(trainer_of(module))
+    module.names = np.array(["b"])
+    module.samples.append(object())
+    module.count += 1
+    return not_kept
+
+
+def test_what_changes_and_cannot_be_held_is_told_once() -> None:
+    module = CannotBeHeld()
+    not_kept = changed(module)
+    told = [line.partition(": ")[2].partition(" ")[0] for line in not_kept.lines(module.trainer)]
+    assert told == ["module.turns", "module.names", "module.samples"]
+    assert not_kept.lines(module.trainer) == []
+
+
+def test_a_module_that_saves_what_it_keeps_is_told_nothing() -> None:
+    module = SavesItself()
+    assert changed(module).lines(module.trainer) == []
 
 
 class OnAccelerator(torch.Tensor):

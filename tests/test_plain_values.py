@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import io
 import itertools
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
@@ -81,6 +82,7 @@ VALUES = [
     2 + 1j,
     b"bytes",
     bytearray(b"bytes"),
+    array("d", [0.5]),
     range(2, 9, 3),
     slice(None, 3),
     Decimal("0.10"),

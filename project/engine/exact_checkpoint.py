@@ -54,6 +54,7 @@ from project.engine.parts.hyperparameters import StartingHyperparameters, apply_
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
 from project.engine.parts.module import PlainBuffers, Switches, give_plain_buffers
+from project.engine.parts.not_kept import NotKept
 from project.engine.parts.part import Part
 from project.engine.ranks import decided_by_rank_zero, of_all_ranks, say
 from project.engine.resume import Resume, call_epoch_start_again, uses_hooks
@@ -133,6 +134,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._buffers = PlainBuffers()
         self._attributes = PlainAttributes()
         self._hidden = HiddenModules()
+        self._not_kept = NotKept()
         self._positions = LoaderPositions(self.loading)
         self.parts = all_parts(
             self._positions,
@@ -414,6 +416,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         resume = self._resume
         self._attributes.begin(trainer)
         self._hidden.begin(trainer)
+        self._not_kept.begin(trainer)
         if resume is not None and resume.place == "epoch":
             lightning_internals.end_restart(trainer)
         elif resume is not None:
@@ -735,6 +738,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.add(trainer, self.parts)
         snapshot.shared["followed"] = self._followed
         snapshot.shared["was_validated"] = self._validated
+        if trainer.world_size == 1 or trainer.is_global_zero:
+            say(*self._not_kept.lines(trainer))
         return snapshot
 
     def _set_epoch_is_over(self, trainer: Trainer, place: Place) -> None:

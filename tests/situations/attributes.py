@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from typing import Any
 
@@ -338,3 +339,22 @@ class CopiesWeights(Callback):
 
 
 add("callback_averages_in_a_copy", Task, callbacks=lambda: [CopiesWeights()])
+
+
+class Cycles(Task):
+    """Weighs its losses by turns, from an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle([1.0, 2.0, 0.5])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * next(self.turns)
+
+
+add(
+    "iterator_in_an_attribute",
+    Cycles,
+    says="a resume may not be exact: module.turns changes in training",
+    is_exact=False,
+)

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import itertools
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
 from datetime import date, datetime, time, timedelta
@@ -91,6 +92,7 @@ KINDS: dict[type, Kind] = {
     ),
     PosixPath: Kind(str, Path),
     WindowsPath: Kind(str, Path),
+    array: Kind(lambda value: [value.typecode, value.tolist()], lambda held: array(*held)),
     itertools.count: Kind(held_count, lambda held: itertools.count(*held)),
 }
 NAMES = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in KINDS}
