@@ -23,6 +23,8 @@ SAVING_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
 NOT_THE_USERS = ("lightning.", "torch.", "torchmetrics.")
 # Other parts see to these.
 KEPT_ELSEWHERE = (nn.Module, nn.Parameter, *GENERATORS)
+# The outline of an empty list or dictionary
+EMPTY = [0]
 # A larger array is not looked at.
 LARGEST_ARRAY_BYTES = 2**20
 
@@ -45,7 +47,9 @@ class NotKept:
         """A line for each attribute that has changed, and was not told yet."""
         found: list[str] = []
         for name, value in attributes_not_kept(trainer):
-            has_changed = is_iterator(value) or self._fresh.get(name) != outline_of(value)
+            # Lightning makes empty hyperparameters where it saves some.
+            before = self._fresh.get(name, EMPTY)
+            has_changed = is_iterator(value) or before != outline_of(value)
             if has_changed and name not in self._told:
                 self._told.add(name)
                 found.append(
