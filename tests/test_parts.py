@@ -41,6 +41,7 @@ from project.engine.parts.module import (
     UntrackedStatistics,
 )
 from project.engine.parts.not_kept import NotKept
+from project.engine.parts.owners import is_object
 from project.engine.parts.rows import MetricRows
 from project.engine.same_values import is_same
 
@@ -493,6 +494,11 @@ def test_what_objects_layers_data_sets_and_callbacks_keep_comes_back() -> None:
     *_, counts, watches = after.callbacks  # type: ignore[attr-defined]
     assert (counts.count, counts.meter.sum) == (5, 1.0)
     assert watches.count == 0
+
+
+def test_the_engines_own_objects_keep_their_place_themselves() -> None:
+    assert is_object(Meter())
+    assert not is_object(ExactLoading())
 
 
 def test_a_data_module_gets_its_attributes_back_before_it_makes_loaders() -> None:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from project.engine import contract
 from project.engine.parts.plain_values import is_users_own
-from project.engine.users_callbacks import users_callbacks
+from project.engine.users_callbacks import NOT_THE_USERS, users_callbacks
 
 # What every module has. Other parts, and Lightning itself, see to it.
 OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule()), "track_running_stats"}
@@ -137,6 +137,9 @@ def is_object(value: Any) -> bool:
     if isinstance(value, IterableDataset | Sampler | Trainer | Callback | contract.HasState):
         return False
     if not hasattr(value, "__dict__") or is_frozen(kind):
+        return False
+    if kind.__module__.startswith(NOT_THE_USERS):
+        # The engine's own, such as a loader that keeps its place.
         return False
     return kind is SimpleNamespace or is_users_own(kind)
 
