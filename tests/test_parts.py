@@ -22,7 +22,7 @@ from project.engine.checkpoint_files import RUN_KEY, made_plain, make_room_for_b
 from project.engine.loading import ExactLoading
 from project.engine.own_generators import generators_in, seed_them
 from project.engine.parts import all_parts
-from project.engine.parts.attributes import PlainAttributes
+from project.engine.parts.attributes import PlainAttributes, plain_attributes
 from project.engine.parts.generators import OwnGenerators, RandomGenerators
 from project.engine.parts.hidden import HiddenModules
 from project.engine.parts.hyperparameters import (
@@ -494,6 +494,17 @@ def test_what_objects_layers_data_sets_and_callbacks_keep_comes_back() -> None:
     *_, counts, watches = after.callbacks  # type: ignore[attr-defined]
     assert (counts.count, counts.meter.sum) == (5, 1.0)
     assert watches.count == 0
+
+
+def test_samples_are_not_copied() -> None:
+    trainer = trainer_of(HoldsObjects())
+    trainer.datamodule = LightningDataModule()  # type: ignore[attr-defined]
+    trainer.datamodule.helper = SimpleNamespace(rows=torch.zeros(2**20), count=0)  # type: ignore[attr-defined]
+    names = [name for name, _ in plain_attributes(trainer)]
+    assert "data.helper.count" in names
+    assert "data.helper.rows" not in names
+    assert "module.rows.dataset.difficulty" in names
+    assert "module.rows.dataset.samples" not in names
 
 
 def test_the_engines_own_objects_keep_their_place_themselves() -> None:

@@ -29,6 +29,8 @@ class MetricWithoutState(Metric):
 OF_EVERY_METRIC = OF_EVERY_MODULE | vars(MetricWithoutState()).keys()
 # Of torch's own data sets and samplers, what a hook may change.
 OF_TORCHS_DATA = {"weights", "indices"}
+# The names of what a data module and loaders hold.
+OF_DATA = ("data.", "loaders")
 # More than this in an attribute of a data set is taken for its samples.
 MOST_BYTES_OF_DATA = 2**20
 MOST_ENTRIES_OF_DATA = 10_000
@@ -143,8 +145,9 @@ def plain_attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for path, owner in owners_of(trainer):
         is_own = owner is module or not is_foreign_layer(owner)
         not_kept = not_kept_of(owner)
+        is_data = isinstance(owner, Dataset | Sampler) or path.startswith(OF_DATA)
         for name, value in vars(owner).items():
-            if name in not_kept or not may_be_held(owner, name, value):
+            if name in not_kept or (is_data and not may_be_held(owner, name, value)):
                 continue
             is_kept = is_single(value) or (is_own and is_plain(value))
             if is_kept and not is_object(value):
@@ -158,9 +161,9 @@ def is_foreign_layer(owner: Any) -> bool:
 
 
 def may_be_held(owner: Any, name: str, value: Any) -> bool:
-    """Whether an attribute of a data set or sampler is more than its samples."""
-    if not isinstance(owner, Dataset | Sampler):
-        return True
+    """Whether an attribute of a data set, or of what a data module or loader holds, is not its
+    samples.
+    """
     if kind_is_of_torch(owner) and name not in OF_TORCHS_DATA:
         return False
     if isinstance(value, Tensor | np.ndarray):
