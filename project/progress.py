@@ -45,6 +45,8 @@ class RunTimer(Callback):
         begun: Whether the first step has begun.
     """
 
+    only_watches = True
+
     start_seconds: float | None = None
     begun = False
     _started_at: float | None = None  # of this part; None outside of training
@@ -122,6 +124,8 @@ class EpochLines(Callback):
     Args:
         bar: Whether to show the bar.
     """
+
+    only_watches = True
 
     def __init__(self, bar: bool = False) -> None:
         self.wants_bar = bar

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import random
 from collections import deque
 from pathlib import Path
@@ -13,13 +15,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
-from torchmetrics import MeanSquaredError, Metric, MetricTracker, MinMaxMetric
+from torch.utils.data import Dataset, Subset
+from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 
-from project.engine.checkpoint_files import made_plain
+from project.engine.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from project.engine.loading import ExactLoading
+from project.engine.own_generators import generators_in, seed_them
 from project.engine.parts import all_parts
-from project.engine.parts.attributes import PlainAttributes
+from project.engine.parts.attributes import PlainAttributes, plain_attributes
 from project.engine.parts.generators import OwnGenerators, RandomGenerators
+from project.engine.parts.hidden import HiddenModules
 from project.engine.parts.hyperparameters import (
     StartingHyperparameters,
     apply_changes,
@@ -35,6 +40,8 @@ from project.engine.parts.module import (
     PlainBuffers,
     UntrackedStatistics,
 )
+from project.engine.parts.not_kept import NotKept
+from project.engine.parts.owners import is_object
 from project.engine.parts.rows import MetricRows
 from project.engine.same_values import is_same
 
@@ -78,9 +85,10 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     loading = ExactLoading(0)
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     starting = StartingHyperparameters()
-    parts = all_parts(LoaderPositions(loading), PlainBuffers(), starting, PlainAttributes(), [own])
+    noted = (LoaderPositions(loading), PlainBuffers(), starting)
+    parts = all_parts(*noted, PlainAttributes(), HiddenModules(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 17
+    assert len(names) == len(set(names)) == 18
     assert isinstance(parts[-1], RandomGenerators)
 
 
@@ -121,6 +129,38 @@ def test_generators_that_a_module_and_a_callback_hold(
     expected = draw(one)
     OwnGenerators().give_back(other, torch.load(tmp_path / "state.pt", weights_only=True))
     assert draw(other) == expected
+
+
+class InSlots:
+    """Keeps its generator in a slot."""
+
+    __slots__ = "draw"
+
+    def __init__(self) -> None:
+        self.draw = np.random.default_rng(0)
+
+
+def test_generators_in_a_slot_or_a_queue_and_those_that_draw_bits_alone(
+    one: Trainer, other: Trainer
+) -> None:
+    for trainer in (one, other):
+        held = [InSlots(), np.random.PCG64(0), np.random.default_rng(0)]
+        trainer.lightning_module.helper = deque(held)
+
+    def draw(trainer: Trainer) -> list[Any]:
+        slot, bits, generator = trainer.lightning_module.helper
+        return [slot.draw.random(), bits.random_raw(), generator.random()]
+
+    draw(one)
+    state = OwnGenerators().take(one)
+    expected = draw(one)
+    OwnGenerators().give_back(other, state)
+    assert draw(other) == expected
+    held = generators_in(other.lightning_module.helper)
+    seed_them(held, 1)
+    drawn = draw(other)
+    seed_them(held, 1)
+    assert draw(other) == drawn != expected
 
 
 class OfThisProject(Callback):
@@ -244,6 +284,48 @@ def test_only_buffers_that_have_changed_are_kept(one: Trainer, other: Trainer) -
     assert other.lightning_module.queue.tolist() == [1, 2, 3]
 
 
+class OddBuffers(LightningModule):
+    """A sparse buffer that no memory could hold as a dense one, one that is empty, and one that
+    shares its memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        graph = torch.sparse_coo_tensor([[0], [0]], [1.0], (2**30, 2**30), check_invariants=True)
+        self.register_buffer("graph", graph, persistent=False)
+        self.register_buffer("empty", None, persistent=False)
+        self.register_buffer("empty_and_saved", None)
+        self.register_buffer("full", torch.ones(2), persistent=False)
+        self.register_buffer("shared", torch.ones(1).expand(3))
+
+
+def test_buffers_that_training_makes_fills_or_empties_come_back() -> None:
+    before = OddBuffers()
+    part = PlainBuffers()
+    part.begin(before)
+    assert part.take(trainer_of(before)) == {}
+    before.graph = before.graph * 2
+    before.empty = torch.ones(1)
+    before.empty_and_saved = torch.ones(2)
+    before.full = None
+    before.register_buffer("late", torch.ones(3), persistent=False)
+    before.register_buffer("late_and_saved", torch.ones(4))
+    value = made_plain(part.take(before.trainer), "buffers")
+    state = {"ranks": [{"buffers": value}]}
+    checkpoint = {"state_dict": before.state_dict(), RUN_KEY: {"state": state}}
+
+    after = OddBuffers()
+    make_room_for_buffers(after, checkpoint)
+    after.load_state_dict(checkpoint["state_dict"])
+    again = PlainBuffers()
+    again.begin(after)
+    again.give_back(trainer_of(after), value)
+    assert is_same(dict(after.named_buffers()), dict(before.named_buffers()))
+    assert after.full is None
+    assert after.state_dict().keys() == before.state_dict().keys()
+    assert is_same(again.take(after.trainer), value), "the next save holds them, too"
+
+
 class Collects(LightningModule):
     """Keeps numbers, tensors and lists as plain attributes."""
 
@@ -276,7 +358,7 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     value = part.take(before.trainer)
     expected = {
         "module.outputs": [before.outputs[0].detach()],
-        "module.window": [2.0, 3.0],
+        "module.window": {"collections.deque": [[2.0, 3.0], 2]},
         "module.net.1.p": 0.5,
         "module.phase": "main",
         "module.seen": {3},
@@ -318,6 +400,225 @@ def test_plain_attributes_are_kept_beside_what_a_module_says_itself_that_it_keep
     before.seen = 3
     data.seen = 5
     assert part.take(trainer) == {"module.seen": 3, "data.seen": 5}
+
+
+class Meter:
+    """A running sum, in an object that is no layer."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self.sum = 0.0
+        self.recent: deque[float] = deque(maxlen=2)
+
+    def add(self, value: float) -> None:
+        self.sum += value
+        self.recent.append(value)
+
+
+class Memory(nn.Module):
+    """A layer of the user's own that keeps a tensor and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(2)
+        self.seen: list[int] = []
+
+
+class Harder(Dataset[torch.Tensor]):
+    """Data that become harder, in a split of torch's."""
+
+    def __init__(self) -> None:
+        self.samples = torch.zeros(2**20)
+        self.difficulty = 0
+
+
+class Watches(Callback):
+    """Counts, and changes nothing."""
+
+    only_watches = True
+    count = 0
+
+
+class CountsSteps(Callback):
+    """Counts without a state_dict."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.count = 0
+
+
+class HoldsObjects(LightningModule):
+    """Keeps what it counts in objects."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.meters = {"train": Meter(scale), "val": Meter(scale)}
+        self.memory = Memory()
+        self.rows = Subset(Harder(), [0, 1])
+
+
+def trainer_of_objects(scale: float = 1.0) -> Trainer:
+    trainer = trainer_of(HoldsObjects(scale))
+    trainer.callbacks += [CountsSteps(), Watches()]  # type: ignore[attr-defined]
+    return trainer
+
+
+def test_what_objects_layers_data_sets_and_callbacks_keep_comes_back() -> None:
+    before = trainer_of_objects()
+    module: Any = before.lightning_module
+    part = PlainAttributes()
+    part.begin(before)
+    assert part.take(before) == {}
+    module.meters["train"].add(2.0)
+    module.memory.mean += 1
+    module.memory.seen.append(3)
+    module.rows.indices.append(7)
+    module.rows.dataset.difficulty = 2
+    *_, counts, watches = before.callbacks  # type: ignore[attr-defined]
+    counts.count = 5
+    counts.meter.add(1.0)
+    watches.count = 5
+    value = made_plain(part.take(before), "attributes")
+
+    after = trainer_of_objects(scale=3.0)
+    again = PlainAttributes()
+    again.begin(after)
+    again.give_back(after, value)
+    module = after.lightning_module
+    assert vars(module.meters["train"]) == {"scale": 3.0, "sum": 2.0, "recent": deque([2.0])}
+    assert module.meters["val"].sum == 0.0
+    assert module.memory.mean.tolist() == [1, 1]
+    assert module.memory.seen == [3]
+    assert module.rows.indices == [0, 1, 7]
+    assert module.rows.dataset.difficulty == 2
+    *_, counts, watches = after.callbacks  # type: ignore[attr-defined]
+    assert (counts.count, counts.meter.sum) == (5, 1.0)
+    assert watches.count == 0
+
+
+def test_samples_are_not_copied() -> None:
+    trainer = trainer_of(HoldsObjects())
+    trainer.datamodule = LightningDataModule()  # type: ignore[attr-defined]
+    trainer.datamodule.helper = SimpleNamespace(rows=torch.zeros(2**20), count=0)  # type: ignore[attr-defined]
+    names = [name for name, _ in plain_attributes(trainer)]
+    assert "data.helper.count" in names
+    assert "data.helper.rows" not in names
+    assert "module.rows.dataset.difficulty" in names
+    assert "module.rows.dataset.samples" not in names
+
+
+def test_the_engines_own_objects_keep_their_place_themselves() -> None:
+    assert is_object(Meter())
+    assert not is_object(ExactLoading())
+
+
+def test_a_data_module_gets_its_attributes_back_before_it_makes_loaders() -> None:
+    trainers = []
+    for _ in range(3):
+        trainer = trainer_of(Collects())
+        trainer.datamodule = LightningDataModule()  # type: ignore[attr-defined]
+        trainer.datamodule.pool = [0, 1]  # type: ignore[attr-defined]
+        trainers.append(trainer)
+    first, second, third = trainers
+    part = PlainAttributes()
+    part.begin(first)
+    first.datamodule.pool.append(7)  # type: ignore[attr-defined]
+    value = part.take(first)
+    for trainer in (second, third):
+        part = PlainAttributes()
+        part.give_data_back(trainer, value)
+        pool = trainer.datamodule.pool  # type: ignore[attr-defined]
+        assert pool == [0, 1, 7]
+        part.begin(trainer)
+        part.undo(trainer)
+        part.give_back(trainer, value)
+        assert trainer.datamodule.pool is pool, "a loader may hold it"  # type: ignore[attr-defined]
+        value = part.take(trainer)
+        assert value == {"data.pool": [0, 1, 7]}, "the next resume needs it, too"
+
+
+class Hides(LightningModule):
+    """Hides a teacher, a frozen network and a metric from its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.teacher = [nn.BatchNorm1d(2)]
+        self.frozen = [nn.Linear(2, 2)]
+        self.same = {"net": self.net}
+        self.scales = [nn.Parameter(torch.ones(2))]
+        self.metrics = {"mean": MeanMetric()}
+
+
+def test_modules_that_are_no_layers_come_back() -> None:
+    before = trainer_of(Hides())
+    part = HiddenModules()
+    part.begin(before)
+    module: Any = before.lightning_module
+    module.teacher[0](torch.randn(4, 2))
+    with torch.no_grad():
+        module.teacher[0].weight.add_(1)
+        module.net.weight.add_(1)
+        module.scales[0].add_(1)
+    module.metrics["mean"].update(3.0)
+    value = made_plain(part.take(before), "hidden_modules")
+    assert {name.rpartition(".")[2] for name in value["tensors"]} == {
+        *("weight", "running_mean", "running_var", "num_batches_tracked", "0")
+    }, "what has not changed is left out"
+
+    after = trainer_of(Hides())
+    again = HiddenModules()
+    again.begin(after)
+    again.give_back(after, value)
+    there: Any = after.lightning_module
+    assert is_same(dict(there.teacher[0].state_dict()), dict(module.teacher[0].state_dict()))
+    assert there.scales[0].tolist() == [2, 2]
+    assert there.metrics["mean"].compute() == 3.0
+    assert is_same(again.take(after)["tensors"], value["tensors"]), "the next save holds it, too"
+
+
+class CannotBeHeld(LightningModule):
+    """Keeps what no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle([1, 2])
+        self.names = np.array(["a"])
+        self.samples: list[Any] = [object()]
+        self.constants = [object()]
+        self.count = 0
+        self.log_file = io.StringIO()
+        self.loss = nn.functional.mse_loss
+
+
+class SavesItself(CannotBeHeld):
+    """Saves it by itself."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["samples"] = len(self.samples)
+
+
+def changed(module: Any) -> NotKept:
+    not_kept = NotKept()
+    not_kept.begin(trainer_of(module))
+    module.names = np.array(["b"])
+    module.samples.append(object())
+    module.count += 1
+    assert module.hparams == {}, "Lightning makes them where it saves"
+    return not_kept
+
+
+def test_what_changes_and_cannot_be_held_is_told_once() -> None:
+    module = CannotBeHeld()
+    not_kept = changed(module)
+    told = [line.partition(": ")[2].partition(" ")[0] for line in not_kept.lines(module.trainer)]
+    assert told == ["module.turns", "module.names", "module.samples"]
+    assert not_kept.lines(module.trainer) == []
+
+
+def test_a_module_that_saves_what_it_keeps_is_told_nothing() -> None:
+    module = SavesItself()
+    assert changed(module).lines(module.trainer) == []
 
 
 class OnAccelerator(torch.Tensor):

@@ -22,6 +22,7 @@ from project.command_line.cli import configure
 from project.engine.loading import ExactLoading
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
+from project.engine.parts.hidden import HiddenModules
 from project.engine.parts.hyperparameters import StartingHyperparameters
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.module import PlainBuffers
@@ -175,8 +176,9 @@ def test_every_example_in_the_table_is_there() -> None:
 def test_the_page_names_every_part_of_a_checkpoint() -> None:
     table = PAGES["docs/how_it_works.md"].partition("| part |")[2].partition("\n\n")[0]
     named = re.findall(r"`([A-Z]\w+)`", table)
-    given = (LoaderPositions(ExactLoading()), PlainBuffers(), StartingHyperparameters())
-    parts = [type(part).__name__ for part in all_parts(*given, PlainAttributes())]
+    noted = (LoaderPositions(ExactLoading()), PlainBuffers(), StartingHyperparameters())
+    given = all_parts(*noted, PlainAttributes(), HiddenModules())
+    parts = [type(part).__name__ for part in given]
     assert sorted(named) == sorted([*parts, "MetricRows"])
 
 

@@ -366,6 +366,18 @@ def test_odd_values_of_a_run_hide_no_other_run(root: Path, name: str, text: str)
     listed(root, "--report", str(root / "page.html"))  # feature: report
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml", "metrics.csv"])
+def test_a_pipe_or_a_huge_file_hides_no_other_run(root: Path, name: str) -> None:
+    pipe = root / "slow-1" / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    # It has holes, and takes no place on the disk.
+    os.truncate(root / "slow-2" / name, 2**38)
+    assert [row["name"] for row in listed(root)] == ["fast", "slow-1", "slow-2"]
+    listed(root, "--report", str(root / "page.html"))  # feature: report
+
+
 def test_a_run_whose_name_is_not_unicode_is_listed(root: Path) -> None:
     make_run(root, os.fsdecode(b"na\xffme"))
     assert "na\udcffme" in [row["name"] for row in listed(root)]

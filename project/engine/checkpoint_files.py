@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from project.engine import own_runs
 from project.engine.bounded_reading import TooMuch, unpack
 from project.engine.files import write_atomically
-from project.engine.parts.module import give_plain_buffers
+from project.engine.parts.module import SPARSE, device_of, give_plain_buffers, make_buffer
 from project.engine.ranks import say
 from project.errors import UserError, without_control_characters
 
@@ -33,14 +33,6 @@ SEQUENCES = (list, tuple, set, torch.Size)
 # In a configuration; the last two are empty ones
 VALUES = (type(None), bool, int, float, str, dict, list)
 PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
-# Of the layouts that are not strided, those that load again with ``weights_only=True``
-SPARSE = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
 RUN_KEY = "run"
 # The names of entries that were left out, in what this project adds.
@@ -615,7 +607,7 @@ def load_weights(
         module.on_load_checkpoint(checkpoint)
         # Those that a state dict leaves out. On a resume the engine gives them back itself.
         give_plain_buffers(module, buffers_left_out(checkpoint))
-    give_expanded_buffers_memory(module)
+    make_room_for_buffers(module, checkpoint)
     weights = checkpoint["state_dict"]
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
     if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
@@ -699,6 +691,23 @@ def give_expanded_buffers_memory(module: LightningModule) -> None:
         for name, buffer in part.named_buffers(recurse=False):
             if is_expanded(buffer):
                 setattr(part, name, buffer.contiguous())
+
+
+def make_room_for_buffers(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Let a module take the buffers of a checkpoint that training has made or filled.
+
+    A module may make a buffer in its training, or in the place of None. As it is made anew it lacks
+    that buffer, and its state dict would not take it.
+    """
+    give_expanded_buffers_memory(module)
+    parts = dict(module.named_modules())
+    there = dict(module.named_buffers())
+    weights = checkpoint.get("state_dict", {})
+    for name, value in buffers_left_out(checkpoint).items():
+        path, _, attribute = name.rpartition(".")
+        if name in weights and name not in there and path in parts:
+            empty = torch.empty_like(value, device=device_of(module))
+            make_buffer(parts[path], attribute, empty, persistent=True)
 
 
 def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:

@@ -34,6 +34,7 @@ from project.engine.checkpoint_files import (
     AtomicCheckpointIO,
     buffers_left_out,
     fill_in_what_was_left_out,
+    make_room_for_buffers,
     record_in,
 )
 from project.engine.following import Best
@@ -49,10 +50,12 @@ from project.engine.not_exact import (
 )
 from project.engine.parts import all_parts
 from project.engine.parts.attributes import PlainAttributes
+from project.engine.parts.hidden import HiddenModules
 from project.engine.parts.hyperparameters import StartingHyperparameters, apply_changes
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import Place, clean_counters
 from project.engine.parts.module import PlainBuffers, Switches, give_plain_buffers
+from project.engine.parts.not_kept import NotKept
 from project.engine.parts.part import Part
 from project.engine.ranks import decided_by_rank_zero, of_all_ranks, say
 from project.engine.resume import Resume, call_epoch_start_again, uses_hooks
@@ -132,12 +135,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
         self._attributes = PlainAttributes()
+        self._hidden = HiddenModules()
+        self._not_kept = NotKept()
         self._positions = LoaderPositions(self.loading)
         self.parts = all_parts(
             self._positions,
             self._buffers,
             self._hyperparameters,
             self._attributes,
+            self._hidden,
             self._further_parts,
         )
         # Whether this training has what it goes on from, if anything.
@@ -267,13 +273,16 @@ class ExactCheckpoint(callbacks.Checkpoint):
             pl_module.double()
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put the objects of this start into a checkpoint that could not hold those of the last."""
+        """Put the objects of this start into a checkpoint that could not hold those of the last,
+        and make room for its buffers.
+        """
         module = trainer.lightning_module
         of_callbacks = [
             partial(callback.on_save_checkpoint, trainer, module)
             for callback in users_callbacks(trainer)
         ]
         fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint, *of_callbacks])
+        make_room_for_buffers(module, checkpoint)
 
     def _own_folder(self, trainer: Trainer) -> None:
         """Make and lock the folder, unless whoever gave the run's id has done so."""
@@ -302,7 +311,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             lightning_internals.forget_averages(trainer)
             # Its state dict lacks buffers that are not persistent. One that training has changed
             # later only is again as it was made.
-            buffers = {name: value.clone() for name, value in self._buffers.fresh.items()}
+            buffers: dict[str, torch.Tensor | None] = {}
+            for name, value in self._buffers.fresh.items():
+                buffers[name] = None if value is None else value.clone()
             buffers |= buffers_left_out(checkpoint, trainer.global_rank)
             give_plain_buffers(module, buffers)
             return
@@ -339,6 +350,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # The folder may have lost its own, as where the checkpoints alone were copied.
             self.run_id = resume.run_id
         self.loading.start = resume.start
+        # The data module makes its loaders before everything else is given back.
+        self._attributes.give_data_back(trainer, resume.mine(trainer).get("attributes", {}))
         self._keep_order_of(resume)
         # It had stopped early, and nothing was changed since.
         trainer.should_stop = resume.should_stop
@@ -425,6 +438,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """
         resume = self._resume
         self._attributes.begin(trainer)
+        self._hidden.begin(trainer)
+        self._not_kept.begin(trainer)
         if resume is not None and resume.place == "epoch":
             lightning_internals.end_restart(trainer)
         elif resume is not None:
@@ -761,6 +776,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.add(trainer, self.parts)
         snapshot.shared["followed"] = self._followed
         snapshot.shared["was_validated"] = self._validated
+        if trainer.world_size == 1 or trainer.is_global_zero:
+            say(*self._not_kept.lines(trainer))
         return snapshot
 
     def _set_epoch_is_over(self, trainer: Trainer, place: Place) -> None:

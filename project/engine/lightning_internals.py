@@ -353,15 +353,22 @@ def buffers_left_out(part: nn.Module) -> set[str]:
 def versions_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     """By parameter, numbers that are others as soon as it has been changed in place or replaced.
 
-    A lazy parameter, which a forward pass is still to make, has none. Buys a look whether a
-    validation changes weights, without a copy of them. Public way missing: a tensor tells its
-    version under this name alone.
+    A lazy parameter, which a forward pass is still to make, has none.
     """
     versions = {}
     for name, parameter in module.named_parameters():
         if not is_lazy(parameter):
-            versions[name] = (parameter.data_ptr(), parameter._version)
+            versions[name] = version_of(parameter)
     return versions
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Numbers that are others as soon as a tensor has been changed in place or replaced.
+
+    Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
+    tensor tells its version under this name alone.
+    """
+    return tensor.data_ptr(), tensor._version
 
 
 # Averaged weights

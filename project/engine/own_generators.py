@@ -8,6 +8,7 @@ seed the global ones afterwards, or isolate them.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
-KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+KINDS = (
+    random.Random,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    torch.Generator,
+)
 # Nothing of the user's is looked for in these.
 CLOSED = (Tensor, np.ndarray, str, bytes, int, float, type, ModuleType, Trainer)
 # What every module has. The walk goes on through a module's own attributes and its layers.
@@ -56,13 +63,26 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         if len(value) <= LONGEST:
             yield from value.items()
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         if len(value) <= LONGEST:
             yield from enumerate(value)
     else:
         for name, each in getattr(value, "__dict__", {}).items():
             if not isinstance(value, nn.Module) or name not in OF_EVERY_MODULE:
                 yield name, each
+        for name in _names_of_slots(type(value)):
+            if hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _names_of_slots(kind: type) -> list[str]:
+    """The attributes that a class of the user's keeps in slots, instead of a dictionary."""
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    # Python gives a private name another one.
+    return [name for name in names if not name.startswith("__")]
 
 
 def seed_them(generators: dict[str, Any], seed: int) -> None:
@@ -73,9 +93,9 @@ def seed_them(generators: dict[str, Any], seed: int) -> None:
         own_seed = hash((seed, *path.encode())) % 2**63
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own_seed)
-        elif isinstance(generator, np.random.Generator):
-            kind: Any = type(generator.bit_generator)
-            generator.bit_generator.state = kind(own_seed).state
+        elif isinstance(generator, np.random.Generator | np.random.BitGenerator):
+            bits: Any = _bit_generator_of(generator)
+            bits.state = type(bits)(own_seed).state
         else:
             generator.seed(own_seed % 2**32)
 
@@ -87,8 +107,8 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         version, words, gauss = generator.getstate()
         return {"version": version, "words": torch.tensor(words), "gauss": gauss}
-    if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        return _plain(_bit_generator_of(generator).state)
     return _plain(generator.get_state(legacy=False))
 
 
@@ -98,10 +118,16 @@ def restore(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _like(generator.bit_generator.state, state)
+    elif isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        bits = _bit_generator_of(generator)
+        bits.state = _like(bits.state, state)
     else:
         generator.set_state(_like(generator.get_state(legacy=False), state))
+
+
+def _bit_generator_of(generator: Any) -> Any:
+    """What holds the state of a generator of NumPy: it may be that itself."""
+    return getattr(generator, "bit_generator", generator)
 
 
 def _plain(state: Any) -> Any:

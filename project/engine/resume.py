@@ -90,13 +90,17 @@ class Resume:
         What a checkpoint lacks stays as it is. So do the parts of each rank where the checkpoint
         has those of another number of ranks.
         """
-        mine: dict[str, Any] = {}
-        if len(self.ranks) == trainer.world_size:
-            mine = self.ranks[trainer.global_rank]
+        mine = self.mine(trainer)
         for part in parts:
             values = mine if part.of_each_rank else self.shared
             if part.name in values:
                 part.give_back(trainer, values[part.name])
+
+    def mine(self, trainer: Trainer) -> dict[str, Any]:
+        """This rank's own parts, where the checkpoint has those of as many ranks."""
+        if len(self.ranks) != trainer.world_size:
+            return {}
+        return self.ranks[trainer.global_rank]
 
     def settle_place(self, trainer: Trainer, loading: ExactLoading) -> None:
         """Where a run had other ranks or batches, make Lightning's count of batches agree with the

@@ -47,8 +47,20 @@ def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
     if a.layout != torch.strided:
-        return _is_same_tensor(a.to_dense(), b.to_dense())
+        return all(map(_is_same_tensor, tensors_inside(a), tensors_inside(b)))
     return bool(torch.equal(a, b)) or bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+def tensors_inside(sparse: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a sparse one consists of. Made dense, it might fit no memory."""
+    if sparse.layout == torch.sparse_coo:
+        whole = sparse.coalesce()
+        return whole.indices(), whole.values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return (sparse.to_dense(),)
 
 
 def _is_same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:

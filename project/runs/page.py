@@ -14,7 +14,7 @@ from project.report.charts import draw, place_axis_labels
 from project.report.page import fill_page
 from project.run_result import Series, read_series
 from project.runs.listing import by_module, differing, shown_settings
-from project.runs.saved_run import SavedRun
+from project.runs.saved_run import SavedRun, is_readable
 from project.runs.seeds import by_configuration, seed_rows
 from project.tables import Row, columns_of, format_cell
 
@@ -73,8 +73,11 @@ def make_lines(runs: Sequence[SavedRun]) -> list[Line]:
 def series_of(run: SavedRun) -> dict[str, Series]:
     """A run's metrics over its steps; none where its file is missing or damaged."""
     damage = (OSError, ArithmeticError, ValueError, KeyError, TypeError, csv.Error)
+    rows = run.folder / "metrics.csv"
+    if not is_readable(rows):
+        return {}
     with contextlib.suppress(*damage):
-        return read_series(run.folder / "metrics.csv", int(run.summary.get("epochs", 0)))
+        return read_series(rows, int(run.summary.get("epochs", 0)))
     return {}
 
 

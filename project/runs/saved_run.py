@@ -21,6 +21,8 @@ FOUND_SOURCE = "data_source"
 # A run's folder has at least one of these files.
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")
 LOCK = ".lock"
+# A million rows of ten metrics take half of this.
+LARGEST_FILE_BYTES = 2**28
 CLASS_PATH = ".class_path"
 # Only what was read from a mirror has one.
 LEASE = "lease.json"
@@ -120,12 +122,23 @@ def last_name(path: Any) -> str:
 
 
 def mapping_in(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file's mapping; empty where the file is missing or damaged."""
+    """A YAML or JSON file's mapping; empty where the file is missing or damaged, or is none that a
+    run writes.
+    """
     content: Any = None
+    if not is_readable(path):
+        return {}
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else load_yaml(text)
     return content if isinstance(content, dict) else {}
+
+
+def is_readable(path: Path) -> bool:
+    """Whether a path is a file, and no larger than what a run writes: a folder may come from
+    somebody else. To read a named pipe would take for ever.
+    """
+    return path.is_file() and path.stat().st_size <= LARGEST_FILE_BYTES
 
 
 def is_locked(path: Path) -> bool:

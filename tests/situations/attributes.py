@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections import deque
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchmetrics import MeanMetric
 
 from project.model.supervised import SupervisedModule  # feature: supervised
 from tests.situations.situation import Task, add, table
@@ -187,3 +190,171 @@ class Teacher(Task):
 
 
 add("teacher_in_a_list", Teacher)
+
+
+class Meter:
+    """A running sum, and averaged weights, in an object that is no layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.sum = 0.0
+        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def add(self, module: nn.Module, loss: Tensor) -> None:
+        self.sum += float(loss)
+        for name, weight in module.named_parameters():
+            self.shadow[name].mul_(0.9).add_(weight.detach(), alpha=0.1)
+
+
+class Metered(Task):
+    """Keeps its sums and averages in such an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters = {"train": Meter(self.net)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        meter = self.meters["train"]
+        meter.add(self.net, loss.detach())
+        return loss * (1 + 0.01 * meter.sum + meter.shadow["0.weight"].norm())
+
+
+add("meters_and_averages_in_objects", Metered)
+add("meters_and_averages_in_objects_and_validation_inside_epochs", Metered, val_check_interval=3)
+
+
+class CountsWithoutState(Callback):
+    """Counts in a plain attribute, and lowers the rate by the count."""
+
+    count = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.count += 1
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.02 / (1 + 0.1 * self.count)
+
+
+add("callback_counts_in_an_attribute", Task, callbacks=lambda: [CountsWithoutState()])
+
+
+class Harder(Dataset[Any]):
+    """Samples that a hook makes harder."""
+
+    def __init__(self) -> None:
+        self.rows = table(50)
+        self.difficulty = 1.0
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.rows[index]
+        return x + 0.1 * self.difficulty * torch.randn(4), y
+
+
+class MakesHarder(Task):
+    """Makes its samples harder with each batch and each epoch."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Harder(), 8, shuffle=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.train_dataloader.dataset.difficulty += 0.1
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.train_dataloader.dataset.difficulty += 1
+
+
+add("data_set_is_changed_by_hooks", MakesHarder)
+
+
+class Pool(LightningDataModule):
+    """Trains on those samples that are in the pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = list(range(20))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(table(60), self.pool), 8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(table(20, 1), 8)
+
+
+class Asks(Task):
+    """Asks for further samples at each epoch's end, as active learning does."""
+
+    def on_train_epoch_end(self) -> None:
+        pool = self.trainer.datamodule.pool
+        pool.extend(range(len(pool), len(pool) + 10))
+
+
+add("active_learning", Asks, data=Pool, reload_dataloaders_every_n_epochs=1)
+
+
+class HiddenTeacher(Task):
+    """A teacher that follows the weights, hidden from the state dict in a list, and a metric in a
+    dictionary.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [copy.deepcopy(self.net)]
+        self.metrics = {"loss": MeanMetric()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.metrics["loss"].update(loss.detach())
+        with torch.no_grad():
+            wanted = self.teacher[0](batch[0]).squeeze(1)
+            pairs = zip(self.teacher[0].parameters(), self.net.parameters(), strict=True)
+            for mine, weight in pairs:
+                mine.lerp_(weight, 0.1)
+        return (
+            loss + nn.functional.mse_loss(self(batch[0]), wanted) * self.metrics["loss"].compute()
+        )
+
+
+add("teacher_hidden_in_a_list", HiddenTeacher)
+
+
+class CopiesWeights(Callback):
+    """Averages the weights in a copy of the network, and mixes them in at each epoch's end."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.average = copy.deepcopy(module.net)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            pairs = zip(self.average.parameters(), module.net.parameters(), strict=True)
+            for mine, weight in pairs:
+                mine.lerp_(weight, 0.1)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            pairs = zip(self.average.parameters(), module.net.parameters(), strict=True)
+            for mine, weight in pairs:
+                weight.lerp_(mine, 0.1)
+
+
+add("callback_averages_in_a_copy", Task, callbacks=lambda: [CopiesWeights()])
+
+
+class Cycles(Task):
+    """Weighs its losses by turns, from an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle([1.0, 2.0, 0.5])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * next(self.turns)
+
+
+add(
+    "iterator_in_an_attribute",
+    Cycles,
+    says="a resume may not be exact: module.turns changes in training",
+    is_exact=False,
+)

@@ -274,6 +274,64 @@ class GrowingQueue(Task):
 add("queue_that_grows", GrowingQueue)
 
 
+class Graph(Task):
+    """A sparse matrix that grows, and that its state dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.graph = (self.graph + 0.1 * torch.eye(3).to_sparse()).coalesce()
+        return super().training_step(batch, batch_idx) * self.graph.to_dense().mean()
+
+
+class CompressedGraph(Graph):
+    """The same, compressed by rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.graph = (self.graph.to_dense() + 0.1 * torch.eye(3)).to_sparse_csr()
+        return Task.training_step(self, batch, batch_idx) * self.graph.to_dense().mean()
+
+
+class LateBuffers(Task):
+    """Fills a buffer that is None, and makes further ones, by its first batch."""
+
+    is_persistent = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", None, persistent=self.is_persistent)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.first is None:
+            self.first = batch[1][:2].clone()
+            self.register_buffer("seen", torch.zeros(()), persistent=self.is_persistent)
+        self.seen += 1
+        return super().training_step(batch, batch_idx) * (1 + self.first.mean() + 0.1 * self.seen)
+
+
+class SavedLateBuffers(LateBuffers):
+    """The same, in the state dict."""
+
+    is_persistent = True
+
+
+class Expanded(Task):
+    """A buffer whose places share their memory, in the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1).expand(6))
+
+
+add("sparse_buffer_that_is_not_persistent", Graph)
+add("compressed_buffer_that_is_not_persistent", CompressedGraph)
+add("buffers_that_training_makes", LateBuffers)
+add("buffers_that_training_makes_and_saves", SavedLateBuffers)
+add("expanded_buffer", Expanded)
+
+
 class ForwardMean(Task):
     """A running mean of all inputs, also of the validation, that its state dict leaves out."""
 

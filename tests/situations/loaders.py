@@ -301,6 +301,12 @@ add(
     ),
 )
 add(
+    "in_the_order_in_which_workers_are_ready",
+    reads(lambda: DataLoader(Noisy(table(50)), 8, shuffle=True, num_workers=2, in_order=False)),
+    says="in_order=False, and gives the batch that is ready first",
+    is_exact=False,
+)
+add(
     "random_transforms_in_validation",
     reads(
         lambda: DataLoader(Noisy(table(50)), 8, shuffle=True),

@@ -113,6 +113,7 @@ class ExactLoading:
                 own_share=form is not Form.EXACT,
             )
             self._note_order(source_of(loader), trainer)
+            self._note_arrival(loader)
             if trainer.world_size > 1:
                 self._note_shares(loader, form, trainer)
             if form is not Form.EXACT and trainer.world_size > 1:
@@ -186,6 +187,14 @@ class ExactLoading:
             self.notes.append(
                 f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its"
                 " own random state, a resumed run sees another order."
+            )
+
+    def _note_arrival(self, loader: Any) -> None:
+        """Say so where batches come as workers have them ready, in an order that nobody knows."""
+        if loader.num_workers > 1 and not loader.in_order:
+            self.notes.append(
+                f"a resume is not exact: {_name_of(loader)} is read with in_order=False, and gives"
+                " the batch that is ready first."
             )
 
     def _note_shares(self, loader: Any, form: Form, trainer: Trainer) -> None:

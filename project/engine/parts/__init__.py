@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from project.engine.parts.attributes import PlainAttributes
 from project.engine.parts.generators import OwnGenerators, RandomGenerators
+from project.engine.parts.hidden import HiddenModules
 from project.engine.parts.hyperparameters import StartingHyperparameters
 from project.engine.parts.loaders import LoaderPositions
 from project.engine.parts.loops import EarlyStop, ValidatedBatches
@@ -30,15 +31,17 @@ def all_parts(
     buffers: PlainBuffers,
     hyperparameters: StartingHyperparameters,
     attributes: PlainAttributes,
+    hidden: HiddenModules,
     further: Sequence[Part] = (),
 ) -> list[Part]:
     """Every part, in the order in which they are taken and given back.
 
     Args:
-        positions: These four note something as training begins, so that the caller makes them.
+        positions: These five note something as training begins, so that the caller makes them.
         buffers: See above.
         hyperparameters: See above.
         attributes: See above.
+        hidden: See above.
         further: The user's own.
     """
     return [
@@ -51,6 +54,7 @@ def all_parts(
         positions,
         buffers,
         attributes,
+        hidden,
         Gradients(),
         FrozenParameters(),
         EvalModes(),

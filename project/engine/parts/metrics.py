@@ -61,10 +61,14 @@ class MetricStates(Part):
                 make_earlier_epochs(name, part, value)
         for name, metric in module.named_modules():
             if isinstance(metric, Metric):
-                for key, state in value.get(name, {}).items():
-                    # Each metric gets its own copy: those of a compute group were saved as one
-                    # tensor.
-                    setattr(metric, key, move_data_to_device(copy.deepcopy(state), metric.device))
+                give_values(metric, value.get(name, {}))
+
+
+def give_values(metric: Metric, values: dict[str, Any]) -> None:
+    """Give a metric back what :func:`own_values` has found."""
+    for key, state in values.items():
+        # Each metric gets its own copy: those of a compute group were saved as one tensor.
+        setattr(metric, key, move_data_to_device(copy.deepcopy(state), metric.device))
 
 
 def own_values(metric: Metric) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from torch.nn.parameter import is_lazy
 from project.engine import lightning_internals
 from project.engine.parts.part import Part
 from project.engine.same_values import is_same
+
+# Of the layouts that are not strided, those that load again with ``weights_only=True``
+SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
 
 
 class Gradients(Part):
@@ -146,53 +156,96 @@ def tracking(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 class PlainBuffers(Part):
     """Buffers that are not persistent and have changed since the start, such as a queue or a
-    running mean.
+    running mean; and buffers of any kind that training has made.
 
-    A state dict leaves them out. One that has not changed is left out here, too: it may be a large
-    constant table, and the module makes it again.
+    A state dict leaves those that are not persistent out. One that has not changed is left out
+    here, too: it may be a large constant table, and the module makes it again. A buffer that
+    training has made is in the state dict where it is persistent. Its name here says that it is a
+    buffer.
     """
 
     name = "buffers"
     is_left_at_the_end = True
 
     def __init__(self) -> None:
-        self.fresh: dict[str, Tensor] = {}
+        self.fresh: dict[str, Tensor | None] = {}
+        self._persistent: set[str] = set()
 
     def begin(self, module: LightningModule) -> None:
         """Note the buffers as the module has made them."""
+        left_out = plain_buffers(module)
         self.fresh = {
-            name: buffer.detach().cpu().clone() for name, buffer in plain_buffers(module).items()
+            name: None if buffer is None else buffer.detach().cpu().clone()
+            for name, buffer in left_out.items()
         }
+        self._persistent = {name for name, _ in module.named_buffers() if name not in left_out}
 
-    def take(self, trainer: Trainer) -> dict[str, Tensor]:
-        changed: dict[str, Tensor] = {}
-        for name, buffer in plain_buffers(trainer.lightning_module).items():
-            value = buffer.detach().cpu()
-            if not is_same(value, self.fresh.get(name)):
+    def take(self, trainer: Trainer) -> dict[str, Tensor | None]:
+        module = trainer.lightning_module
+        changed: dict[str, Tensor | None] = {}
+        left_out = plain_buffers(module)
+        for name, buffer in left_out.items():
+            value = None if buffer is None else buffer.detach().cpu()
+            if name not in self.fresh or not is_same(value, self.fresh[name]):
                 changed[name] = value
+        for name, buffer in module.named_buffers():
+            if name not in left_out and name not in self._persistent:
+                changed[name] = buffer.detach().cpu()
         return changed
 
-    def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
+    def give_back(self, trainer: Trainer, value: dict[str, Tensor | None]) -> None:
+        # The module has got these from the checkpoint alone, before it was begun with.
+        self._persistent -= value.keys()
         give_plain_buffers(trainer.lightning_module, value)
 
 
-def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The dense buffers of a module that its state dict leaves out, by name."""
-    buffers: dict[str, Tensor] = {}
+def plain_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module that its state dict leaves out, by name. One may be None."""
+    buffers: dict[str, Tensor | None] = {}
     for path, part in module.named_modules():
         for name in lightning_internals.buffers_left_out(part):
-            buffer = getattr(part, name, None)
-            if not isinstance(buffer, Tensor) or is_lazy(buffer):
+            # One that was deleted is still on that list.
+            if not hasattr(part, name):
                 continue
-            if buffer.layout == torch.strided:
+            buffer = getattr(part, name)
+            if buffer is None or can_be_kept(buffer):
                 buffers[f"{path}.{name}" if path else name] = buffer
     return buffers
 
 
-def give_plain_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Put buffers that are not persistent back into a module that has them."""
+def can_be_kept(buffer: Any) -> bool:
+    """Whether a checkpoint can hold a buffer: a dense or sparse tensor that has its size."""
+    if not isinstance(buffer, Tensor) or is_lazy(buffer):
+        return False
+    return buffer.layout == torch.strided or buffer.layout in SPARSE
+
+
+def give_plain_buffers(module: nn.Module, values: Mapping[str, Tensor | None]) -> None:
+    """Put buffers back into a module that has them, or whose training makes or fills them."""
+    parts = dict(module.named_modules())
     there = dict(module.named_buffers())
     for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        if path not in parts:
+            continue
         if name in there:
-            path, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(path), attribute, value.to(there[name].device))
+            device = there[name].device
+            copy = None if value is None else value.to(device, copy=True)
+            setattr(parts[path], attribute, copy)
+        elif value is not None:
+            copy = value.to(device_of(module), copy=True)
+            make_buffer(parts[path], attribute, copy, persistent=False)
+
+
+def make_buffer(part: nn.Module, name: str, value: Tensor, persistent: bool) -> None:
+    """Give a layer a buffer that it does not have, or that is None."""
+    # The layer may have something else of this name. Then it stays.
+    with suppress(KeyError):
+        part.register_buffer(name, value, persistent)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's weights are."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
