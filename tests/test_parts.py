@@ -429,6 +429,8 @@ class Harder(Dataset[torch.Tensor]):
 
     def __init__(self) -> None:
         self.samples = torch.zeros(2**20)
+        self.cache = {number: torch.zeros(2**10) for number in range(2**9)}
+        self.few = {"weights": torch.zeros(3), "sparse": torch.eye(3).to_sparse()}
         self.difficulty = 0
 
 
@@ -504,7 +506,9 @@ def test_samples_are_not_copied() -> None:
     assert "data.helper.count" in names
     assert "data.helper.rows" not in names
     assert "module.rows.dataset.difficulty" in names
+    assert "module.rows.dataset.few" in names
     assert "module.rows.dataset.samples" not in names
+    assert "module.rows.dataset.cache" not in names
 
 
 def test_the_engines_own_objects_keep_their_place_themselves() -> None:

@@ -2,7 +2,7 @@
 callback, or an object of the user's own keeps as plain attributes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,14 @@ from torchmetrics import Metric
 
 from project.engine.parts.owners import OF_EVERY_MODULE, is_object, kind_is_of_torch, owners_of
 from project.engine.parts.part import Part
-from project.engine.parts.plain_values import copied, is_plain, is_single, is_users_own, like
+from project.engine.parts.plain_values import (
+    copied,
+    is_plain,
+    is_single,
+    is_users_own,
+    like,
+    values_inside,
+)
 from project.engine.same_values import is_same
 from project.errors import UserError
 
@@ -166,6 +173,18 @@ def may_be_held(owner: Any, name: str, value: Any) -> bool:
     """
     if kind_is_of_torch(owner) and name not in OF_TORCHS_DATA:
         return False
-    if isinstance(value, Tensor | np.ndarray):
-        return value.nbytes <= MOST_BYTES_OF_DATA
-    return not hasattr(value, "__len__") or len(value) <= MOST_ENTRIES_OF_DATA
+    is_tensor = isinstance(value, Tensor | np.ndarray)
+    if not is_tensor and isinstance(value, Collection) and len(value) > MOST_ENTRIES_OF_DATA:
+        return False
+    return bytes_in(value) <= MOST_BYTES_OF_DATA
+
+
+def bytes_in(value: Any) -> int:
+    """How many bytes tensors, arrays and texts have that a value is or holds."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, str | bytes):
+        return len(value)
+    return sum(map(bytes_in, values_inside(value) or ()))
