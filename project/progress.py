@@ -45,8 +45,6 @@ class RunTimer(Callback):
         begun: Whether the first step has begun.
     """
 
-    only_watches = True
-
     start_seconds: float | None = None
     begun = False
     _started_at: float | None = None  # of this part; None outside of training
@@ -124,8 +122,6 @@ class EpochLines(Callback):
     Args:
         bar: Whether to show the bar.
     """
-
-    only_watches = True
 
     def __init__(self, bar: bool = False) -> None:
         self.wants_bar = bar

@@ -41,8 +41,6 @@ class RunRecord(Callback):
         config: Every setting as a plain value.
     """
 
-    only_watches = True
-
     # No hook of this puts other weights in for a validation.
     validates_trained_weights = True
 

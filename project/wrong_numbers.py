@@ -25,8 +25,6 @@ class WrongNumbers(Callback):
             module.
     """
 
-    only_watches = True
-
     def __init__(self, monitor: str | None = None) -> None:
         self.monitor = monitor
         # Metrics whose last value is not finite → the epoch since which it is so.

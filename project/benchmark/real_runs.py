@@ -59,8 +59,6 @@ class Epoch(NamedTuple):
 class RunClock(Callback):
     """Times whole epochs. Comes last among the callbacks, so that the time of the others counts."""
 
-    only_watches = True
-
     def __init__(self, turn: Connection | None = None) -> None:
         # With a connection, an epoch waits for a message on it, and sends its seconds.
         self.turn = turn

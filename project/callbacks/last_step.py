@@ -16,8 +16,6 @@ class LogLastStep(Callback):
     is 1 from there until Lightning has logged the step.
     """
 
-    only_watches = True
-
     # No hook of this puts other weights in for a validation.
     validates_trained_weights = True
 

@@ -23,8 +23,6 @@ class MemorySnapshot(Callback):
     further rank adds its number to the name.
     """
 
-    only_watches = True
-
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._recording = ExitStack()

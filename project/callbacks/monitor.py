@@ -23,8 +23,6 @@ class Monitor(Callback):
     gives one warning and measures nothing more.
     """
 
-    only_watches = True
-
     is_off = False
 
     def switch_off(self, error: Exception) -> None:

@@ -20,8 +20,6 @@ class SlowPrecision(Callback):
     stands in the ``notes`` of ``summary.json``. Logged metrics: none.
     """
 
-    only_watches = True
-
     def __init__(self) -> None:
         # What it says; None where half precision costs nothing here.
         self.line: str | None = None

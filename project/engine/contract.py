@@ -312,15 +312,6 @@ class PausesWhileSaving(Protocol, metaclass=AsksByName):
         ...
 
 
-@runtime_checkable
-class OnlyWatches(Protocol, metaclass=AsksByName):
-    """A callback that measures or shows a run, and changes nothing in it: a checkpoint keeps none
-    of its attributes.
-    """
-
-    only_watches: bool
-
-
 # What a strategy may have
 
 

@@ -25,8 +25,6 @@ class Report(Callback):
         folder: The run's folder.
     """
 
-    only_watches = True
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

@@ -76,8 +76,6 @@ def one_device_flags(config: Configuration) -> dict[str, Any]:
 class ShortTraining(Callback):
     """Base of the callbacks that measure a training and end it by ``trainer.should_stop``."""
 
-    only_watches = True
-
     def __init__(self) -> None:
         # Optimizer steps.
         self.steps_done = 0

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
 
 from project.model.supervised import SupervisedModule  # feature: supervised
@@ -221,51 +221,6 @@ class Metered(Task):
 
 add("meters_and_averages_in_objects", Metered)
 add("meters_and_averages_in_objects_and_validation_inside_epochs", Metered, val_check_interval=3)
-
-
-class CountsWithoutState(Callback):
-    """Counts in a plain attribute, and lowers the rate by the count."""
-
-    count = 0
-
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.count += 1
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = 0.02 / (1 + 0.1 * self.count)
-
-
-add("callback_counts_in_an_attribute", Task, callbacks=lambda: [CountsWithoutState()])
-
-
-class Harder(Dataset[Any]):
-    """Samples that a hook makes harder."""
-
-    def __init__(self) -> None:
-        self.rows = table(50)
-        self.difficulty = 1.0
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.rows[index]
-        return x + 0.1 * self.difficulty * torch.randn(4), y
-
-
-class MakesHarder(Task):
-    """Makes its samples harder with each batch and each epoch."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Harder(), 8, shuffle=True)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.train_dataloader.dataset.difficulty += 0.1
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.train_dataloader.dataset.difficulty += 1
-
-
-add("data_set_is_changed_by_hooks", MakesHarder)
 
 
 class Pool(LightningDataModule):

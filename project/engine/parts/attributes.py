@@ -1,5 +1,5 @@
-"""Numbers, texts, tensors, arrays, lists and the like that a module, a metric, a data module, a
-callback, or an object of the user's own keeps as plain attributes.
+"""Numbers, texts, tensors, arrays, lists and the like that a module, a metric, a data module, or an
+object of the user's own keeps as plain attributes.
 """
 
 from collections.abc import Collection, Iterator
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler
 from torchmetrics import Metric
 
-from project.engine.parts.owners import OF_EVERY_MODULE, is_object, kind_is_of_torch, owners_of
+from project.engine.parts.owners import OF_EVERY_MODULE, is_object, owners_of
 from project.engine.parts.part import Part
 from project.engine.parts.plain_values import (
     copied,
@@ -34,11 +33,9 @@ class MetricWithoutState(Metric):
 
 
 OF_EVERY_METRIC = OF_EVERY_MODULE | vars(MetricWithoutState()).keys()
-# Of torch's own data sets and samplers, what a hook may change.
-OF_TORCHS_DATA = {"weights", "indices"}
-# The names of what a data module and loaders hold.
-OF_DATA = ("data.", "loaders")
-# More than this in an attribute of a data set is taken for its samples.
+# How the names of objects begin that the data module holds.
+OF_DATA = "data."
+# More than this in an attribute of such an object is taken for samples.
 MOST_BYTES_OF_DATA = 2**20
 MOST_ENTRIES_OF_DATA = 10_000
 # What it raises to make a value of what it was not made of.
@@ -47,7 +44,7 @@ DAMAGED = (TypeError, ValueError, AttributeError, ArithmeticError)
 
 class PlainAttributes(Part):
     """Plain attributes that training has changed: of the module, its layers and metrics, the data
-    module, the user's callbacks, and objects of his own classes that these hold.
+    module, and objects of the user's own classes that these hold.
 
     Since Lightning 2.0 modules collect the outputs of an epoch in a list of their own, and many
     count steps in an attribute. No state dict holds them. An attribute that has not changed since
@@ -152,9 +149,9 @@ def plain_attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for path, owner in owners_of(trainer):
         is_own = owner is module or not is_foreign_layer(owner)
         not_kept = not_kept_of(owner)
-        is_data = isinstance(owner, Dataset | Sampler) or path.startswith(OF_DATA)
+        is_of_data = path.startswith(OF_DATA)
         for name, value in vars(owner).items():
-            if name in not_kept or (is_data and not may_be_held(owner, name, value)):
+            if name in not_kept or (is_of_data and not may_be_held(value)):
                 continue
             is_kept = is_single(value) or (is_own and is_plain(value))
             if is_kept and not is_object(value):
@@ -167,12 +164,8 @@ def is_foreign_layer(owner: Any) -> bool:
     return is_layer and not is_users_own(type(owner))
 
 
-def may_be_held(owner: Any, name: str, value: Any) -> bool:
-    """Whether an attribute of a data set, or of what a data module or loader holds, is not its
-    samples.
-    """
-    if kind_is_of_torch(owner) and name not in OF_TORCHS_DATA:
-        return False
+def may_be_held(value: Any) -> bool:
+    """Whether an attribute of an object that the data module holds is not its samples."""
     is_tensor = isinstance(value, Tensor | np.ndarray)
     if not is_tensor and isinstance(value, Collection) and len(value) > MOST_ENTRIES_OF_DATA:
         return False

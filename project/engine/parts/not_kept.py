@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler
 
 from project.engine.own_generators import KINDS as GENERATORS
 from project.engine.parts.attributes import is_foreign_layer, not_kept_of
@@ -63,7 +62,7 @@ class NotKept:
 def attributes_not_kept(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     """The attributes of the user's that a checkpoint leaves out, by their names."""
     for path, owner in owners_of(trainer):
-        if is_foreign_layer(owner) or isinstance(owner, Dataset | Sampler) or saves_itself(owner):
+        if is_foreign_layer(owner) or saves_itself(owner):
             continue
         not_kept = not_kept_of(owner)
         for name, value in vars(owner).items():
