@@ -20,8 +20,10 @@ from project import hardware
 from project.callbacks.slow_precision import SlowPrecision, slow_line
 from project.command_line.cli import configure
 
+# An example that needs nothing
+EXAMPLE = ["--config", "configs/examples/autoencoder.yaml"]
 # How auto is chosen
-WAYS = [["--precision", "auto"]]
+WAYS = [[*EXAMPLE, "--precision", "auto"]]
 WAYS += [["--config", "configs/fast.yaml"]]  # feature: mnist
 
 # These play a CPU with AVX2 alone on a newer one.
@@ -170,6 +172,7 @@ def test_auto_is_half_precision_where_it_is_faster_and_what_it_is_gets_recorded(
 def test_a_typed_precision_wins_over_auto(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("trainer: {precision: auto}")
-    config = configure(["--config", str(file), "--precision", "64-true"], "project.fit")
+    words = [*EXAMPLE, "--config", str(file), "--precision", "64-true"]
+    config = configure(words, "project.fit")
     assert config.trainer["precision"] == "64-true"
     assert config.notes == []
