@@ -218,7 +218,14 @@ def test_a_typed_size_that_the_weights_do_not_have_is_told_in_one_line(
     assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("loops", [{}, {"test_loop": 3}])
+# Lightning's own counters, but for one that is no number
+COUNTERS = {"ready": 0, "started": 0, "processed": {}, "completed": 0}
+NO_NUMBERS = {"batch_progress": {"total": COUNTERS, "current": COUNTERS, "is_last_batch": False}}
+
+
+@pytest.mark.parametrize(
+    "loops", [{}, {"test_loop": 3}, {"test_loop": {"state_dict": {}, **NO_NUMBERS}}]
+)
 def test_loops_that_a_test_cannot_restore_are_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, loops: dict[str, Any]
 ) -> None:

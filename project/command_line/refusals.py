@@ -28,6 +28,7 @@ STARTS_A_RUN = ("lightning", f"{OURS}.engine", f"{OURS}.run_record")
 OUR_CALLBACKS = (f"{OURS}.progress", f"{OURS}.wrong_numbers")
 RESTORES = (*STARTS_A_RUN, *OUR_CALLBACKS, "torch", "numpy", "random", "packaging")
 OPTIMIZERS = ("torch.optim",)
+COUNTERS = ("lightning.pytorch.loops.progress",)
 # The last raises in the training what was raised in a worker.
 LOADERS = ("torch.utils.data", "torch.multiprocessing", "multiprocessing.", "torch._utils")
 ANYWHERE = ("",)
@@ -164,6 +165,8 @@ TABLE = (
     Refusal(MISFIT, phase=Phase.STARTING, raised_in=STARTS_A_RUN, needs_checkpoint=True),
     Refusal(MISFIT, passed_through=RESTORING, raised_in=RESTORES, needs_checkpoint=True),
     Refusal(MISFIT, raised_in=OPTIMIZERS, needs_checkpoint=True),
+    # Counters that are no numbers
+    Refusal(MISFIT, raised_in=COUNTERS, needs_checkpoint=True),
 )
 
 
