@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from lightning.pytorch import Callback
@@ -34,6 +34,13 @@ class Sized(Typed):
         super().__init__()
 
 
+class Inherits(Typed):
+    """Passes its arguments on."""
+
+    def __init__(self, depth: int = 2, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
 def error_of(*words: str) -> str:
     with pytest.raises(UserError) as error:
         configure([*CLASSES, *words], "project.fit")
@@ -46,6 +53,12 @@ def error_of(*words: str) -> str:
     [
         (["--model.mode", "z"], "--model.mode must be one of x, y, 1, null, got z."),
         (["--model.lr", "x"], "--model.lr must be a number, got x."),
+        (["--model.lr", "null"], "--model.lr must be a number, got null."),
+        (
+            ["--model.class_path", "tests.test_explain.Inherits", "--model.lr=null"],
+            "--model.lr must be a number, got null.",
+        ),
+        (["--data.workers", "null"], "--data.workers must be a whole number, got null."),
         (
             ["--model.class_path", "tests.test_explain.Sized", "--model.sizes", "64,32"],
             "--model.sizes must be a list in brackets, such as [a,b], got 64,32.",
@@ -77,6 +90,11 @@ def test_a_mistake_is_told_with_option_value_and_what_is_allowed(
     words: list[str], told: str
 ) -> None:
     assert error_of(*words) == told
+
+
+def test_null_is_taken_where_an_argument_allows_it() -> None:
+    words = [*CLASSES, "--model.text", "null", "--model.extra", "null", "--data.folder", "null"]
+    assert configure(words, "project.fit").resolved["model"]["init_args"]["text"] is None
 
 
 def test_a_library_that_a_logger_lacks_is_told_in_a_short_line() -> None:

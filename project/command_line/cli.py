@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import Logger
 
 import project.data  # noqa: F401 - its classes are known to the parser by their short names
 from project.command_line.explain import explain, with_choices
+from project.command_line.nulls import refuse_nulls
 from project.command_line.options import (
     DEFAULT_CLASSES,  # feature: mnist
     FLAT,
@@ -175,6 +176,8 @@ class ProjectCLI(LightningCLI):
                 for name, value in config.items():
                     if isinstance(value, str):
                         config[name] = without_mark(value)
+                for part in ("model", "data"):
+                    refuse_nulls(f"--{part}", config.get(part))
                 self.config = config
                 self._choose_precision()
             except UserError as error:
