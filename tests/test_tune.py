@@ -24,7 +24,7 @@ from project.hardware import GIB
 from project.tune import __main__ as tune
 from project.tune.advice import advice_lines, advise
 from project.tune.batch_size import Search
-from project.tune.learning_rate import RateRamp, read_curve
+from project.tune.learning_rate import RateRamp, flag_of, read_curve
 from project.tune.short_training import one_device_flags, train_shortly
 from project.tune.steps import CannotTrain, Measured, TrainingSteps
 
@@ -450,6 +450,16 @@ def plain(module: LightningModule, datamodule: LightningDataModule | None) -> Co
     config.resolved["model"] = {"class_path": "mine.PlainModule", "init_args": {"width": 4}}
     config.fresh_module = lambda: type(module)()  # type: ignore[method-assign]
     return config
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [("lr", "--model.lr"), ("learning_rate", "--model.learning_rate"), ("width", "learning rate")],
+)
+def test_the_flag_is_the_modules_own_argument(name: str, flag: str) -> None:
+    config = plain(PlainModule(), PlainData())
+    config.resolved["model"]["init_args"] = {name: 0.1}
+    assert flag_of(config) == flag
 
 
 def test_a_module_without_lr_is_tuned_by_the_rates_of_its_optimizer(

@@ -29,6 +29,8 @@ BELOW_LOWEST = 2.0
 # A fall of the loss below this share of the first loss is noise.
 LEAST_FALL = 0.05
 MOST_ROWS = 20
+# What a module calls its learning rate, as Lightning's own finder has it
+NAMES = ("lr", "learning_rate")
 
 
 class RateRamp(ShortTraining):
@@ -151,7 +153,10 @@ def tune_lr(
 def flag_of(config: Configuration) -> str:
     """The flag that sets the learning rate, or words where the module has no such argument."""
     arguments = config.resolved["model"].get("init_args") or {}
-    return "--model.lr" if "lr" in arguments else "learning rate"
+    for name in NAMES:
+        if name in arguments:
+            return f"--model.{name}"
+    return "learning rate"
 
 
 def read_curve(losses: Sequence[float]) -> tuple[list[float], int]:
