@@ -602,6 +602,33 @@ def test_a_data_module_without_a_state_is_stopped_in_a_validation(workplace: Pat
     assert checkpoint(Path("r/last.ckpt"))["run"]["state"]["place"] == "validation"
 
 
+class EndsEarly(Callback):
+    """Ends the training after a step, as a condition of one's own would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("step", [7, 50])
+def test_a_stop_in_the_validation_that_an_early_end_has_asked_for_repeats_it(
+    workplace: Path, step: int
+) -> None:
+    undisturbed = fit("whole", EndsEarly(step))
+    with pytest.raises(Stopped):
+        fit("stopped", EndsEarly(step), StopsInValidation())
+    assert not Path("stopped/best.ckpt").exists()
+    resumed = fit("stopped", EndsEarly(step))
+    assert undisturbed.best_model_score == resumed.best_model_score
+    for name in ("best.ckpt", "last.ckpt"):
+        whole, stopped = (checkpoint(Path(folder, name)) for folder in ("whole", "stopped"))
+        assert whole["global_step"] == stopped["global_step"] == step
+        assert differences(whole["state_dict"], stopped["state_dict"], name) == []
+
+
 VALIDATES = """
 import sys
 from lightning.pytorch import Trainer, seed_everything

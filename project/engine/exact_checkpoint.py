@@ -353,8 +353,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # The data module makes its loaders before everything else is given back.
         self._attributes.give_data_back(trainer, resume.mine(trainer).get("attributes", {}))
         self._keep_order_of(resume)
-        # It had stopped early, and nothing was changed since.
-        trainer.should_stop = resume.should_stop
+        # It had stopped early, and nothing was changed since. A validation that it was killed in
+        # comes first.
+        trainer.should_stop = resume.should_stop and resume.place != "validation"
 
     def _keep_order_of(self, resume: Resume) -> None:
         """Let the order of samples be that of the checkpoint where a script seeds each start anew.
@@ -445,9 +446,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         elif resume is not None:
             for loader in self.loading.training:
                 loader.set_epoch(trainer.current_epoch)
-            if resume.place == "batch":
-                was_validated = bool(resume.shared.get("was_validated"))
-                lightning_internals.go_on_with_next_batch(trainer, was_validated)
+            resume.enter_epoch(trainer)
             call_epoch_start_again(trainer)
         if not self.loading.read_early:
             # The module's own hooks may have read whole epochs.

@@ -290,6 +290,25 @@ def go_on_with_next_batch(trainer: Trainer, was_validated: bool) -> None:
     loop.on_run_start = start
 
 
+def stop_after_validation(trainer: Trainer) -> None:
+    """Let a resumed epoch begin with the validation that an early stop had asked for, and end.
+
+    Lightning validates where ``should_stop`` is set, but enters no epoch with it. Buys that this
+    validation is not left out. Public way missing: nothing is called between the look whether the
+    epoch is done and the one whether a validation is due.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    further = loop.advance
+
+    def advance(data_fetcher: Any) -> None:
+        # The class's method shows again as soon as the instance has none of that name.
+        del loop.advance
+        trainer.should_stop = True
+        further(data_fetcher)
+
+    loop.advance = advance
+
+
 def validated_batches(trainer: Trainer) -> dict[int, int]:
     """Batches of each loader that validations have read: the steps of what they log in a step.
 

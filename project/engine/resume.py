@@ -96,6 +96,14 @@ class Resume:
             if part.name in values:
                 part.give_back(trainer, values[part.name])
 
+    def enter_epoch(self, trainer: Trainer) -> None:
+        """Let Lightning begin with what the run was stopped before: a batch, or a validation."""
+        if self.place == "batch":
+            was_validated = bool(self.shared.get("was_validated"))
+            lightning_internals.go_on_with_next_batch(trainer, was_validated)
+        elif self.should_stop:
+            lightning_internals.stop_after_validation(trainer)
+
     def mine(self, trainer: Trainer) -> dict[str, Any]:
         """This rank's own parts, where the checkpoint has those of as many ranks."""
         if len(self.ranks) != trainer.world_size:
