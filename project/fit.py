@@ -301,10 +301,11 @@ def forget_lack_of_mirror(summary: Path) -> bool:
     if not summary.is_file():
         return False
     facts = json.loads(summary.read_text(encoding="utf-8"))
-    notes = [note for note in facts["notes"] if not note.startswith(NOT_COMPLETE)]
-    if notes == facts["notes"]:
+    notes = facts.get("notes", [])
+    kept = [note for note in notes if not note.startswith(NOT_COMPLETE)]
+    if kept == notes:
         return False
-    write_rows(summary, {**facts, "notes": notes})
+    write_rows(summary, {**facts, "notes": kept})
     return True
 
 

@@ -427,6 +427,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     # The restore
 
     def _training_begins(self, trainer: Trainer) -> None:
+        """Restore, where it is the run's own training that begins."""
         everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # A finder of Lightning's trains a few steps first, without the run's callbacks.
         if any(isinstance(each, Hooks) for each in everyone):
@@ -775,7 +776,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.add(trainer, self.parts)
         snapshot.shared["followed"] = self._followed
         snapshot.shared["was_validated"] = self._validated
-        if trainer.world_size == 1 or trainer.is_global_zero:
+        if trainer.is_global_zero:
             say(*self._not_kept.lines(trainer))
         return snapshot
 

@@ -124,8 +124,8 @@ class Seams:
     def leave_out_empty_hooks(self) -> None:
         """A batch's hooks that do nothing are not called.
 
-        Lightning calls six hooks of every callback in a step, and times each call for a profiler:
-        3 microseconds for one that no class has filled. It passes over what cannot be called.
+        Lightning calls six hooks of every callback in a step, and times each call for a profiler,
+        which takes longer than most hooks. It passes over what cannot be called.
         """
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             for hook in HOOKS_OF_BATCHES:

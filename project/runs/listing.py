@@ -49,8 +49,10 @@ def shortened(paths: Sequence[Any]) -> list[Any]:
     full = {str(path) for path in paths if path is not None}
     short = {path: last_name(path) for path in full}
     has_namesakes = len(set(short.values())) < len(full)
+    if has_namesakes:
+        return list(paths)
     # A run without such a setting has None.
-    return list(paths) if has_namesakes else [short.get(str(path)) for path in paths]
+    return [short.get(str(path)) for path in paths]
 
 
 def sort_rows(rows: Sequence[Row], column: str) -> list[Row]:

@@ -33,9 +33,6 @@ from project.engine.seams import Seams
 from project.engine.stop import NextBatch
 from project.errors import UserError
 
-# Instead of the number of a training loader: it is one of a validation.
-VALIDATION = -1
-
 
 class Form(Enum):
     """In which form a loader is read."""
@@ -80,9 +77,10 @@ class ExactLoading:
         self._loaded_at: int | None = None
         # Whether it was made before, for another epoch.
         self._is_reloaded = False
-        # What trials have shown, by the loader's number in an epoch, or VALIDATION, and the name of
-        # what was tried.
+        # What trials have shown, by the loader's number in an epoch and the name of what was tried.
         self._proofs: dict[tuple[int, str], Proof] = {}
+        # The names of what validations read and was tried.
+        self._tried_validations: set[str] = set()
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here. The seed is rank zero's on all
@@ -373,12 +371,11 @@ class ExactLoading:
         is kept.
         """
         name = _name_of(loader)
-        place = (VALIDATION, name)
-        if place in self._proofs:
+        if name in self._tried_validations:
             return
+        self._tried_validations.add(name)
         batches = _batches_of_epoch(trainer.limit_val_batches, loader)
         fault = fault_of_next_epoch(loader, None, seed, batches)
-        self._proofs[place] = Proof(None, None, fault)
         if fault == OTHER_SAMPLES:
             self.notes.append(
                 f"the validations of a resumed run are not exact: {name} {OTHER_SAMPLES} (it may go"

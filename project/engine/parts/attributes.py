@@ -69,8 +69,9 @@ class PlainAttributes(Part):
     def give_data_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
         """Give the data module its attributes back before it makes loaders of them."""
         saved = {name: each for name, each in value.items() if name.startswith("data.")}
-        now = copied(dict(plain_attributes(trainer)))
-        self._made_with = {name: each for name, each in now.items() if name in saved}
+        for name, value_now in plain_attributes(trainer):
+            if name in saved:
+                self._made_with[name] = copied(value_now)
         self._set(trainer, saved)
 
     def check_begins(self, trainer: Trainer) -> None:

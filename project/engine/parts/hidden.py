@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from project.engine.lightning_internals import version_of
 from project.engine.parts.metrics import give_values, own_values
-from project.engine.parts.owners import hidden_modules_of
+from project.engine.parts.owners import hidden_modules
 from project.engine.parts.part import Part
 from project.engine.same_values import is_same
 
@@ -37,7 +37,7 @@ class HiddenModules(Part):
 
     def begin(self, trainer: Trainer) -> None:
         """Note the tensors when training starts: weights without a copy of them."""
-        for name, tensor in hidden_tensors(trainer):
+        for name, tensor in tensors_in(hidden_modules(trainer), trainer):
             if isinstance(tensor, nn.Parameter):
                 self.versions[name] = version_of(tensor)
             else:
@@ -45,8 +45,9 @@ class HiddenModules(Part):
                 self.buffers[name] = tensor.detach().clone()
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
+        hidden = hidden_modules(trainer)
         tensors: dict[str, Tensor] = {}
-        for name, tensor in hidden_tensors(trainer):
+        for name, tensor in tensors_in(hidden, trainer):
             if isinstance(tensor, nn.Parameter):
                 is_fresh = self.versions.get(name) == version_of(tensor)
             else:
@@ -54,25 +55,26 @@ class HiddenModules(Part):
             if not is_fresh:
                 tensors[name] = tensor.detach().cpu()
         metrics: dict[str, Any] = {}
-        for name, metric in hidden_metrics(trainer):
+        for name, metric in metrics_in(hidden):
             metrics[name] = recursive_detach(own_values(metric), to_cpu=True)
         return {"tensors": tensors, "metrics": metrics}
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        hidden = hidden_modules(trainer)
         with torch.no_grad():
-            for name, tensor in hidden_tensors(trainer):
+            for name, tensor in tensors_in(hidden, trainer):
                 saved = value["tensors"].get(name)
                 if saved is not None and saved.shape == tensor.shape:
                     tensor.copy_(saved)
-        for name, metric in hidden_metrics(trainer):
+        for name, metric in metrics_in(hidden):
             give_values(metric, value["metrics"].get(name, {}))
 
 
-def hidden_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """The weights and buffers of all such modules, by their names in a checkpoint."""
+def tensors_in(hidden: dict[str, Any], trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """The weights and buffers of such modules, by their names in a checkpoint."""
     trained = trainer.lightning_module
     seen = {id(tensor) for tensor in (*trained.parameters(), *trained.buffers())}
-    for path, value in hidden_modules_of(trainer):
+    for path, value in hidden.items():
         held = [("", value)]
         if isinstance(value, nn.Module):
             held = [*value.named_parameters(), *value.named_buffers()]
@@ -81,9 +83,9 @@ def hidden_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".rstrip("."), tensor
 
 
-def hidden_metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
+def metrics_in(hidden: dict[str, Any]) -> Iterator[tuple[str, Metric]]:
     """The metrics among such modules, by their names in a checkpoint."""
-    for path, value in hidden_modules_of(trainer):
+    for path, value in hidden.items():
         parts = value.named_modules() if isinstance(value, nn.Module) else ()
         for name, part in parts:
             if isinstance(part, Metric):

@@ -38,20 +38,19 @@ def owners_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     owners = dict(_modules(trainer))
     yield from owners.items()
     for path, value in _held_by(owners, trainer).items():
-        if not isinstance(value, nn.Module | nn.Parameter):
+        if not is_module_or_weight(value):
             yield path, value
 
 
-def hidden_modules_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+def hidden_modules(trainer: Trainer) -> dict[str, Any]:
     """Modules and parameters that the module, the data module or a callback holds and that are no
     layers of the trained module, such as a teacher in a list, each with its name in a checkpoint.
     """
     owners = dict(_modules(trainer))
     for number, callback in enumerate(users_callbacks(trainer)):
         owners[f"callbacks.{type(callback).__qualname__}.{number}"] = callback
-    for path, value in _held_by(owners, trainer).items():
-        if isinstance(value, nn.Module | nn.Parameter):
-            yield path, value
+    held = _held_by(owners, trainer)
+    return {path: value for path, value in held.items() if is_module_or_weight(value)}
 
 
 def _modules(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -88,7 +87,7 @@ def _objects_in(path: str, value: Any, seen: set[int], depth: int) -> dict[str, 
         if len(value) <= LONGEST:
             is_row = isinstance(value, (list, tuple, deque))
             inside = list(enumerate(value) if is_row else value.items())
-    elif isinstance(value, nn.Module | nn.Parameter):
+    elif is_module_or_weight(value):
         found[path] = value
     elif is_object(value):
         found[path] = value
@@ -97,6 +96,11 @@ def _objects_in(path: str, value: Any, seen: set[int], depth: int) -> dict[str, 
     for name, each in inside:
         found |= _objects_in(f"{path}.{name}", each, seen, depth + 1)
     return found
+
+
+def is_module_or_weight(value: Any) -> bool:
+    """Whether a value is a module, or a parameter that stands alone."""
+    return isinstance(value, nn.Module | nn.Parameter)
 
 
 def is_object(value: Any) -> bool:
