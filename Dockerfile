@@ -2,7 +2,7 @@
 # docker run --gpus all project --precision 16-mixed
 # docker run --gpus all --ipc=host --user "$(id -u):$(id -g)" \
 #   -v "$PWD/checkpoints:/app/checkpoints" -v "$PWD/data:/app/data" project --devices 2
-# docker run --entrypoint python project -m project.devices  # feature: devices
+# docker run --entrypoint python project -m project.devices
 #
 # The base may be any Debian with Python 3.11 to 3.14, its venv module and its headers. PyTorch's
 # wheels bring their own CUDA libraries.

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 
-from project.data import MNISTDataModule, Split, TensorImages
+from project.data import MNISTDataModule
+from unbroken.data import Split, TensorImages
 from project.model import MNISTClassifier
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.data import BatchedDataModule, Split, TensorImages
+from unbroken.data import BatchedDataModule, Split, TensorImages
 
 
 class Spots(BatchedDataModule):

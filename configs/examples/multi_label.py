@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.data import BatchedDataModule, Split, TensorImages
+from unbroken.data import BatchedDataModule, Split, TensorImages
 
 
 class Corners(BatchedDataModule):

@@ -9,8 +9,8 @@ from typing import Any
 from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import RandomHorizontalFlip
 
-from project.data import BatchedDataModule, Split
-from project.errors import UserError
+from unbroken.data import BatchedDataModule, Split
+from unbroken.errors import UserError
 
 
 class PngFolder(BatchedDataModule):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from project.data import BatchedDataModule, Split, TensorImages
+from unbroken.data import BatchedDataModule, Split, TensorImages
 
 
 class Shapes(BatchedDataModule):

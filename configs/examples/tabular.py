@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from project.data import Split, SplitDataModule, TensorRows
+from unbroken.data import Split, SplitDataModule, TensorRows
 
 
 class Rows(SplitDataModule):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from project.data import BatchedDataModule, Split, TensorImages
+from unbroken.data import BatchedDataModule, Split, TensorImages
 
 
 class TensorFiles(BatchedDataModule):

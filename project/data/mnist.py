@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.data import Dataset
-
-from project.data.base import Split
-from project.data.idx_files import find_idx, read_idx
-from project.data.images import BatchedDataModule, TensorImages
-from project.errors import UserError, require
+from unbroken.data.base import Split
+from unbroken.data.idx_files import find_idx, read_idx
+from unbroken.data.images import BatchedDataModule, TensorImages
+from unbroken.errors import UserError, require
 
 DIGITS = Path(__file__).parent / "bundled"
 DEFAULT_ROOT = "data"
@@ -145,6 +144,18 @@ class MNISTDataModule(BatchedDataModule):
         """Names of the set's files that are not there."""
         folder = self.raw_folder()
         return [name for name in self.files if find_idx(folder, name) is None]
+
+    def state_of_files(self) -> dict[str, Any]:
+        """Whether the full set is there: ``found``, its ``folder``, and a ``text`` of one line."""
+        folder = self.raw_folder()
+        missing = self.missing()
+        if not missing:
+            text = f"found in {folder}"
+        elif len(missing) < len(self.files):
+            text = f"incomplete in {folder}: {', '.join(missing)} missing"
+        else:
+            text = f"not in {folder}: fit downloads it, or uses the bundled digits"
+        return {"found": not missing, "folder": str(folder), "text": text}
 
     # Which source is used
 

@@ -3,8 +3,7 @@
 import math
 
 from torch import Tensor, nn
-
-from project.errors import UserError, require
+from unbroken.errors import UserError, require
 
 __all__ = ["MLP", "ConvNet"]
 

@@ -1,3 +1,0 @@
-"""What this machine does in a second, and what a run costs: tables of real runs and of loops
-written by hand.
-"""

@@ -1,1 +1,0 @@
-"""Callbacks, one room each."""

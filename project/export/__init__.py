@@ -1,1 +1,0 @@
-"""Exporting: what a module's forward is traced with, the files, and their comparison with it."""

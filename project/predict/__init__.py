@@ -1,1 +1,0 @@
-"""Labelling files: which files, how each becomes an input, and what the answers are called."""

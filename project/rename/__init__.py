@@ -1,1 +1,0 @@
-"""Making a clone one's own: another name, without some features, and with later changes."""

@@ -1,1 +1,0 @@
-"""The runs of a folder: what each has reached, how they differ, and their means over seeds."""

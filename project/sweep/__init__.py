@@ -1,3 +1,0 @@
-"""A local hyperparameter search: trials of ``fit`` beside each other, the hopeless ones stopped
-early.
-"""

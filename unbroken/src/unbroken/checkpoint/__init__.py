@@ -1,0 +1,1 @@
+"""ExactCheckpoint: what is saved and when, what a resume gets back, how a run stops."""

@@ -1,0 +1,125 @@
+"""The metric that a run follows: which one it is, in which direction it is good, and its best value
+so far.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+
+from unbroken import contract
+from unbroken.errors import require
+
+Mode = Literal["min", "max"]
+# Where nobody names a metric, the first of these that is logged is followed.
+DEFAULTS = ("val/accuracy", "val/loss", "val_loss")
+# A metric with one of these in its name is best where it is smallest. The short ones must be words
+# of their own.
+COSTS = re.compile(
+    r"loss|error|mae|mse|mape|perplexity"
+    r"|(?<![a-z])(nll|ppl|bpc|wer|cer|eer|ece|fid|kl|brier|lpips)(?![a-z])"
+)
+
+
+@dataclass
+class Best:
+    """The metric that a run follows, and its best value so far."""
+
+    # None: it is not known yet, or nothing is logged that could be followed.
+    monitor: str | None = None
+    # As the command line or the module names it.
+    named_mode: Mode | None = None
+    # Who named the metric. It must be logged then; a module's only after a validation.
+    asked: Literal["typed", "module"] | None = None
+    score: float | None = None
+    epoch: int | None = None
+    # What its validation logged.
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, monitor: str | None, mode: Any) -> Best:
+        """The metric that the user names, and its direction; None where he leaves it open."""
+        require(mode in ("min", "max", None), "--mode", "be min or max", mode)
+        if monitor is None:
+            return cls(None, mode)
+        # As an unset variable of a shell leaves it.
+        require(monitor, "--monitor", "be a metric's name", "nothing")
+        return cls(monitor, mode, "typed")
+
+    def ask(self, module: LightningModule) -> None:
+        """Take over what the module names, where the user has named nothing."""
+        if self.monitor is not None or not isinstance(module, contract.NamesMetric):
+            return
+        if not isinstance(module.monitor, str) or not module.monitor:
+            # An attribute of that name is a thing of another kind.
+            return
+        self.monitor = module.monitor
+        self.asked = "module"
+        if self.named_mode is None and isinstance(module, contract.NamesMode):
+            direction: Any = module.mode
+            self.named_mode = direction if direction in ("min", "max") else None
+
+    @property
+    def mode(self) -> Mode:
+        """Whether the largest or the smallest value is the best.
+
+        Where nobody says it, the metric's name does.
+        """
+        if self.named_mode is not None:
+            return self.named_mode
+        is_cost = COSTS.search((self.monitor or "").lower()) is not None
+        return "min" if is_cost else "max"
+
+    def take(self, logged: dict[str, Any], epoch: int) -> bool:
+        """Note a value; returns whether it is the best so far.
+
+        Of equal values the later wins, as it is trained more.
+        """
+        if self.monitor is None:
+            self.monitor = next((name for name in DEFAULTS if name in logged), None)
+        if self.monitor not in logged:
+            return False
+        score = float(logged[self.monitor])
+        if math.isnan(score) or not self.is_better(score):
+            return False
+        self.score = score
+        self.epoch = epoch
+        self.metrics = {n: float(value) for n, value in logged.items() if n.startswith("val")}
+        return True
+
+    def is_better(self, score: float) -> bool:
+        """Whether a value is as good as the best so far, or better."""
+        if self.score is None:
+            return True
+        return score >= self.score if self.mode == "max" else score <= self.score
+
+    def forget(self) -> None:
+        """Look for the best anew."""
+        self.score = None
+        self.epoch = None
+        self.metrics = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "score": self.score,
+            "epoch": self.epoch,
+            "metrics": self.metrics,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the best so far, unless another metric or direction is followed now."""
+        if not isinstance(state["score"], float | None) or state["mode"] not in ("min", "max"):
+            raise TypeError("the best value so far is no number")
+        kept = {name: state[name] for name in ("monitor", "score", "epoch", "metrics")}
+        then = replace(self, **kept)
+        is_the_same = self.monitor in (None, then.monitor) and then.mode == state["mode"]
+        if is_the_same:
+            for name, value in kept.items():
+                setattr(self, name, value)

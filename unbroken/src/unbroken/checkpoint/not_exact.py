@@ -1,0 +1,92 @@
+"""What cannot be resumed exactly, in a line each: a run says so at its start."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer, callbacks
+
+from unbroken import lightning_internals
+from unbroken.loading import ExactLoading
+
+# Lightning's callbacks with which a resume is not exact, and why.
+NOT_EXACT: dict[type[Callback], str] = {
+    callbacks.BatchSizeFinder: "it searches again at every start",
+    callbacks.LearningRateFinder: "it searches again at every start",
+    callbacks.ModelPruning: "a checkpoint holds the pruned weights without their masks",
+    callbacks.SpikeDetection: "Lightning cannot load its state, so its mean begins anew",
+}
+
+
+def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
+    """A line for everything with which a resume is not exact, or not exact inside an epoch.
+
+    Where a run can only go on from an epoch's end, ``loading`` is told.
+    """
+    notes: list[str] = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            # It acts at an epoch's start, which is not repeated.
+            loading.anywhere = False
+            notes.append(f"with {name} a run resumes from its last epoch's end.")
+        for kind, reason in NOT_EXACT.items():
+            if isinstance(callback, kind):
+                notes.append(f"a resume is not exact with {name}: {reason}.")
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    if every > 1:
+        what = "with --reload_dataloaders_every_n_epochs above 1"
+        notes.append(f"a resume is not exact {what}: it counts anew.")
+    return notes
+
+
+def what_loaders_side_by_side_lack(trainer: Trainer, loading: ExactLoading) -> list[str]:
+    """A line where training reads loaders side by side that can only be begun together.
+
+    Lightning counts in each start which of them have come to their end. With lengths this makes no
+    difference, for they say when an epoch ends. ``loading`` is told.
+    """
+    ends_with_the_first = lightning_internals.mode_of_training_loaders(trainer) == "min_size"
+    if len(loading.training) == 1 or not loading.read_early or ends_with_the_first:
+        return []
+    loading.anywhere = False
+    return [
+        "training reads loaders side by side, and not all have a length: a resumed run goes on from"
+        " the last epoch's end."
+    ]
+
+
+def begins_averaged_batch_norms(trainer: Trainer) -> bool:
+    """Whether training is before the epoch that StochasticWeightAveraging adds for batch norms.
+
+    Lightning cannot go on there: in this epoch the callback makes neither its schedule nor its
+    count, and steps once more with the gradients of the last batch.
+    """
+    if trainer.current_epoch >= (trainer.max_epochs or 0):
+        return False
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            return bool(trainer.current_epoch > callback.swa_end)
+    return False
+
+
+def has_averaged_batch_norms(trainer: Trainer) -> bool:
+    """Whether the epoch that StochasticWeightAveraging adds for batch norms is over.
+
+    The callback can end only a training whose last epoch it has seen itself.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            return bool(trainer.current_epoch > callback.swa_end + 1)
+    return False
+
+
+def mend_states_of_lightnings_callbacks(trainer: Trainer, states: dict[str, Any]) -> None:
+    """Mend saved states that Lightning could not load, or that would hide what the user typed, and
+    load what it leaves out.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.SpikeDetection):
+            states.pop(callback.state_key, None)
+        if isinstance(callback, callbacks.EarlyStopping) and callback.state_key in states:
+            states[callback.state_key]["patience"] = callback.patience
+        if isinstance(callback, callbacks.ModelCheckpoint) and callback.state_key in states:
+            callback.current_score = states[callback.state_key]["current_score"]

@@ -1,0 +1,211 @@
+"""What a resumed run gets back, and when: read with the checkpoint, given back after all hooks of
+the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from unbroken import lightning_internals
+from unbroken.checkpoint.snapshot import EXTRA_STATE, give_extra_states
+from unbroken.loading import ExactLoading, Start
+from unbroken.parts.loops import Place
+from unbroken.parts.module import give_plain_buffers
+from unbroken.parts.part import Part
+from unbroken.parts.users_callbacks import users_callbacks
+from unbroken.storage.checkpoint_files import RUN_KEY
+
+# These are called again by a resumed run, though the run that was killed had called them.
+START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+
+
+@dataclass
+class Resume:
+    """The state of a checkpoint, as far as Lightning does not restore it."""
+
+    place: Place
+    # The kept parts of every rank, by name, and those that are of all ranks.
+    ranks: list[dict[str, Any]]
+    shared: dict[str, Any]
+    samples_per_batch: int
+    # Where training goes on in its loaders.
+    start: Start
+    # Whether the run had stopped early and is to stay so.
+    should_stop: bool
+    # Steps added to max_steps: the run stopped in the validation after its last step, and Lightning
+    # must enter the epoch once more to repeat it.
+    steps_more: int
+    run_id: str | None
+
+    @classmethod
+    def of(cls, checkpoint: dict[str, Any], trainer: Trainer, changed: bool) -> Resume:
+        """Read a checkpoint's state. Where the run ended inside an epoch and has more to do, the
+        state is the one from inside this epoch.
+
+        Then the checkpoint's own entries are changed, in place, before Lightning restores them.
+        """
+        saved = checkpoint[RUN_KEY]
+        state = dict(saved["state"])
+        should_stop = bool(state.get("should_stop")) and not changed
+        inside = state.pop("inside_epoch", None)
+        if inside is not None and not should_stop and has_more_steps(trainer, checkpoint):
+            state = inside["state"]
+            checkpoint["loops"]["fit_loop"] = inside["loops"]
+            put_back_inside(trainer, checkpoint, inside)
+        ranks = state.pop("ranks")
+        place = state.pop("place")
+        samples_per_batch = state.pop("samples_per_batch")
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        # On more devices than before a new rank goes on where an earlier one was.
+        loaders = ranks[trainer.global_rank % len(ranks)]["loaders"]
+        start = Start(
+            epoch=epoch_of(checkpoint, place),
+            batches=0 if place == "epoch" else batches["current"]["completed"],
+            samples_per_batch=samples_per_batch,
+            loaders=loaders,
+            over=batches["is_last_batch"],
+        )
+        ended = checkpoint["global_step"] == trainer.max_steps
+        return cls(
+            place=place,
+            ranks=ranks,
+            shared=state,
+            samples_per_batch=samples_per_batch,
+            start=start,
+            should_stop=should_stop,
+            steps_more=int(place == "validation" and ended),
+            run_id=saved.get("run_id"),
+        )
+
+    def give_back(self, trainer: Trainer, parts: Sequence[Part]) -> None:
+        """Give parts back, in the order of the list.
+
+        What a checkpoint lacks stays as it is. So do the parts of each rank where the checkpoint
+        has those of another number of ranks.
+        """
+        mine = self.mine(trainer)
+        for part in parts:
+            values = mine if part.of_each_rank else self.shared
+            if part.name in values:
+                part.give_back(trainer, values[part.name])
+
+    def enter_epoch(self, trainer: Trainer) -> None:
+        """Let Lightning begin with what the run was stopped before: a batch, or a validation."""
+        if self.place == "batch":
+            was_validated = bool(self.shared.get("was_validated"))
+            lightning_internals.go_on_with_next_batch(trainer, was_validated)
+        elif self.should_stop:
+            lightning_internals.stop_after_validation(trainer)
+
+    def mine(self, trainer: Trainer) -> dict[str, Any]:
+        """This rank's own parts, where the checkpoint has those of as many ranks."""
+        if len(self.ranks) != trainer.world_size:
+            return {}
+        return self.ranks[trainer.global_rank]
+
+    def settle_place(self, trainer: Trainer, loading: ExactLoading) -> None:
+        """Where a run had other ranks or batches, make Lightning's count of batches agree with the
+        loader's.
+        """
+        ranks_before = len(self.ranks)
+        size_before = self.samples_per_batch
+        ranks_now = trainer.world_size
+        size_now = loading.samples_per_batch
+        is_known = size_before and size_now
+        if not is_known or (ranks_before, size_before) == (ranks_now, size_now):
+            return
+        counters: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        done = loading.training[0].start_batch  # type: ignore[attr-defined]
+        counters.ready = done
+        counters.started = done
+        counters.processed = done
+        counters.completed = done
+        now = f"{ranks_now} device(s) and global batch {size_now}"
+        before = f"{ranks_before} and {size_before}"
+        change = f"resumed with {now} instead of {before}"
+        loading.notes.append(f"{change}: it goes on from the right sample, not exactly.")
+
+
+def put_back_inside(trainer: Trainer, checkpoint: dict[str, Any], inside: dict[str, Any]) -> None:
+    """Let Lightning's own entries be those of inside the epoch, also where they are loaded already.
+
+    Lightning loads callbacks last. The module and the data module have been loaded by now.
+    """
+    entries = inside["entries"]
+    checkpoint["callbacks"].update(entries["callbacks"])
+    module = trainer.lightning_module
+    buffers = dict(entries["state_dict"])
+    extra = {name: buffers.pop(name) for name in list(buffers) if name.endswith(EXTRA_STATE)}
+    give_plain_buffers(module, buffers)
+    give_extra_states(module, extra)
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None and entries.get(type(data).__qualname__):
+        data.load_state_dict(entries[type(data).__qualname__])
+    if inside["training"]:
+        put_back_training(module, checkpoint, inside["training"])
+    if inside["added"]:
+        checkpoint.update(inside["added"])
+        module.on_load_checkpoint(checkpoint)
+
+
+def put_back_training(
+    module: LightningModule, checkpoint: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """Let weights, rates and schedules be those before the hooks of the epoch's end.
+
+    Lightning loads optimizers and schedules later, from the checkpoint.
+    """
+    with torch.no_grad():
+        for name, value in training["weights"].items():
+            module.get_parameter(name).copy_(value)
+    states = checkpoint["optimizer_states"]
+    for state, groups in zip(states, training["groups"], strict=True):
+        for group, before in zip(state["param_groups"], groups, strict=False):
+            group.update(before)
+    checkpoint["lr_schedulers"] = training["schedules"]
+
+
+def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
+    """Whether the Trainer's ``max_steps`` is not reached."""
+    return trainer.max_steps == -1 or checkpoint["global_step"] < trainer.max_steps
+
+
+def epoch_of(checkpoint: dict[str, Any], place: Place) -> int:
+    """The epoch that a checkpoint goes on with.
+
+    Lightning's own number is that at the save, after the last epoch.
+    """
+    if place == "epoch":
+        return int(checkpoint["epoch"])
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    return int(epochs["current"]["processed"])
+
+
+def uses_hooks(trainer: Trainer) -> bool:
+    """Whether the module or a callback of the user's has a hook that a resumed run calls again."""
+    parts = [trainer.lightning_module, *users_callbacks(trainer)]
+    return any(is_overridden(name, part) for part in parts for name in START_HOOKS)
+
+
+def call_epoch_start_again(trainer: Trainer) -> None:
+    """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that
+    goes on.
+
+    It brings what they set for an epoch, such as frozen layers in eval mode. Lightning leaves the
+    hook out there. What else they do is undone by :class:`BeforeHooks` in snapshot.py.
+    """
+    module = trainer.lightning_module
+    again = users_callbacks(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler) and callback not in again:
+            again.append(callback)
+    for callback in again:
+        callback.on_train_epoch_start(trainer, module)
+    lightning_internals.call_module_hook(trainer, "on_train_epoch_start")

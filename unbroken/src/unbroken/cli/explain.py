@@ -1,0 +1,235 @@
+"""A parser's error as one line: option, value received, what is allowed.
+
+argparse and jsonargparse speak of their own insides ("Parser key ...", "NestedArg", "Union
+subtypes"). Each function here knows one of their sentences, and returns None for any other.
+"""
+
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from unbroken.cli.tracker_words import told_as_words
+from unbroken.errors import nearest
+
+LONGEST_UNKNOWN = 400  # characters of a sentence that nothing here knows
+LONGEST_REASON = 300
+SEE = "See --help."
+# What jsonargparse calls a type, and what a user is told
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "dict": "key: value pairs",
+    "list": "a list in brackets, such as [a,b]",
+}
+
+
+def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] = {}) -> str:
+    """A parser's error as one line.
+
+    Args:
+        message: What argparse or jsonargparse says.
+        options: The options that there are. The nearest to a wrong one is suggested.
+        elsewhere: What other tools call an option → its name here.
+    """
+    message = " ".join(message.split())
+    keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
+    option = "--" + ".".join(keys)
+    told = (
+        _unknown_inside(message, keys)
+        or _unknown_in_group(message, options)
+        or _unrecognized(message, options, elsewhere)
+        or _required_class(message)
+        or _missing_value(message)
+    )
+    if told is not None:
+        return told
+    if not keys:
+        return _refused_by_constructor(message) or message[:LONGEST_UNKNOWN]
+    return (
+        _of_a_class(message, option)
+        or _no_such_file(message, option)
+        or _no_file_of_flags(message)
+        or _not_one_of(message, option)
+        or told_as_words(option, message, _given)
+        or _no_class(message, option)
+        or _of_another_kind(message, option)
+        or f"{option}: {_innermost_reason(message)}"
+    )
+
+
+# An option that does not exist
+
+
+def _unknown_inside(message: str, keys: Sequence[str]) -> str | None:
+    """A nested parser of a class has explained it already, without the keys around it."""
+    found = re.search(r"unknown option --[\w.\-]+\.(?: Did you mean --[\w.\-]+\?)?", message)
+    if found is None:
+        return None
+    prefix = "--" + "".join(f"{key}." for key in keys)
+    return re.sub("(?<= )--", prefix, found[0]) + f" {SEE}"
+
+
+def _unknown_in_group(message: str, options: Sequence[str]) -> str | None:
+    found = re.search(r"(?:^Option|Group '([\w.]+)' does not accept option) '([\w.]+)'", message)
+    if found is None:
+        return None
+    group, name = found.groups()
+    option = f"--{group}.{name}" if group else f"--{name}"
+    return f"unknown option {option}.{nearest(option, options)} {SEE}"
+
+
+def _unrecognized(message: str, options: Sequence[str], elsewhere: Mapping[str, str]) -> str | None:
+    found = re.search(r"[Uu]nrecognized arguments?:? (.*)", message)
+    if found is None:
+        return None
+    words = found[1].split()
+    typed = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not typed:
+        return f"unexpected argument '{words[0]}': every value follows its --option. {SEE}"
+    option = typed[0]
+    if option in elsewhere:
+        hint = f" Did you mean {elsewhere[option]}?"
+    else:
+        hint = nearest(option, options)
+    return f"unknown option {option}.{hint} {SEE}"
+
+
+# Something is missing
+
+
+def _required_class(message: str) -> str | None:
+    found = re.search(r"arguments are required: (model|data)$", message)
+    if found is None:
+        return None
+    ways = f"--{found[1]}.class_path PACKAGE.CLASS, or a --config FILE with a section {found[1]}"
+    return f"{ways}, is needed."
+
+
+def _missing_value(message: str) -> str | None:
+    found = re.search(r"argument (?:\S+/)?(\S+): expected one argument", message)
+    return found and f"{found[1]} needs a value."
+
+
+# What a class says of its arguments
+
+
+def _refused_by_constructor(message: str) -> str | None:
+    """A constructor has raised an error, and jsonargparse lists it beside other types that there
+    are.
+    """
+    if not message.startswith("Does not validate against any of the Union"):
+        return None
+    _, _, errors = message.partition("Errors: - ")
+    reasons, _, _ = errors.partition(" Given value type: ")
+    of_parser = (
+        "Expected a",
+        "Not a valid",
+        "Subclass types expect",
+        "a class path",
+        "a dict with",
+        # It stands before the reasons of an argument that is a class as well.
+        "Does not validate against any of the Union",
+    )
+    own = [each for each in reasons.split(" - ") if not each.startswith(of_parser)]
+    if not own:
+        return None
+    named = re.search(r"Problem with given class_path '([\w.]+)': (.+)", own[0])
+    if named:
+        return f"{named[1]}: {named[2]}"
+    classes = set(re.findall(r"class_path='([\w.]+)'", message))
+    return f"{classes.pop()}: {own[0]}" if len(classes) == 1 else own[0]
+
+
+# A value that an option does not take
+
+
+def _of_a_class(message: str, option: str) -> str | None:
+    """The arguments of a class: a nested parser has explained a value, or one is missing."""
+    if found := re.search(r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)", message):
+        return f"{option}.{found[1]} {found[2]}."
+    if found := re.search(r"the following arguments are required: (\w+)", message):
+        return f"{option} needs {option}.{found[1]}."
+    return None
+
+
+def _no_such_file(message: str, option: str) -> str | None:
+    found = re.search(r"File does not exist: '?([^']+)'?", message)
+    return found and f"{option}: there is no file {found[1]}."
+
+
+def _no_file_of_flags(message: str) -> str | None:
+    reason = r"((?: - (?!Parser).+)?)"
+    found = re.search(rf"([\w.]+)\": Unable to load config '(.+?)'{reason}", message)
+    return found and f"--{found[1]}: {found[2]} is no file of flags and values{found[3]}."
+
+
+def _not_one_of(message: str, option: str) -> str | None:
+    """A value that is none of a ``Literal``."""
+    choices = re.findall(r"Expected a typing\.Literal\[([^\]]*)\]", message)
+    if not choices:
+        return None
+    names = [name.strip(" '") for part in choices for name in part.split(",")]
+    return f"{option} must be one of {', '.join(dict.fromkeys(names))}, got {_given(message)}."
+
+
+def _no_class(message: str, option: str) -> str | None:
+    if not re.search("dot import path|not a subclass|Import of", message):
+        return None
+    allowed = "a known class or an import path (package.module.Class)"
+    return f"{option} must be {allowed}, got {_given(message)}."
+
+
+def _of_another_kind(message: str, option: str) -> str | None:
+    """A value of another type, such as text for a number."""
+    found = re.findall(r"Expected an? <class '(\w+)'>", message)
+    kinds = [KINDS[kind] for kind in found if kind in KINDS]
+    if not kinds:
+        return None
+    return f"{option} must be {' or '.join(dict.fromkeys(kinds))}, got {_given(message)}."
+
+
+def _given(message: str) -> str:
+    """The value that was typed: of an argument inside a class, or of the option itself."""
+    nested = r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)"
+    if inner := re.findall(nested, message + " Given"):
+        return str(inner[-1]).strip("'")
+    found = re.search(r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)", message)
+    return found[1] if found else "something else"
+
+
+def _innermost_reason(message: str) -> str:
+    """The last of nested reasons, which is the innermost one."""
+    reasons = re.findall(r"Errors: - (.+?)(?= - Expected| Given value|$)", message)
+    return str(reasons[-1] if reasons else message)[:LONGEST_REASON]
+
+
+def with_choices(message: str, hints: Mapping[str, Any]) -> str:
+    """A message about an argument of a class, with the values that its ``Literal`` allows.
+
+    jsonargparse names only one type of a ``Literal`` that mixes text, numbers and None.
+
+    Args:
+        message: What :func:`explain` returned.
+        hints: Argument → its type.
+    """
+    found = re.match(r"(--\w+\.(\w+)) must be (?!one of).+, got (.+)\.$", message)
+    if found is None:
+        return message
+    option, name, value = found.groups()
+    choices = list(_literals(hints.get(name)))
+    if not choices:
+        return message
+    shown = ["null" if choice is None else str(choice) for choice in choices]
+    return f"{option} must be one of {', '.join(shown)}, got {value}."
+
+
+def _literals(hint: Any) -> Iterator[Any]:
+    """The values of each ``Literal`` in a type, as in ``Literal["x", 1] | None``."""
+    if typing.get_origin(hint) is typing.Literal:
+        yield from typing.get_args(hint)
+        return
+    for part in typing.get_args(hint):
+        yield from _literals(part)

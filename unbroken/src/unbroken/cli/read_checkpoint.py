@@ -1,0 +1,261 @@
+"""How the commands read a checkpoint: its configuration, its module with weights, its weights
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.nn.parameter import is_lazy
+
+from unbroken import contract
+from unbroken.cli.cli import Configuration, configure, differences
+from unbroken.cli.program import Program
+from unbroken.cli.typed import CommandLine
+from unbroken.errors import UserError, without_control_characters
+from unbroken.mirror.mirror import Mirror
+from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
+from unbroken.stopping.ranks import decided_by_rank_zero
+from unbroken.storage.checkpoint_files import load_weights, read, record
+from unbroken.trust import guard as trust
+
+MOST_NAMES = 8  # of tensors, in a line
+
+
+def read_configuration(program: Program, argv: list[str]) -> tuple[Configuration, RunFolder]:
+    """Parse ``argv`` and find its run. A resumed run uses the checkpoint's configuration; what is
+    typed wins.
+    """
+    line = CommandLine(argv)
+    run_name = line.value("run_name")
+    ckpt_path = line.value("ckpt_path")
+    root = Path(line.value("trainer.default_root_dir") or ROOT)
+    is_new = ckpt_path is None or (ckpt_path == "auto" and run_name is None)
+    config = None
+    if is_new or line.asks_for_help:
+        # A wrong flag leaves no folder behind.
+        config = configure(program, "fit", argv)
+    url = line.value("mirror")
+    # A rehearsal leaves no run behind.
+    is_rehearsal = line.value("trainer.fast_dev_run") not in (None, "false", "False", "0")
+    mirror = None if url is None or is_rehearsal else Mirror(url)
+    try:
+        decided = decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path, mirror)))
+        run = RunFolder(**decided)
+    except BaseException:
+        if mirror is not None:
+            mirror.release()
+        raise
+    run.mirror = mirror
+    try:
+        if run.checkpoint is None:
+            return config or configure(program, "fit", argv), run
+        # With auto, the same line starts a run and goes on with it.
+        if line.value("init_weights") is not None and ckpt_path != "auto":
+            raise UserError(
+                "--init_weights starts a new run, --ckpt_path goes on with one: remove one of them."
+            )
+        config = _resumed_configuration(program, line, argv, run, run.checkpoint)
+    except BaseException:
+        run.discard()
+        run.release()
+        raise
+    return config, run
+
+
+def _resumed_configuration(
+    program: Program, line: CommandLine, argv: list[str], run: RunFolder, checkpoint: Path
+) -> Configuration:
+    """The configuration of a run that goes on; what differs from the checkpoint's is noted in
+    ``run.changes``.
+    """
+    known = record(checkpoint, to_resume=True)
+    base = dict(known["config"])
+    guard = _guard(program, known, base, line, checkpoint, run.folder)
+    if line.sets_a_length:
+        # The typed limit counts. The saved max_epochs could come first.
+        base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
+    config = _configured(program, "fit", argv, base, guard)
+    # Weights that do not fit become one line here; the Trainer would end in a traceback.
+    load_weights(config.module, checkpoint, late=True, again=True)
+    if isinstance(config.datamodule, contract.StaysWithSource):
+        # It has several sources, and the earlier run's is used.
+        config.datamodule.stay_with(known.get("data_source"))
+    run.changes = without_control_characters(differences(known["config"], config.resolved))
+    return config
+
+
+def _guard(
+    program: Program,
+    known: dict[str, Any],
+    base: dict[str, Any],
+    line: CommandLine,
+    path: Path,
+    folder: Path | None = None,
+) -> trust.Guard | None:
+    """What watches over a stranger's configuration. None: the checkpoint is the user's own."""
+    if known["is_own"]:
+        return None
+    trust.CLONES.add(program.code.parent)
+    trust.refuse_endless_reading(base, path)
+    packages = (line.value("allow_imports") or "").replace(",", " ").split()
+    typed = trust.words_typed(line.given)
+    return trust.Guard(path, typed, tuple(packages), path.stat().st_size, folder)
+
+
+def _configured(
+    program: Program,
+    command: str,
+    argv: list[str],
+    base: dict[str, Any],
+    guard: trust.Guard | None,
+) -> Configuration:
+    with trust.guarded(guard):
+        if guard is not None:
+            guard.check_texts(base)
+        config = configure(program, command, argv, base)
+        if guard is not None:
+            guard.refuse_what_was_not_made(config.trainer)
+    return config
+
+
+@dataclass
+class Loaded:
+    """What a checkpoint holds, ready for use on the CPU."""
+
+    # Weights loaded, in eval mode
+    module: LightningModule
+    # As in training; not set up, nothing read from disk
+    datamodule: LightningDataModule | None
+    config: Configuration
+    # run_name, data_source, precision, epoch, global_step, metrics, ...
+    run: dict[str, Any]
+    path: Path
+    # Settings of model and data that differ from the checkpoint's
+    changes: list[str] = field(default_factory=list)
+
+    @property
+    def class_names(self) -> list[str]:
+        """The classes that the module, or else the data module, names; none where neither does."""
+        for owner in (self.module, self.datamodule):
+            if isinstance(owner, contract.NamesClasses) and owner.class_names:
+                return list(owner.class_names)
+        return []
+
+    def precision(self, typed: Any) -> Any:
+        """The precision to evaluate in: what was typed, or else float64 where the run's was."""
+        if typed is None and self.run.get("precision") == "64-true":
+            return "64-true"
+        return typed
+
+
+def load(
+    program: Program, path: Path, argv: list[str] | None = None, again: bool = False
+) -> Loaded:
+    """The module and data module of a checkpoint, from the checkpoint alone, or a UserError.
+
+    Args:
+        program: Whose command it is.
+        path: The file.
+        argv: Arguments of the command ``test`` that beat what the checkpoint holds.
+        again: The weights will be loaded once more by Lightning, see :func:`load_weights`.
+    """
+    arguments = argv or []
+    run = record(path)
+    base = run.pop("config")
+    guard = _guard(program, run, base, CommandLine(arguments), path)
+    # These are flags of another machine.
+    base.pop("trainer", None)
+    leave_out_compiling_and_downloads(base)
+    config = _configured(program, "test", arguments, base, guard)
+    fits = load_weights(config.module, path, late=True, again=again)
+    if contract.describes_data(config.datamodule):
+        config.datamodule.describe(run.pop("data", {}))
+    if not fits and not again:
+        _set_up_and_load(config, path)
+    differing = without_control_characters(differences(base, config.resolved))
+    changes = [line for line in differing if line.startswith(("model", "data"))]
+    return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
+
+
+def leave_out_compiling_and_downloads(base: dict[str, Any]) -> None:
+    """Compile nothing, and give the network no pretrained ``weights``, often a download: the
+    checkpoint has its own.
+    """
+    module = (base.get("model") or {}).get("init_args")
+    if not isinstance(module, dict):
+        return
+    if "compile" in module:
+        module["compile"] = False
+    network = module.get("network")
+    arguments = network.get("init_args") if isinstance(network, dict) else None
+    if isinstance(arguments, dict) and "weights" in arguments:
+        arguments["weights"] = None
+
+
+def _set_up_and_load(config: Configuration, path: Path) -> None:
+    """Load weights of layers that are made in ``setup``, as it is called for a test, or for a
+    prediction where the module has no test.
+    """
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        limit_test_batches=0,
+        limit_predict_batches=0,
+    )
+    # Without a test_step Lightning refuses a test before it calls setup.
+    has_test = is_overridden("test_step", config.module)
+    call_setup = trainer.test if has_test else trainer.predict
+    # The data may be missing, for example. Then the weights do not fit, which is told below.
+    with contextlib.suppress(Exception):
+        call_setup(config.module, config.datamodule)
+    load_weights(config.module, path, again=True)
+
+
+# What draws in a setup() that comes later, such as a split, draws as in a run without it.
+@isolate_rng()
+def start_from(module: LightningModule, name: str | None) -> list[str]:
+    """Give a new run's module the weights of another's checkpoint that fit by name and shape;
+    returns what to say.
+    """
+    if name is None:
+        return []
+    path = find_checkpoint(name, option="--init_weights")
+    module.configure_model()
+    given = read(path)["state_dict"]
+    own = module.state_dict()
+
+    def fits(key: str, value: Any) -> bool:
+        if key not in own or is_lazy(own[key]):
+            # A lazy layer takes any size.
+            return key in own
+        return getattr(value, "shape", None) == getattr(own[key], "shape", None)
+
+    fitting = {key: value for key, value in given.items() if fits(key, value)}
+    if not fitting:
+        raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
+    module.load_state_dict(fitting, strict=False)
+    lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
+    left = own.keys() - fitting.keys()
+    if left:
+        lines.append(f"--init_weights: these keep their random start: {first_names(left)}")
+    foreign = given.keys() - own.keys()
+    if foreign:
+        what = "these of the checkpoint are not in the module, or not before its setup"
+        lines.append(f"--init_weights: {what}: {first_names(foreign)}")
+    return lines
+
+
+def first_names(names: Iterable[Any]) -> str:
+    """The first names in their order, for a line. Those of a checkpoint may be anything."""
+    ordered = sorted(str(name)[:80] for name in names)
+    more = " ..." if len(ordered) > MOST_NAMES else ""
+    return ", ".join(ordered[:MOST_NAMES]) + more

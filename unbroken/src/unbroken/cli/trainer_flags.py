@@ -1,0 +1,191 @@
+"""The Trainer's arguments, made to agree with the launcher and this machine, and refused where they
+cannot work.
+"""
+
+import math
+import os
+import re
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import FSDPStrategy
+
+from unbroken.cli.cli import Configuration
+from unbroken.cli.precision import is_on_cpu
+from unbroken.errors import UserError, require
+from unbroken.lightning_internals import NAMES_OF_THE_PARSER, check
+from unbroken.machine import threads
+from unbroken.machine.waiting import waiting
+from unbroken.stopping.ranks import launched_world
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO
+
+MOST = 2**31 - 1  # for a count; a larger one is a typing error and would overflow
+# Flags that count, and what else than a number of at least 1 each may be: no end, no logging
+COUNTS: dict[str, int | None] = {
+    "max_epochs": -1,
+    "max_steps": -1,
+    "log_every_n_steps": 0,
+    "accumulate_grad_batches": None,
+    "check_val_every_n_epoch": None,
+}
+PROCESSES_PER_CORE = 4  # more ranks than that on CPU cores only swap
+
+
+def trainer_flags(config: Configuration) -> dict[str, Any]:
+    """The Trainer's arguments as typed, made to agree with torchrun or SLURM and this machine, or
+    refused.
+    """
+    check(NAMES_OF_THE_PARSER)
+    flags = dict(config.trainer)
+    _, world_size, local_size = launched_world()
+    _agree_with_launcher(flags, world_size, local_size)
+    refuse_what_cannot_run(flags, world_size)
+    if str(flags["strategy"]).startswith("fsdp"):
+        # It registers itself. The import takes half a second, for FSDP alone.
+        import unbroken.checkpoint.sharding  # noqa: F401
+    flags["plugins"] = [*as_list(flags["plugins"]), AtomicCheckpointIO()]
+    flags["callbacks"] = as_list(flags["callbacks"])
+    flags["logger"] = [logger for logger in as_list(flags["logger"]) if isinstance(logger, Logger)]
+    # None would show a summary of layers; the run's first line says the same.
+    flags["enable_model_summary"] = bool(flags["enable_model_summary"])
+    _set_matmul_precision(config.options.matmul_precision)
+    return flags
+
+
+def _agree_with_launcher(flags: dict[str, Any], world_size: int, local_size: int) -> None:
+    """Take the processes that torchrun or SLURM has started; a UserError where other numbers are
+    typed.
+    """
+    if world_size == 1:
+        return
+    devices = flags["devices"]
+    nodes = flags["num_nodes"]
+    if devices == "auto":
+        # Lightning's own default is one CPU: `torchrun fit` would run as many independent
+        # trainings.
+        flags["devices"] = local_size
+        flags["num_nodes"] = world_size // local_size
+    elif str(devices).isdigit() and int(devices) * nodes != world_size:
+        must = f"must be the {world_size} processes that the launcher started"
+        fix = "Leave both away to take what it started."
+        raise UserError(f"--devices {devices} × --num_nodes {nodes} {must}. {fix}")
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+        # The call above does not set it for convolutions.
+        torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
+def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
+    """Raise a UserError for flags that Lightning accepts but that lead to a crash, a hang or
+    swapping.
+    """
+    _refuse_devices(flags, world_size)
+    _refuse_strategy(flags)
+    strategy = flags["strategy"]
+    if isinstance(strategy, FSDPStrategy) or str(strategy).startswith("fsdp"):
+        _refuse_what_fsdp_cannot(flags)
+    for name, further in COUNTS.items():
+        _require_count(name, flags[name], further)
+    _require_sanity_steps(flags["num_sanity_val_steps"])
+    _require_clip_value(flags["gradient_clip_val"])
+    if flags["barebones"]:
+        why = "leaves out the checkpoints and metrics that a run here consists of"
+        raise UserError(f"--barebones true {why}. Remove it.")
+    if flags["val_check_interval"] in (0, "0"):
+        fix = "--limit_val_batches 0 turns validation off."
+        raise UserError(f"--val_check_interval must be above 0, got 0. {fix}")
+
+
+def _refuse_devices(flags: dict[str, Any], world_size: int) -> None:
+    devices = str(flags["devices"])
+    count = int(devices) if devices.isdigit() else 1
+    if is_on_cpu(flags["accelerator"]):
+        cores = threads.available_cores()
+        most = PROCESSES_PER_CORE * cores
+        must = f"be at most {most} on this machine's {cores} CPU cores"
+        require(count <= most, "--devices", must, devices)
+        if flags["sync_batchnorm"] and max(count, world_size) > 1:
+            why = "--sync_batchnorm needs GPUs: PyTorch has none for CPUs."
+            raise UserError(f"{why} Leave it away; before a validation the ranks share statistics.")
+    if world_size == 1 and flags["num_nodes"] > 1:  # rank 0 would wait half an hour for the others
+        how = "needs a launcher, torchrun or SLURM: see docs/scale_out.md."
+        raise UserError(f"--num_nodes {flags['num_nodes']} {how}")
+
+
+def _refuse_strategy(flags: dict[str, Any]) -> None:
+    strategy = flags["strategy"]
+    if isinstance(strategy, str) and re.search("spawn|fork|notebook", strategy):
+        why = "starts ranks in functions, and what they reach is lost"
+        raise UserError(f"--strategy {strategy} {why}. Use ddp.")
+
+
+def _refuse_what_fsdp_cannot(flags: dict[str, Any]) -> None:
+    clips_norm = flags["gradient_clip_val"] and flags["gradient_clip_algorithm"] != "value"
+    if clips_norm:  # no rank knows the norm over all shards
+        fix = "Add --gradient_clip_algorithm value."
+        raise UserError(f"--gradient_clip_val clips by norm, fsdp cannot. {fix}")
+    for callback in as_list(flags["callbacks"]):
+        if isinstance(callback, WeightAveraging):
+            fix = "Use --strategy ddp, or --trainer.callbacks null."
+            raise UserError(f"--strategy fsdp cannot average weights. {fix}")
+
+
+def _require_count(name: str, value: Any, further: int | None) -> None:
+    """A UserError for a count outside 1 to ``MOST``, unless it is the ``further`` value."""
+    must = f"be at least 1 and at most {MOST}"
+    if further is not None:
+        must += f", or {further}"
+    fits = not isinstance(value, int) or 0 < value <= MOST or value == further
+    require(fits, f"--{name}", must, value)
+
+
+def _require_sanity_steps(value: Any) -> None:
+    """A UserError for a number below -1, which Lightning takes for none."""
+    if isinstance(value, int):
+        must = "be at least 0, or -1 for the whole validation set"
+        require(value >= -1, "--num_sanity_val_steps", must, value)
+
+
+def _require_clip_value(value: Any) -> None:
+    """A UserError for a NaN. A negative one would train without clipping, and without a word."""
+    if isinstance(value, int | float):
+        require(not math.isnan(value), "--gradient_clip_val", "be a number", "nan")
+        require(value >= 0, "--gradient_clip_val", "be at least 0", value, " 0 clips nothing.")
+
+
+def build_trainer(flags: dict[str, Any]) -> Trainer:
+    """``Trainer(**flags)``, its refusals as a :class:`UserError`; its ranks on this machine share
+    the cores.
+    """
+    saves = any(isinstance(callback, Checkpoint) for callback in as_list(flags["callbacks"]))
+    try:
+        trainer = Trainer(**flags | {"enable_checkpointing": saves})
+    except (MisconfigurationException, ValueError, RuntimeError, TypeError, ImportError) as error:
+        raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
+    if not torch.cuda.is_available():
+        # Lightning sets 1, and torch's optimizers then open the driver's library at every step: 0.2
+        # ms without a GPU.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+    starts_ranks = launched_world()[1] == 1 and trainer.num_devices > 1
+    if starts_ranks:
+        share = threads.share(trainer.num_devices)
+        os.environ |= share
+        if share:
+            torch.set_num_threads(int(share["OMP_NUM_THREADS"]))
+        # On all cores, for the ranks will have them, too.
+        waiting.spin()
+    return trainer
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value of a flag that takes none, one or several objects, as a list."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [] if value is None else [value]

@@ -1,0 +1,187 @@
+"""A command line and its config files, read before the parser is made: what was typed, and what it
+names.
+"""
+
+import argparse
+import re
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from unbroken.cli.explain import explain
+from unbroken.cli.options import FLAT
+from unbroken.errors import UserError, require
+from unbroken.mirror.store import is_address, without_password
+from unbroken.tables import flat, load_yaml
+
+# A section may be given as the name of its class alone.
+CLASSES = {name: f"{name}.class_path" for name in ("model", "data", "model.network")}
+
+
+class CommandLine:
+    """What was typed, and the settings of ``--config`` files. A UserError for a bad file.
+
+    Attributes:
+        words: The command line for the parser: config files first, so that what is typed wins;
+            every Trainer flag with its section.
+        given: Option → value, of files and of what is typed; of several the last. Names are full,
+            and without ``init_args``.
+        settings: What config files give, as they hold it.
+        added: List → classes that the line adds to it with ``+=``.
+        asks_for_help: Whether ``--help`` or ``-h`` is typed.
+        sets_a_length: Whether ``max_steps`` or ``max_time`` ends the training.
+    """
+
+    def __init__(self, argv: list[str], networks: ModuleType | None = None) -> None:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("-c", "--config", action="append", default=[])
+        try:
+            found, others = parser.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise UserError(explain(str(error), [])) from None
+        typed = [_full_name(before, word, networks) for before, word in pairwise(["", *others])]
+        self.words = [*(f"--config={file}" for file in found.config), *typed]
+        self.given: dict[str, Any] = {}
+        self.added: dict[str, list[str]] = {}
+        self.settings: dict[str, Any] = {}
+        for file in found.config:
+            content = read_config(file)
+            self.settings = merged(self.settings, content)
+            self._take(content)
+        for word, following in pairwise([*typed, None]):
+            self._take_word(str(word), following)
+        _refuse_address(self.value("trainer.default_root_dir"))
+        self.asks_for_help = "--help" in typed or "-h" in typed
+        limits = [self.value("trainer.max_steps"), self.value("trainer.max_time")]
+        self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
+
+    def value(self, name: str) -> str | None:
+        """An option's value as text: typed, else of the last file that has it; None if not given,
+        or null.
+        """
+        found = self.given.get(name)
+        if found is None or str(found) == "null":
+            return None
+        return str(found)
+
+    def _take_word(self, word: str, following: str | None) -> None:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--"):
+            return
+        given = value if equals else following
+        self._take({name[2:]: given})
+        if name.endswith("+"):
+            self.added.setdefault(name[2:-1], []).append(str(given))
+
+    def _take(self, settings: dict[str, Any]) -> None:
+        for name, value in flat(settings).items():
+            self.given[CLASSES.get(name, name)] = value
+
+
+def _refuse_address(root: str | None) -> None:
+    """A UserError for a remote folder. Lightning would make a folder of the name ``s3:``."""
+    if root is not None and is_address(root):
+        must = "be a folder of this machine, or one that is mounted here"
+        hint = f" To keep runs there as well: --mirror {without_password(root)}"
+        require(False, "--default_root_dir", must, without_password(root), hint)
+
+
+def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The settings of two config files. A section of the later one adds to that of the earlier one;
+    any other value takes the place of the earlier one.
+    """
+    result = dict(before)
+    for name, value in after.items():
+        is_section = name in ("model", "data", "trainer", "init_args")
+        earlier = result.get(name)
+        if is_section and isinstance(value, dict) and isinstance(earlier, dict):
+            result[name] = merged(earlier, value)
+        else:
+            result[name] = value
+    return result
+
+
+def leave_out_added(settings: dict[str, Any], added: dict[str, list[str]]) -> None:
+    """Take out of a resumed run's lists what its command line added and, typed again, adds again.
+
+    Args:
+        settings: The configuration of the resumed run. It is changed.
+        added: List → classes, of :attr:`CommandLine.added`.
+    """
+    for name, classes in added.items():
+        *path, last = name.split(".")
+        section: Any = settings
+        for part in path:
+            section = section.get(part) or {}
+            section = section.get("init_args") or section
+        there = section[last] if isinstance(section.get(last), list) else []
+        before = [_class_name(each) for each in there]
+        now = [_class_name(each) for each in classes]
+        again = _overlap(before, now)
+        if again:
+            section[last] = there[:-again]
+
+
+def _class_name(entry: Any) -> str:
+    """The last part of a class's import path; ``entry``: the path, or a section with it."""
+    path = entry.get("class_path") if isinstance(entry, dict) else entry
+    return str(path).rpartition(".")[2]
+
+
+def _overlap(before: list[str], now: list[str]) -> int:
+    """How many of the last names before are the first ones now. A line may add further ones."""
+    for count in range(len(now), 0, -1):
+        if before[-count:] == now[:count]:
+            return count
+    return 0
+
+
+def _full_name(before: str, word: str, networks: ModuleType | None) -> str:
+    """A word of a command line, with the section of a Trainer flag, or the module of a network that
+    stands beside the default model.
+    """
+    flag = re.match(r"--(\w+)(?=$|[=.+])", word)
+    if flag and flag[1] in FLAT:
+        return f"--trainer.{word[2:]}"
+    option, _, name = word.rpartition("=")
+    names_network = {before, option} & {"--model.network", "--model.network.help"}
+    if names_network and name.isidentifier() and isinstance(getattr(networks, name, None), type):
+        # torchvision, too, has a class MLP.
+        assert networks is not None
+        return f"{word.removesuffix(name)}{networks.__name__}.{name}"
+    return word
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """The settings of a config file. A UserError for what is no such file, or belongs elsewhere."""
+    option = f"--config {name}"
+    try:
+        content = load_yaml(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{option} cannot be read: {reason or error}.") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{option} is not valid YAML{place}.") from None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        raise UserError(f"{option} is not valid YAML.") from None
+    got = str(content)[:40]
+    require(isinstance(content, dict), option, "hold sections (trainer:, model:, data:)", got)
+    for key in content:
+        if key in FLAT:
+            raise UserError(
+                f"{option}: write {key} under trainer:, as in `trainer: {{{key}: ...}}`."
+            )
+    unused = {"optimizer", "lr_scheduler"} & content.keys()
+    if unused:
+        own = "a module makes its own (configure_optimizers; those of unbroken.tasks take"
+        own += " model.init_args.optimizer)"
+        raise UserError(f"{option}: {min(unused)} is LightningCLI's automatic one; here {own}.")
+    flags = content.get("trainer", {})
+    must = "hold flags and values"
+    require(isinstance(flags, dict), f"{option}: trainer", must, str(flags)[:40])
+    return dict(content)

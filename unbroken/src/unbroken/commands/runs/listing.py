@@ -1,0 +1,120 @@
+"""Which columns of runs are worth showing, and in which order the runs stand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from unbroken.commands.runs.saved_run import FOUND_SOURCE, SavedRun, last_name
+from unbroken.tables import Row, columns_of, format_table, is_number, printable
+
+# Characters of a text in the terminal; the name of a run is always whole.
+LONGEST_TEXT = 24
+WHOLE = ("name", "runs")
+
+
+def by_module(runs: Sequence[SavedRun]) -> dict[str, list[SavedRun]]:
+    """The runs of each module, by the name of its class."""
+    groups: dict[str, list[SavedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.module, []).append(run)
+    return groups
+
+
+def differing(runs: Sequence[SavedRun]) -> list[str]:
+    """Names of the settings that are not the same in all runs."""
+    found = []
+    for name in columns_of([run.settings for run in runs]):
+        values = [run.settings.get(name) for run in runs]
+        if name == FOUND_SOURCE:
+            # A run that trains, or was stopped, has not told it.
+            values = [value for value in values if value is not None]
+        if any(value != values[0] for value in values):
+            found.append(name)
+    return found
+
+
+def shown_settings(runs: Sequence[SavedRun], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The values of some settings in each run, as people read them."""
+    rows: list[dict[str, Any]] = [{} for _ in runs]
+    for name in names:
+        values = [run.settings.get(name) for run in runs]
+        if any(name in run.classes for run in runs):
+            values = shortened(values)
+        for row, value in zip(rows, values, strict=True):
+            row[name] = value
+    return rows
+
+
+def shortened(paths: Sequence[Any]) -> list[Any]:
+    """Classes without their modules, unless two of them have one name."""
+    full = {str(path) for path in paths if path is not None}
+    short = {path: last_name(path) for path in full}
+    has_namesakes = len(set(short.values())) < len(full)
+    if has_namesakes:
+        return list(paths)
+    # A run without such a setting has None.
+    return [short.get(str(path)) for path in paths]
+
+
+def sort_rows(rows: Sequence[Row], column: str) -> list[Row]:
+    """Rows by a column: numbers first, then texts, then what is missing."""
+
+    def key(row: Row) -> tuple[int, float, str]:
+        value = row.get(column)
+        if is_number(value):
+            return (0, value, "")  # type: ignore[return-value]
+        if value is None:
+            return (2, 0, "")
+        return (1, 0, str(value))
+
+    return sorted(rows, key=key)
+
+
+def fitted(rows: Sequence[Row], width: int) -> list[Row]:
+    """Rows with the first columns that fit into ``width`` characters; at least with the first.
+
+    Long texts are cut, dates have no year, settings no section, and columns without a value are
+    left out.
+    """
+    columns = columns_of(rows)
+    names = [name for name in columns if has_values(rows, name)]
+    while len(names) > 1:
+        shown = only(rows, names, columns)
+        if len(format_table(shown).splitlines()[1]) <= width:
+            return shown
+        names.pop()
+    return only(rows, names, columns)
+
+
+def full_name(name: str, known: Sequence[str]) -> str:
+    """The column that a name without its section means, such as ``model.lr`` for ``lr``; the name
+    itself where it means none, or several.
+    """
+    meant = [each for each in known if each == name or each.endswith(f".{name}")]
+    return meant[0] if len(meant) == 1 else name
+
+
+def short_name(name: str, known: Sequence[str]) -> str:
+    """A setting's name without its section, where no other has the same."""
+    last = name.rpartition(".")[2]
+    return last if full_name(last, known) == name else name
+
+
+def has_values(rows: Sequence[Row], name: str) -> bool:
+    """Whether a column holds anything."""
+    return any(row.get(name) is not None for row in rows)
+
+
+def only(rows: Sequence[Row], names: Sequence[str], known: Sequence[str]) -> list[Row]:
+    """Rows with these of the ``known`` columns alone, their names and texts cut."""
+    short = {name: short_name(name, known) for name in names}
+    return [{short[name]: cut(name, row.get(name)) for name in names} for row in rows]
+
+
+def cut(name: str, value: object) -> object:
+    """A value of the column ``name`` for the terminal: numbers as they are, long texts cut."""
+    if value is None or isinstance(value, int | float) or name in WHOLE:
+        return value
+    text = printable(str(value))
+    if name == "date":
+        return text.partition("-")[2]
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"

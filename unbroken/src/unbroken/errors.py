@@ -1,0 +1,71 @@
+"""What a user is told when something that they gave does not work: one line, exit code 2."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+# What moves a cursor, clears a screen or turns the reading direction; not tab and line feed
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+# What devices, the CPU, cuBLAS and cuDNN (in three ways) say.
+NO_MEMORY = re.compile(
+    "out of memory|t allocate memory|_STATUS_ALLOC_FAILED"
+    "|CUDNN_STATUS_NOT_SUPPORTED|nable to find an engine"
+)
+
+
+class UserError(Exception):
+    """A user's mistake, or a condition only the user can mend (bad flag, damaged file, full disk).
+
+    The message is one line that names the option, the value received, what is allowed and the fix,
+    such as ``--data.batch_size must be at least 1, got 0.`` :func:`unbroken.cli.start.run`
+    prints it and exits with code 2.
+    """
+
+
+class BadImage(Exception):
+    """A file that holds no usable image, or no usable input of another kind.
+
+    The message is the reason alone.
+    """
+
+
+def require(fits: object, option: str, must: str, got: object, hint: str = "") -> None:
+    """A UserError, such as the one above, unless the value that was ``got`` fits.
+
+    A ``hint`` begins with a space.
+    """
+    if not fits:
+        raise UserError(f"{option} must {must}, got {got}.{hint}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``" Did you mean X?"`` for the known name closest to ``name``; ``""`` where none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {matches[0]}?" if matches else ""
+
+
+def without_control_characters(value: Any) -> Any:
+    """A value whose texts cannot move a terminal's cursor, clear its screen or turn the reading
+    direction.
+    """
+    if isinstance(value, str):
+        return CONTROL.sub("?", value)
+    if type(value) is dict:
+        return {
+            without_control_characters(key): without_control_characters(item)
+            for key, item in value.items()
+        }
+    if type(value) is list:
+        return [without_control_characters(item) for item in value]
+    return value
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device's or the host's memory is used up."""
+    # The second is torch's, which this file does not import.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None

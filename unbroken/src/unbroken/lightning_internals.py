@@ -1,0 +1,627 @@
+"""The only file that uses private names of Lightning, torch, torchmetrics and jsonargparse: one
+function each, with its reason.
+
+Each function says what it buys and what public way is missing. :func:`check` looks the names up
+when a run starts. If a version lacks one, the run ends with one line, instead of ignoring a signal
+or losing a sum later.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.metadata
+import platform
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer import call
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from unbroken.errors import UserError
+from unbroken.tensors.same_values import is_same
+from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
+
+KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
+
+# Module: the names in it that this file uses. An attribute that only instances have cannot be
+# looked up. A class attribute of the same file stands for it, where there is one.
+NAMES = {
+    "lightning.pytorch.trainer.connectors.signal_connector": [
+        "_SignalConnector.register_signal_handlers",
+    ],
+    "lightning.pytorch.trainer.connectors.accelerator_connector": [
+        "_AcceleratorConnector.is_distributed",
+    ],
+    "lightning.pytorch.trainer.connectors.logger_connector": [
+        "_LoggerConnector.should_reset_tensors",
+    ],
+    "lightning.pytorch.loops.loop": ["_Loop.restarting"],
+    "lightning.pytorch.loops.evaluation_loop": [
+        "_EvaluationLoop._is_sequential",
+        "_ModuleMode.restore",
+    ],
+    "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
+    "lightning.pytorch.loops.training_epoch_loop": [
+        "_TrainingEpochLoop._broadcast_sigterm_tensor",
+    ],
+    "lightning.pytorch.trainer.connectors.logger_connector.result": [
+        "_ResultCollection.valid_items",
+        "_ResultCollection.log",
+        "_ResultMetric.update",
+        "_Metadata.is_mean_reduction",
+    ],
+    "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
+    "torchmetrics": ["Metric.update_count"],
+    "torch": ["Tensor._version"],
+    "torch.utils.data": ["DataLoader._get_iterator"],
+    "torch.utils.data.dataloader": ["_MultiProcessingDataLoaderIter._mark_worker_as_unavailable"],
+    "torch._utils": ["ExceptionWrapper"],
+    "multiprocessing.queues": ["Queue._on_queue_feeder_error"],
+    "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],
+    "torch.cuda.memory": ["_record_memory_history", "_dump_snapshot"],
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],
+    "torch.utils._pytree": ["tree_leaves"],
+}
+
+# The same of the command line. A Trainer in a script of the user's own needs none of them.
+NAMES_OF_THE_PARSER = {
+    "jsonargparse._optionals": ["_config_read_mode"],
+    "jsonargparse._util": ["check_import_path"],
+    "jsonargparse._typehints": ["check_import_path", "get_class_instantiator"],
+    "jsonargparse._signatures": ["get_class_instantiator"],
+}
+
+
+def check(modules: dict[str, list[str]] = NAMES) -> None:
+    """Look up private names that this file uses; a UserError where one is missing."""
+    try:
+        for module, names in modules.items():
+            attrgetter(*names)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{_version_of(module)} lacks a name that this project needs ({error})."
+            f" Known to work: {KNOWN_VERSIONS}, and the versions in requirements.lock."
+        ) from None
+
+
+def _version_of(module: str) -> str:
+    """The package of a module, and its version."""
+    package = module.partition(".")[0]
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        # It comes with Python.
+        return f"Python {platform.python_version()}"
+
+
+# Stopping
+
+
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keep Lightning from handling SIGTERM and SLURM's signal, and from a broadcast between ranks
+    at every step.
+
+    Buys: a stop at the same step on all ranks, no broadcast inside a signal handler (it hung 1 time
+    in 8), no wait for the device. Public way missing: the Trainer has no switch for its handlers
+    (Lightning issues 20806, 21406, 21487).
+    """
+
+    def nothing() -> None: ...
+
+    trainer._signal_connector.register_signal_handlers = nothing  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = nothing  # type: ignore[method-assign]
+
+
+def release_child_processes() -> list[Any]:
+    """Keep Lightning's observer from killing this process as its child ranks end with an error.
+
+    Returns the child ranks, each a ``Popen``. Buys: exit code 143, not 137, of a DDP run. Public
+    way missing: the observer's thread cannot be stopped.
+    """
+    released: list[Any] = []
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            released += thread._child_processes  # type: ignore[attr-defined]
+            thread._child_processes = []  # type: ignore[attr-defined]
+    return released
+
+
+# Data and ranks
+
+
+def take_over_sharing(trainer: Trainer) -> bool:
+    """Keep Lightning from putting a DistributedSampler of its own into loaders; returns whether it
+    would have.
+
+    Buys: exact shares from a Trainer with default arguments, whose sampler would repeat samples in
+    an evaluation. The user who typed ``use_distributed_sampler=False`` has shared the data himself.
+    Public way missing: the Trainer does not show this argument again.
+    """
+    connector = trainer._accelerator_connector
+    shares = connector.use_distributed_sampler
+    connector.use_distributed_sampler = False
+    return shares
+
+
+def let_lightning_share(trainer: Trainer, shares: bool) -> None:
+    """Put back what :func:`take_over_sharing` has found."""
+    trainer._accelerator_connector.use_distributed_sampler = shares
+
+
+def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[Any], bool]:
+    """The loaders of the evaluation that runs, and whether this is the last batch of one of them.
+
+    For loaders that are read side by side: of all. Public way missing: how they are read is the
+    loop's secret.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    if trainer.testing:
+        loop = trainer.test_loop
+    elif trainer.state.fn == "validate":
+        loop = trainer.validate_loop
+    if loop._is_sequential:
+        is_last = batch_idx + 1 == loop.max_batches[loader_idx]
+    else:
+        is_last = loop.batch_progress.is_last_batch
+    return loop._combined_loader.flattened, is_last
+
+
+def mode_of_training_loaders(trainer: Trainer) -> str:
+    """How training reads several loaders: a mode of :class:`CombinedLoader`, such as ``min_size``.
+
+    Buys that nothing is promised of an epoch whose end Lightning would count anew. Public way
+    missing: ``trainer.train_dataloader`` gives the loaders without their mode.
+    """
+    loaders: Any = trainer.fit_loop._combined_loader
+    mode: str = loaders._mode
+    return mode
+
+
+def iterator_of(part: str) -> property:
+    """The ``_iterator`` of an attribute, as a loader's own.
+
+    Buys that Lightning ends its workers after training. Public way missing: Lightning looks for
+    this attribute of a loader alone.
+    """
+    owner = attrgetter(part)
+
+    def read(self: Any) -> Any:
+        return owner(self)._iterator
+
+    def write(self: Any, value: Any) -> None:
+        owner(self)._iterator = value
+
+    return property(read, write)
+
+
+def queues_to_workers(batches: Any) -> list[Any]:
+    """The queues through which a loader's iterator asks its workers for batches; none for other
+    iterators.
+
+    Buys that the garbage collector leaves them open until the iterator has told its workers to end
+    (see :func:`unbroken.loading.workers.iterate`). Public way missing: they are attributes of
+    the iterator alone.
+    """
+    return getattr(batches, "_index_queues", [])
+
+
+def tell_what_cannot_be_sent() -> None:
+    """In a loader's worker: send the error where a batch cannot be sent, and the run ends with it.
+
+    Buys one line where ``/dev/shm`` is full, or a batch cannot be pickled: else Python prints the
+    error of its sending thread and drops the batch, and the training waits for it for ever, deaf
+    to signals. Public way missing: torch makes the queue, and Python calls its method private.
+    """
+    from multiprocessing.queues import Queue
+
+    from torch._utils import ExceptionWrapper
+
+    def send_error(queue: Any, error: BaseException, item: Any) -> None:
+        if isinstance(error, ConnectionError):
+            # The training has ended.
+            return
+        number = item[0]
+        told = ExceptionWrapper((type(error), error, error.__traceback__), "as a batch was sent")
+        queue.put((number, told))
+
+    Queue._on_queue_feeder_error = send_error  # type: ignore[attr-defined]
+
+
+# Loops
+
+
+def call_module_hook(trainer: Trainer, name: str) -> None:
+    """Call a hook of the module as Lightning's loop does.
+
+    Public way missing: Lightning leaves ``on_train_epoch_start`` out where an epoch goes on, and
+    only its own call tells ``self.log`` where it is.
+    """
+    call._call_lightning_module_hook(trainer, name)
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Let a resumed epoch begin or end like any other.
+
+    Buys that a ReduceLROnPlateau steps at its end, and that no step is counted twice. Public way
+    missing: the setter of ``restarting`` sets it again where ``max_steps`` ends the run.
+    """
+    trainer.fit_loop._restarting = False
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
+def go_on_with_next_batch(trainer: Trainer, was_validated: bool) -> None:
+    """Let a resumed epoch begin with its next batch, and not with the end of the batch before.
+
+    Where a validation was due after that batch, Lightning ends it a second time, without the
+    validation. Buys that a ReduceLROnPlateau which is stepped within epochs does not step twice.
+    Public way missing: nothing is called between the loop's counters and its first batch.
+
+    ``was_validated``: a validation had followed that batch. The checkpoint then has the step taken
+    off that Lightning's second end would count; see ``clean_counters`` in parts/loops.py.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    further = loop.on_run_start
+
+    def start(data_fetcher: Any) -> None:
+        # The class's method shows again as soon as the instance has none of that name.
+        del loop.on_run_start
+        further(data_fetcher)
+        if was_validated:
+            loop._batches_that_stepped += 1
+        loop._restarting = False
+
+    loop.on_run_start = start
+
+
+def stop_after_validation(trainer: Trainer) -> None:
+    """Let a resumed epoch begin with the validation that an early stop had asked for, and end.
+
+    Lightning validates where ``should_stop`` is set, but enters no epoch with it. Buys that this
+    validation is not left out. Public way missing: nothing is called between the look whether the
+    epoch is done and the one whether a validation is due.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    further = loop.advance
+
+    def advance(data_fetcher: Any) -> None:
+        # The class's method shows again as soon as the instance has none of that name.
+        del loop.advance
+        trainer.should_stop = True
+        further(data_fetcher)
+
+    loop.advance = advance
+
+
+def validated_batches(trainer: Trainer) -> dict[int, int]:
+    """Batches of each loader that validations have read: the steps of what they log in a step.
+
+    Public way missing: no checkpoint holds it.
+    """
+    return trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader
+
+
+def modes_before_validation(trainer: Trainer) -> dict[str, bool]:
+    """Within a validation: whether each part of the module was in training mode before it.
+
+    Buys that parts which are trained in eval mode stay so after a resume. Public way missing:
+    within a validation all parts are in eval mode, and only its loop knows which ones return.
+    """
+    return trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+
+
+# Values that were logged
+
+
+def training_results(trainer: Trainer) -> Any:
+    """What ``self.log`` has collected in this epoch of training, by key.
+
+    Public way missing (issue 17543).
+    """
+    return trainer.fit_loop.epoch_loop._results
+
+
+def current_results(trainer: Trainer) -> Iterable[tuple[str, Any]]:
+    """What ``self.log`` has collected in the loop that runs, and has not reset.
+
+    Public way missing: ``trainer.callback_metrics`` holds other loops' values, too, and not their
+    samples.
+    """
+    results = trainer._results
+    return () if results is None else results.valid_items()
+
+
+def log_again(
+    trainer: Trainer, key: str, value: Any, how: dict[str, Any], parts: dict[str, Tensor]
+) -> None:
+    """Let the training have logged a value before: the one under ``key``, with its sums ``parts``.
+
+    Public way missing: ``self.log`` cannot be told of samples that are already summed up.
+    """
+    results = training_results(trainer)
+    results.log(value=value, **how, sync_dist_fn=trainer.strategy.reduce, batch_size=1)
+    vars(results[key]).update(parts)
+    trainer._logger_connector._first_loop_iter = False
+
+
+def buffers_left_out(part: nn.Module) -> set[str]:
+    """The names of a layer's own buffers that its state dict leaves out.
+
+    Public way missing: to compare ``named_buffers`` with a state dict starts FSDP at the wrong
+    module, and gathers all weights.
+    """
+    return part._non_persistent_buffers_set
+
+
+def versions_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """By parameter, numbers that are others as soon as it has been changed in place or replaced.
+
+    A lazy parameter, which a forward pass is still to make, has none.
+    """
+    versions = {}
+    for name, parameter in module.named_parameters():
+        if not is_lazy(parameter):
+            versions[name] = version_of(parameter)
+    return versions
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Numbers that are others as soon as a tensor has been changed in place or replaced.
+
+    Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
+    tensor tells its version under this name alone.
+    """
+    return tensor.data_ptr(), tensor._version
+
+
+# Averaged weights
+
+
+def averaged_models(trainer: Trainer) -> dict[Any, Any]:
+    """The averaged weights of ``WeightAveraging`` callbacks, and the device that the callback was
+    told, if any.
+
+    Buys: the same running statistics on every rank. Public way missing: the callback has no
+    attribute for its model.
+    """
+    found: dict[Any, Any] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            found[callback._average_model] = callback._device
+    return found
+
+
+def forget_averages(trainer: Trainer) -> None:
+    """After training: let a checkpoint that is tested give the module its averaged weights.
+
+    A callback that still has its averages would load the trained weights into the module instead.
+    Public way missing: the callback does not ask whether it is in a training.
+    """
+    advice = "You're using the WeightAveraging callback, but loading a checkpoint outside"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging):
+            callback._average_model = None
+            # It tells what happens then, and that it can be ignored.
+            warnings.filterwarnings("ignore", advice)
+
+
+def average_what_setup_has_made(trainer: Trainer, is_loaded: bool) -> None:
+    """Let averaged weights begin as a copy of the module that its own ``setup`` has made.
+
+    Lightning calls ``setup`` of callbacks before the module's own. So their copy lacks what the
+    module makes or changes there: layers, buffers of another size, the mean of the data. Public way
+    missing: the callbacks have no attribute for their model.
+
+    Args:
+        trainer: Its module has been set up.
+        is_loaded: Whether the module has the weights of a checkpoint, and the callbacks are still
+            to load theirs.
+
+    Raises:
+        UserError: for lazy layers, which have no values to average.
+    """
+    module = trainer.lightning_module
+    for average in averaged_models(trainer):
+        average.module = _as_set_up(average.module, module, is_loaded)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
+            callback._average_model = _as_set_up(callback._average_model, module, is_loaded)
+
+
+def _as_set_up(copied: Any, module: LightningModule, is_loaded: bool) -> Any:
+    """``copied``, or a new copy of the module where that one lacks what ``setup`` has made."""
+    if has_lazy_layers(module):
+        raise UserError(CANNOT_BE_AVERAGED)
+    if not _lacks_what_setup_has_made(copied, module, is_loaded):
+        return copied
+    before = next(copied.parameters(), None)
+    made = copy.deepcopy(module)
+    if before is not None:
+        # Where it was, and not in the half precision that the strategy may have brought since.
+        made.to(before.device)
+        if next(made.parameters()).dtype != before.dtype:
+            made.to(before.dtype)
+    return made
+
+
+def _lacks_what_setup_has_made(copied: Any, module: LightningModule, is_loaded: bool) -> bool:
+    ours = _tensors_by_name(module)
+    theirs = _tensors_by_name(copied)
+    our_shapes = {name: tensor.shape for name, tensor in ours.items()}
+    their_shapes = {name: tensor.shape for name, tensor in theirs.items()}
+    if our_shapes != their_shapes:
+        return True
+    compared = set(ours)
+    if is_loaded:
+        # The others have the values of the checkpoint, as the copy will have.
+        compared -= module.state_dict().keys()
+    for name in compared:
+        value = theirs[name].to(ours[name])
+        if not is_same(value, ours[name]):
+            return True
+    return False
+
+
+def _tensors_by_name(module: nn.Module) -> dict[str, Tensor]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
+def average_on_the_device(trainer: Trainer) -> None:
+    """Put averaged weights where the trained ones are, unless the callback was told where; their
+    count on the host.
+
+    Buys: no copy of all weights to the CPU and no wait for the count at every step. Public way
+    missing: no switch.
+    """
+    for average, device in averaged_models(trainer).items():
+        count: Any = average.n_averaged.cpu()
+        average.to(device or trainer.strategy.root_device)
+        average.n_averaged = stays_on_the_host(count)
+
+
+def stays_on_the_host(count: Any) -> Any:
+    """A count that is not moved by ``to``.
+
+    A number on the host may be added to numbers on a device.
+    """
+
+    def stay(*_: Any) -> Any:
+        return count
+
+    count.to = stay
+    return count
+
+
+# The command line
+
+
+@contextmanager
+def values_are_no_files() -> Iterator[None]:
+    """Inside, a parser reads no value from a file.
+
+    Buys: a checkpoint brings in no other file. Public way missing.
+    """
+    options: Any = importlib.import_module("jsonargparse._optionals")
+    mode = options._config_read_mode
+    # "Readable and not readable": no path is both.
+    options._config_read_mode = "rR"
+    try:
+        yield
+    finally:
+        options._config_read_mode = mode
+
+
+# The files of jsonargparse that call the two functions which :func:`parser_asks` replaces.
+LOOKS_NAMES_UP = ("jsonargparse._util", "jsonargparse._typehints")
+MAKES_OBJECTS = ("jsonargparse._typehints", "jsonargparse._signatures")
+
+
+@contextmanager
+def parser_asks(
+    check_name: Callable[[str], None], watch: Callable[[Callable[[], Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, a parser asks before it imports a name, and before it makes a class.
+
+    Args:
+        check_name: Called with each name that the parser is about to look up. It may raise.
+        watch: Given the parser's ``get_class_instantiator``; returns what makes a class instead.
+
+    Buys: a stranger's checkpoint names nothing that is imported or made unseen. Public way missing:
+    the parser's own list of allowed import paths takes whole packages. A version without these
+    functions ends in a KeyError, so that nothing is read unchecked.
+    """
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for file in LOOKS_NAMES_UP:
+        names = vars(importlib.import_module(file))
+        replaced.append((names, "check_import_path", names["check_import_path"]))
+    for file in MAKES_OBJECTS:
+        names = vars(importlib.import_module(file))
+        replaced.append((names, "get_class_instantiator", names["get_class_instantiator"]))
+    try:
+        for names, name, function in replaced:
+            names[name] = check_name if name == "check_import_path" else watch(function)
+        yield
+    finally:
+        for names, name, function in replaced:
+            names[name] = function
+
+
+# Profiling
+
+
+def profiled_module(profiler: Profiler) -> LightningModule:
+    """The module that is trained.
+
+    Buys regions around the network in the step profiler. Public way missing: a Profiler has none to
+    its Trainer or module.
+    """
+    return profiler._lightning_module  # type: ignore[attr-defined]
+
+
+@contextmanager
+def surround_calls(
+    network: nn.Module, before: Callable[[], Any], after: Callable[[], Any]
+) -> Iterator[None]:
+    """Inside, call ``before`` and ``after`` around every call of a network, compiled or not.
+
+    Buys the time of its forward pass. Public way missing: ``nn.Module.compile`` would compile hooks
+    as well.
+    """
+    compiled = network._compiled_call_impl
+    call_network = compiled or network._call_impl
+
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        before()
+        outputs = call_network(*args, **kwargs)
+        after()
+        return outputs
+
+    network._compiled_call_impl = surrounded
+    yield
+    network._compiled_call_impl = compiled
+
+
+@contextmanager
+def memory_history(path: Path, max_entries: int) -> Iterator[None]:
+    """Record CUDA allocations and frees inside, and write the newest, with their stacks, for
+    PyTorch's memory viewer.
+
+    Buys ``--memory_snapshot``. PyTorch documents these underscored names, and has no others.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+    yield
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def results_of_operations(tell: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Inside, call ``tell`` with what each PyTorch operation returns, as a flat list.
+
+    Buys a count of the CPU's memory. Public way missing: PyTorch has ``TorchDispatchMode`` in this
+    module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tell(tree_leaves(result))
+            return result
+
+    with Results():
+        yield

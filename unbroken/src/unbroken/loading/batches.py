@@ -1,0 +1,213 @@
+"""Which samples are in which batch of which rank: a function of seed, epoch and batch alone."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils import data
+
+from unbroken import contract
+from unbroken.errors import UserError
+from unbroken.loading.passes import Passes, Start
+from unbroken.loading.samplers import has_state, samplers_within
+from unbroken.loading.seeding import seed_generators
+
+# A batch's epoch, its number in the epoch (which goes on counting over several passes), and the
+# keys of its samples.
+Request = tuple[int, int, Any]
+
+
+@dataclass(eq=False)
+class ExactBatches(Passes, data.Sampler[Request]):
+    """What one rank's loader asks its dataset for.
+
+    Training: global batch ``k`` is ``order[k·B·W : (k+1)·B·W]`` and rank ``r`` takes its ``r``-th
+    part, so W ranks with batch B train on what one rank with batch B·W trains on. The rest is
+    shared evenly as a last, smaller batch, or left out with ``drop_last`` and where it has fewer
+    samples than ranks.
+
+    Evaluation: every sample comes once. One rank has the batches of the loader that was given. On
+    several ranks global batches differ by at most one sample: all ranks have equally many, so that
+    none waits for one that has finished.
+
+    A share that the user has cut himself (``own_share``) is this rank's alone: its batches are
+    those of one rank.
+    """
+
+    # The sampler whose order is cut into batches, or a batch sampler.
+    source: Any
+    # Samples per rank; None with a batch sampler, or where the dataset gives ready batches.
+    batch_size: int | None
+    drop_last: bool = False
+    training: bool = True
+    # The dataset gives whole batches (see GathersBatches), also of no samples.
+    in_memory: bool = False
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    # Where the dataset is asked.
+    device: torch.device | None = None
+    own_share: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(self.source if has_state(self.source) else None)
+        self.num_samples = len(self.source)
+        if self.batch_size is not None and self.training and self.drop_last:
+            # A set that is smaller than a batch is one batch: drop_last would leave nothing.
+            largest = max(1, self.num_samples // self.parts)
+            self.batch_size = min(self.batch_size, largest)
+        if not self.training:
+            self._check_that_it_can_be_shared()
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch of the source is cut."""
+        return 1 if self.own_share else self.world_size
+
+    @property
+    def part(self) -> int:
+        """Which of these parts is this rank's."""
+        return 0 if self.own_share else self.rank
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that all ranks together see per batch; with a batch sampler, batches."""
+        return (self.batch_size or 1) * self.world_size
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self._cuts()) - 1
+
+    @property
+    def start_sample(self) -> int:
+        """Samples of the source before the next pass's first one."""
+        batches_of_this_pass = max(0, self.start.batches - self.first)
+        # The batches in which they were seen may have had another size.
+        samples_per_batch = self.start.samples_per_batch or self.global_batch_size
+        done = batches_of_this_pass * samples_per_batch
+        if self.own_share:
+            done //= self.world_size
+        return min(done, self.num_samples)
+
+    @property
+    def start_batch(self) -> int:
+        """The number in the epoch of the next pass's first batch."""
+        return self.first + len(self._cuts()) - len(self._cuts(self.start_sample))
+
+    def __iter__(self) -> Iterator[Request]:
+        if self.start.over:
+            # Worker processes request batches in advance. Return now, so that the source's next
+            # order is not drawn before the next epoch.
+            return
+        order = self._order()
+        if self.device is not None and isinstance(order, Tensor):
+            order = order.to(self.device)
+        epoch = self.start.epoch
+        first_batch = self.start_batch
+        cuts = self._cuts(self.start_sample)
+        # The next iteration starts at the first batch.
+        self.start = Start(epoch)
+        for number, (begin, end) in enumerate(pairwise(cuts), start=first_batch):
+            mine = begin + (end - begin) * self.part // self.parts
+            others = begin + (end - begin) * (self.part + 1) // self.parts
+            yield epoch, number, order[mine] if self.batch_size is None else order[mine:others]
+        self.first = first_batch + len(cuts) - 1 if self.cycles else 0
+
+    def _check_that_it_can_be_shared(self) -> None:
+        if self.batch_size is None:
+            what = "ready batches"
+            is_possible = self.num_samples % self.parts == 0
+        else:
+            what = "samples"
+            is_possible = self.num_samples >= self.parts or self.in_memory
+        if not is_possible:
+            raise UserError(
+                f"--devices {self.world_size}: an evaluation of {self.num_samples} {what} "
+                "cannot be shared. Use fewer."
+            )
+
+    def _order(self) -> Any:
+        """The samples (or batches) of a whole pass in order, the same on every rank."""
+        epoch_seed = self._epoch_seed()
+        earlier_passes = self.states if self.first else {}
+        self.states = {**earlier_passes, self.first: self.state()}
+        source = self.source
+        if type(source) is data.SequentialSampler:
+            return torch.arange(self.num_samples)
+        permutes = type(source) is data.RandomSampler and not source.replacement
+        if permutes and self.num_samples == len(source.data_source):
+            generator = torch.Generator().manual_seed(epoch_seed)
+            return torch.randperm(self.num_samples, generator=generator)
+        with isolate_rng(include_cuda=False):
+            seed_generators(epoch_seed)
+            for sampler in samplers_within(source):
+                if isinstance(sampler, contract.OrdersByEpoch):
+                    sampler.set_epoch(self.start.epoch)
+                binds = isinstance(sampler, contract.BindsGenerator)
+                # It may be NumPy's, which cannot be seeded anew.
+                if binds and isinstance(sampler.generator, torch.Generator):
+                    sampler.generator.manual_seed(epoch_seed)
+            # There are samplers that never end.
+            order = list(islice(source, len(source)))
+        self.num_samples = len(order)
+        is_numbers = bool(order) and isinstance(order[0], int)
+        return torch.tensor(order) if is_numbers else order
+
+    def _epoch_seed(self) -> int:
+        # The epochs of two seeds lie far apart.
+        seed = self.seed * 1_000_003 + self.start.epoch
+        if self.first:
+            # A further pass of the same epoch has another order.
+            return hash((seed, self.first)) % 2**63
+        return seed
+
+    def _cuts(self, first: int = 0) -> list[int]:
+        """Where the global batches of an epoch's samples from ``first`` on begin, and the last one
+        ends.
+        """
+        if self.training or self.parts == 1 or self.batch_size is None:
+            return self._cuts_of_one_size(first)
+        return self._equal_cuts()
+
+    def _cuts_of_one_size(self, first: int) -> list[int]:
+        samples_per_batch = (self.batch_size or 1) * self.parts
+        cuts = list(range(first, self.num_samples + 1, samples_per_batch))
+        rest = self.num_samples - cuts[-1]
+        # Without a batch size no rest is as large as there are parts.
+        if rest >= self.parts and not self.drop_last:
+            return [*cuts, self.num_samples]
+        return cuts
+
+    def _equal_cuts(self) -> list[int]:
+        """The cuts of an evaluation on several ranks: batches differ by one sample at most."""
+        assert self.batch_size is not None
+        samples = self.num_samples
+        if self.drop_last and samples > self.batch_size:
+            # Leave out what one rank leaves out.
+            samples -= samples % self.batch_size
+        largest_share = math.ceil(samples / self.parts)
+        batches = math.ceil(largest_share / self.batch_size)
+        if not self.in_memory:
+            # No rank has a batch of no samples.
+            batches = min(batches, samples // self.parts)
+        batches = max(1, batches)
+        return [samples * number // batches for number in range(batches + 1)]
+
+
+def equally_many(batches: Sequence[Sequence[Any]], ranks: int) -> list[list[Any]]:
+    """The batches of an evaluation, the largest halved until each rank can have equally many.
+
+    They are sorted by size, so that the ranks' batches of one step are alike.
+    """
+    found = sorted(map(list, batches), key=len)
+    while len(found) % ranks and len(found[-1]) > 1:
+        largest = found.pop()
+        middle = len(largest) // 2
+        found += [largest[:middle], largest[middle:]]
+        found.sort(key=len)
+    return found

@@ -1,0 +1,161 @@
+"""Fetches a batch's samples, with generators that are seeded for it."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from unbroken import contract
+from unbroken.loading.batches import Request
+from unbroken.loading.own_generators import generators_in, seed_them
+from unbroken.loading.samplers import gathers
+from unbroken.loading.seeding import generator_states, number_of, seed_generators
+
+
+@dataclass
+class Fetch:
+    """Fetches and collates batches of a map-style dataset.
+
+    All generators are seeded first: in training from (seed, rank, epoch, batch), so that any number
+    of workers, and a resumed run, get the same batch; in an evaluation from (seed, sample), however
+    the set is cut into batches.
+
+    The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is
+    used, the first that it has. A ``gather`` that draws random numbers is seeded for each batch,
+    also in an evaluation. Whether it draws is told by an epoch's first batch in a process.
+
+    Generators that the dataset or the collate function holds are seeded in the same way. Each
+    process looks for them at an epoch's first batch: a ``worker_init_fn`` or a ``set_epoch`` may
+    have made them. It looks once more behind that batch, for ``__getitem__`` may make one when it
+    is called first. Then the batch is fetched again, with that one seeded.
+    """
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    seed: int
+    # None in an evaluation.
+    rank: int | None
+    # Whether a request holds a batch's keys; else it holds one key.
+    batched: bool
+    # Whether the dataset was seen to draw random numbers as it gave several samples at once; None:
+    # not asked in this epoch.
+    draws: bool | None = field(default=None, init=False)
+    own_generators: dict[str, Any] = field(default_factory=dict, init=False)
+    # The epoch in which this process has fetched last.
+    epoch: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.gathers = gathers(self.dataset)
+
+    def __getitem__(self, request: Request) -> Any:
+        epoch = request[0]
+        if epoch == self.epoch:
+            return self._fetched(request)
+        self.epoch = epoch
+        self._look_for_generators()
+        if not self.draws:
+            # An augmentation may begin with a later epoch.
+            self.draws = None
+        batch = self._fetched(request)
+        known = self.own_generators
+        self._look_for_generators()
+        for path, generator in self.own_generators.items():
+            if generator is not known.get(path):
+                return self._fetched(request)
+        return batch
+
+    def _look_for_generators(self) -> None:
+        self.own_generators = generators_in((self.dataset, self.collate))
+        if self.own_generators:
+            self.draws = True
+
+    def _fetched(self, request: Request) -> Any:
+        epoch, number, part = request
+        if self.gathers:
+            # A batch sampler of the user's own gives a list.
+            return self._gathered(epoch, number, torch.as_tensor(part))
+        keys = part.tolist() if isinstance(part, Tensor) else part
+        # Fetching may happen in the main process, where the training's generators must not change.
+        with isolate_rng(include_cuda=False):
+            self._seed_for_batch(epoch, number)
+            if not self.batched:
+                return self.collate(self._single(keys))
+            if self.rank is None:
+                return self.collate(self._evaluated(keys))
+            return self.collate(self._trained(keys))
+
+    def _seed_for_batch(self, epoch: int, number: int) -> None:
+        self._seed(hash((self.seed, self.rank or 0, epoch, number)))
+
+    def _seed_for_sample(self, key: Any) -> None:
+        self._seed(hash((self.seed, number_of(key))))
+
+    def _seed(self, seed: int) -> None:
+        seed_them(self.own_generators, seed)
+        seed_generators(seed)
+
+    def _gathered(self, epoch: int, number: int, indices: Tensor) -> Any:
+        if self.draws is False:
+            # Isolating the generators takes longer than such a batch.
+            return self.dataset.gather(indices)
+        with isolate_rng(include_cuda=False):
+            self._seed_for_batch(epoch, number)
+            before = generator_states() if self.draws is None else None
+            batch = self.dataset.gather(indices)
+            if self.draws is None:
+                self.draws = generator_states() != before
+            return batch
+
+    def _single(self, key: Any) -> Any:
+        if self.rank is None:
+            self._seed_for_sample(key)
+        return self.dataset[key]
+
+    def _trained(self, keys: list[Any]) -> Any:
+        if isinstance(self.dataset, contract.FetchesSeveral):
+            return self.dataset.__getitems__(keys)
+        return [self.dataset[key] for key in keys]
+
+    def _evaluated(self, keys: list[Any]) -> Any:
+        """Samples whose random numbers do not depend on which others are asked for together with
+        them.
+        """
+        if isinstance(self.dataset, contract.FetchesSeveral):
+            return self._evaluated_together(self.dataset, keys)
+        samples = []
+        for key in keys:
+            self._seed_for_sample(key)
+            samples.append(self.dataset[key])
+        return samples
+
+    def _evaluated_together(self, dataset: contract.FetchesSeveral, keys: list[Any]) -> Any:
+        """One call is faster (a database reads once), and as good, unless it draws random
+        numbers.
+        """
+        if not self.draws:
+            before = generator_states()
+            samples = dataset.__getitems__(keys)
+            if generator_states() == before:
+                return samples
+            self.draws = True
+        samples = []
+        for key in keys:
+            self._seed_for_sample(key)
+            found = dataset.__getitems__([key])
+            if not isinstance(found, (list, tuple)) or len(found) != 1:
+                return self._evaluated_as_one(dataset, keys)
+            samples += found
+        return samples
+
+    def _evaluated_as_one(self, dataset: contract.FetchesSeveral, keys: list[Any]) -> Any:
+        warnings.warn(
+            f"{type(dataset).__name__} draws random numbers for a whole batch at once: its values "
+            "depend on the batch size. Let __getitems__ return a list of samples.",
+            stacklevel=2,
+        )
+        self._seed_for_sample(tuple(keys))
+        return dataset.__getitems__(keys)

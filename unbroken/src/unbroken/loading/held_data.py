@@ -1,0 +1,120 @@
+"""A look at which data a rank holds, to tell whether its user has shared them among the ranks.
+
+A ``Subset`` of every other row, or a list of every other file, is a rank's own share without a
+sampler that says so. To share it once more would leave samples out that nobody trains on. Ranks
+that hold the same data tell the same here, and ranks that hold shares do not.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data
+
+from unbroken.loading.samplers import is_stream, samplers_within, source_of
+
+# Entries that are looked at of everything that has one for each sample, evenly spaced.
+MOST_ENTRIES = 64
+# A dataset may hold another one, and that one another.
+MOST_DEPTH = 5
+# Numbers that differ by less are the same, as after a computation on another machine.
+RELATIVE_TOLERANCE = 1e-4
+TOLERANCE = 1e-5
+
+
+def held_data(loader: data.DataLoader[Any]) -> list[Any]:
+    """What a loader's dataset and samplers hold, as plain values that ranks can compare.
+
+    No sample is asked for, for that may take long, draw random numbers or count.
+    """
+    told: list[Any] = list(_tell_data(loader.dataset, MOST_DEPTH))
+    for sampler in samplers_within(source_of(loader)):
+        told += _tell_entries_of(sampler, _length_of(sampler))
+    return told
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    """Whether two ranks have told the same."""
+    if isinstance(one, float) and isinstance(other, float):
+        are_close = math.isclose(one, other, rel_tol=RELATIVE_TOLERANCE, abs_tol=TOLERANCE)
+        return are_close or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_alike, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _tell_data(dataset: Any, depth: int) -> Iterator[Any]:
+    """Class and length of a dataset, what it holds for each sample, and the datasets in it."""
+    length = _length_of(dataset)
+    yield [type(dataset).__qualname__, length]
+    yield from _tell_entries(dataset, length)
+    yield from _tell_entries_of(dataset, length)
+    if depth == 0:
+        return
+    for value in getattr(dataset, "__dict__", {}).values():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        for part in parts[:MOST_ENTRIES]:
+            if isinstance(part, data.Dataset) and not is_stream(part):
+                yield from _tell_data(part, depth - 1)
+
+
+def _tell_entries_of(owner: Any, length: int | None) -> Iterator[Any]:
+    """The entries of each attribute that has as many as there are samples."""
+    for value in getattr(owner, "__dict__", {}).values():
+        # TensorDataset keeps a tuple of tensors.
+        parts = [value, *value] if isinstance(value, tuple) else [value]
+        for part in parts[:MOST_ENTRIES]:
+            if _length_of(part) == length:
+                yield from _tell_entries(part, length)
+
+
+def _tell_entries(values: Any, length: int | None) -> Iterator[Any]:
+    """Some entries of what lies in memory: a list, a tensor, an array, a table of pandas."""
+    # A table gives its rows by ``iloc`` alone.
+    rows = getattr(values, "iloc", values)
+    is_in_memory = isinstance(values, (list, tuple, range, Tensor, np.ndarray))
+    if not length or not (is_in_memory or rows is not values):
+        return
+    if isinstance(values, Tensor) and values.layout != torch.strided:
+        return
+    for place in range(0, length, max(1, length // MOST_ENTRIES)):
+        yield _tell_entry(rows[place], MOST_DEPTH)
+
+
+def _tell_entry(entry: Any, depth: int) -> Any:
+    """A number, a text, or a list of both, that stands for the entry of one sample."""
+    if isinstance(entry, Tensor):
+        return _tell_numbers(entry)
+    if isinstance(entry, (np.ndarray, np.generic)):
+        # Torch cannot take an array that is flipped, or of a foreign byte order.
+        is_numeric = entry.dtype.kind in "biuf"
+        return float(entry.sum(dtype=np.float64)) if is_numeric else str(entry)
+    if isinstance(entry, (bool, int, float)):
+        return float(entry)
+    if isinstance(entry, (str, os.PathLike)):
+        # Two machines may keep the same files in folders of other names.
+        return str(entry).replace("\\", "/").rpartition("/")[2]
+    if hasattr(entry, "tolist"):
+        # A row of pandas.
+        entry = entry.tolist()
+    if isinstance(entry, dict):
+        entry = list(entry.values())
+    if isinstance(entry, (list, tuple)) and depth > 0:
+        return [_tell_entry(value, depth - 1) for value in entry[:MOST_ENTRIES]]
+    return type(entry).__qualname__
+
+
+def _tell_numbers(entry: Tensor) -> float:
+    real = entry.detach().abs() if entry.is_complex() else entry.detach()
+    return float(real.sum(dtype=torch.float64).cpu())
+
+
+def _length_of(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,216 @@
+"""Loaders that have no exact form: streams, and loaders that are not PyTorch's own.
+
+Their order is theirs. What can be done for a resume is to keep their state after every batch, if
+they have one.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import tee
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from unbroken import contract
+from unbroken.lightning_internals import iterator_of
+from unbroken.loading.own_generators import generators_in, seed_them
+from unbroken.loading.passes import Passes, Start
+from unbroken.loading.samplers import is_plain
+from unbroken.loading.seeding import seed_generators
+from unbroken.loading.streams import SeededStream, seeded
+from unbroken.loading.workers import iterate
+
+# What a loader gives after its last batch.
+END = object()
+# Lightning has fetched at most one batch more than it trained on. Some more states are kept than
+# that.
+KEPT_STATES = 4
+# Instead of a batch's number: what is drawn as an iteration begins.
+BEGINNING = -1
+
+
+class WatchedLoader(Passes):
+    """A loader that has no exact form. The state of its owner is kept by batch.
+
+    Random numbers that are drawn in this process come from (seed, epoch, batch), on all ranks
+    alike.
+
+    Args:
+        loader: What gives the batches.
+        owner: The loader, or its dataset, if its state is kept; else None.
+        seed: For random numbers.
+        goes_on: Asked before each batch, with the number of batches of this epoch that were read,
+            and whether there is a further one. Returns whether it is handed out. None: it is.
+    """
+
+    _iterator = iterator_of("fetching")
+
+    def __init__(
+        self,
+        loader: Any,
+        owner: Any,
+        seed: int,
+        goes_on: Callable[[int, bool], bool] | None = None,
+    ) -> None:
+        super().__init__(owner)
+        self.loader = loader
+        self.seed = seed
+        self.goes_on = goes_on
+        # The length of the shortest rank's loader, where the ranks' lengths differ.
+        self.shortest: int | None = None
+        has_stream_in_workers = is_plain(loader) and loader.num_workers > 0
+        self.fetching = seeded(loader, seed) if has_stream_in_workers else loader
+        # Where Lightning looks for ``set_epoch``.
+        self.sampler = self
+        # The owner's state before the next pass, where it is known without asking. To ask between
+        # ``load_state_dict`` and ``iter`` would make StatefulDataLoader and litdata forget what was
+        # loaded.
+        self.next_state: Any = None
+        # A state that must be loaded before the next pass, for the last one ended before the loader
+        # did (``--limit_train_batches``), and the loader may have been read ahead.
+        self.rest: Any = None
+        # Whether Lightning may begin to read twice before it trains. It does so with loaders that
+        # are made anew for an epoch, and has then lost the first batch of a stream.
+        self.may_be_begun_twice = False
+        # The pass once more from its beginning, as long as it may be begun a second time.
+        self._again: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """For the user's code: what the loader has."""
+        is_ours = name in ("loader", "fetching") or name.startswith("_")
+        if is_ours or name.endswith("state_dict"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader) if self.shortest is None else self.shortest
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._again is not None:
+            again = self._again
+            self._again = None
+            return again
+        if not self.may_be_begun_twice:
+            return self._pass()
+        self.may_be_begun_twice = False
+        first, self._again = tee(self._pass())
+        return first
+
+    def _pass(self) -> Iterator[Any]:
+        if self.start.over:
+            return
+        first = self.first
+        done = self._begin_pass()
+        batches, batch = self._first_batch(done)
+        length = sized_len(self.loader)
+        while self._is_handed_out(batch, done):
+            done += 1
+            if done > first + 1:
+                # Lightning asks for one batch beforehand. This is training.
+                self._again = None
+            self._remember_state(done)
+            # A stateful loader resets itself only when it is asked past its end, and Lightning
+            # never asks past the end. So the batch that may be the last is handed out after the
+            # next one was asked for. Only that one: some loaders hand out the same tensor for every
+            # batch, and fill it again.
+            may_be_last = self.owner is not None and (not length or done % length == 0)
+            if may_be_last:
+                following = self._next(batches, done)
+                yield batch
+            else:
+                yield batch
+                following = self._next(batches, done)
+            batch = following
+        if batch is END:
+            self.finished = True
+        else:
+            # Another rank has no further batch. A loader with a state goes on here in its next
+            # pass, as after --limit_train_batches.
+            self.rest = self.states.get(done)
+        self.first = done if self.cycles else 0
+
+    def _is_handed_out(self, batch: Any, done: int) -> bool:
+        """Whether a batch is handed out, the one after ``done`` of this epoch. END never is."""
+        has_one = batch is not END
+        return has_one if self.goes_on is None else self.goes_on(done, has_one)
+
+    def _begin_pass(self) -> int:
+        """Put everything where the pass starts; returns the number of its first batch in the
+        epoch.
+        """
+        if self.rest is not None:
+            # As a resumed run does.
+            self.load(self.rest)
+        first = self.first
+        earlier_passes = self.states if first else {}
+        self.states = {**earlier_passes, first: self.next_state}
+        self.start = Start(self.start.epoch)
+        self.first = 0
+        self.rest = None
+        self.next_state = None
+        self.finished = False
+        return first
+
+    def _first_batch(self, number: int) -> tuple[Iterator[Any], Any]:
+        """A new iteration and its first batch."""
+        batches = self._iterate(number)
+        batch = self._next(batches, number)
+        if batch is END:
+            # The state was that of an ended pass: this iteration had nothing left, and the next one
+            # is the new pass.
+            batches = self._iterate(number)
+            batch = self._next(batches, number)
+        return batches, batch
+
+    def _iterate(self, first: int) -> Iterator[Any]:
+        stream = getattr(self.fetching, "dataset", None)
+        if isinstance(stream, SeededStream):
+            stream.begin_pass(self.start.epoch, first)
+
+        def begin() -> Iterator[Any]:
+            if self.owner is None:
+                # Where a state is kept, the generators are a part of it.
+                seed = hash((self.seed, self.start.epoch, first))
+                seed_them(generators_in(self.loader), seed)
+            return iterate(self.fetching)
+
+        return self._drawn_for(BEGINNING, begin)
+
+    def _next(self, batches: Iterator[Any], number: int) -> Any:
+        """The next batch, or END."""
+        batch = self._drawn_for(number, lambda: next(batches, END))
+        if batch is END:
+            self.finished = True
+            self.next_state = self.state()
+        return batch
+
+    def _remember_state(self, done: int) -> None:
+        self.states[done] = self.state()
+        self.states.pop(done - KEPT_STATES, None)
+
+    def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
+        with isolate_rng(include_cuda=False):
+            seed_generators(hash((self.seed, self.start.epoch, batch)))
+            return make()
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        self.next_state = state
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        names = ("dataset", "sampler", "batch_sampler")
+        parts = [getattr(self.loader, name, None) for name in names]
+        for part in (self.loader, *parts):
+            if isinstance(part, contract.OrdersByEpoch):
+                part.set_epoch(epoch)
+
+    def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
+        if not epoch_ends:
+            return super().state_after(batches, epoch_ends)
+        if not self.finished:
+            # The epoch ended before the loader did. The next pass goes on behind the batches that
+            # were trained on.
+            self.rest = self.states.get(batches)
+            return 0, self.rest
+        return 0, self.next_state

@@ -1,0 +1,116 @@
+"""Loaders' worker processes: how they start, and how they end with Python."""
+
+import atexit
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.utils import data
+
+from unbroken.lightning_internals import queues_to_workers, tell_what_cannot_be_sent
+
+# The iterators of loaders with workers, and the queues of each. See :func:`iterate`.
+_queues: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+
+
+def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
+    """Let a loader's worker ignore stop signals, which the trainer handles, tell what it cannot
+    send, and use one core.
+
+    Args:
+        worker: Its number.
+        further: The user's own ``worker_init_fn``.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    tell_what_cannot_be_sent()
+    # For other libraries. Torch sees to itself.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    info: Any = data.get_worker_info()
+    if info is not None:
+        # The user's code expects its own dataset there, not the one that we have put around it.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+    if further is not None:
+        further(worker)
+
+
+def iterate(loader: Iterable[Any]) -> Iterator[Any]:
+    """An iterator over a loader. Its workers end at once when nobody holds it any more.
+
+    The iterator tells its workers to end as it goes. If the garbage collector finds it in a circle
+    of references, the queues that the word would take are closed first. So they are held here as
+    long as the iterator lives. Otherwise it would wait ten seconds for each worker.
+    """
+    batches = iter(loader)
+    queues = queues_to_workers(batches)
+    if queues:
+        _queues[batches] = queues
+    return batches
+
+
+@functools.cache
+def end_workers_at_exit() -> None:
+    """From now on :func:`end_workers` is called as Python ends."""
+    atexit.register(end_workers)
+
+
+def end_workers() -> None:
+    """Kill the workers that are left. Python would wait for them, since they ignore the signal that
+    it sends.
+    """
+    _ignore_ended_children()
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
+
+
+@contextmanager
+def workers_end_with_block() -> Iterator[None]:
+    """Kill the workers that are started inside, and let go of their loaders, which would wait for
+    them for seconds. Workers that start later would inherit these loaders.
+    """
+    before = multiprocessing.active_children()
+    try:
+        yield
+    except Exception as error:
+        # The frames of its traceback hold the loaders.
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        _kill([each for each in multiprocessing.active_children() if each not in before])
+
+
+def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
+    if not workers:
+        return
+    # Signal handlers belong to the main thread. Elsewhere loaders wait for their workers.
+    can_kill = threading.current_thread() is threading.main_thread()
+    handler = _ignore_ended_children() if can_kill else None
+    if can_kill:
+        for worker in workers:
+            worker.kill()
+        # Torch misses an ended worker until somebody has waited for it.
+        for worker in workers:
+            worker.join()
+    # A loader takes its workers off torch's list as it goes.
+    gc.collect()
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _ignore_ended_children() -> Any:
+    """Torch's handler would raise an error because a worker is killed. Returns the handler.
+
+    Windows has no such signal.
+    """
+    if not hasattr(signal, "SIGCHLD"):
+        return None
+    return signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,0 +1,210 @@
+"""Where scalars go in any case: metrics.csv in the run's folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from unbroken.errors import UserError
+from unbroken.loggers.followers import FollowsRows
+from unbroken.storage.files import write_atomically
+from unbroken.tables import columns_of
+
+# The first columns, of whole numbers.
+FIRST = {"step": 0, "epoch": 0}
+Row = dict[str, Any]
+
+
+class MetricsCSV(Logger):
+    """One row per logged step in ``metrics.csv``.
+
+    Lightning's CSVLogger writes a row per call, and deletes the file of a resumed run. Here such a
+    run keeps the rows its checkpoint knew: the file ends like that of an undisturbed one.
+
+    While a run goes on, lines are only appended. A step that is logged to again after its line was
+    saved gets another line with what is new. :func:`read_metrics` joins the lines of a step, and
+    the file is joined when training ends or is resumed.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        # Loggers that are told which rows stay when a run starts or is resumed.
+        self.followers: Sequence[FollowsRows] = ()
+        rows = read_metrics(path)
+        self._columns = columns_of([FIRST, *rows])
+        self._count = len(rows)  # rows, with the one of this step
+        self._step: int | None = None  # what is logged to; None before the first
+        self._unsaved: Row = {}  # values of this step that are in no line yet
+        self._has_line = False  # whether this step has a line in the file
+        self._has_split_rows = False  # whether a step has several
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder: where a module's own code puts its files."""
+        return str(self.path.parent)
+
+    @property
+    def log_dir(self) -> str:
+        return self.save_dir
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """Takes everything and does nothing: for code that logs to another kind of logger."""
+        return DummyExperiment()
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run's config.yaml holds them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        step = step or 0
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            # A module may tell all of its loggers a text.
+            if name != "step" and not isinstance(value, str):
+                numbers[name] = as_number(name, value)
+        if not numbers:
+            return
+        if step != self._step:
+            self.save()
+            self._step = step
+            self._has_line = False
+            self._count += 1
+        self._unsaved |= numbers
+
+    def save(self, to_disk: bool = False) -> int:  # type: ignore[override]
+        """Append what was logged since the last call; returns the number of rows, the last of which
+        may still grow.
+
+        ``to_disk``: also save the file from a power cut.
+        """
+        if self._unsaved:
+            self._append({"step": self._step, **self._unsaved})
+            self._unsaved = {}
+        if to_disk and self.path.exists():
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+        return self._count
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Called by Lightning when training or a test has ended, or failed."""
+        self.save()
+        if self._has_split_rows:
+            self._rewrite(read_metrics(self.path))
+
+    @rank_zero_only
+    def keep_rows(self, count: int) -> None:
+        """Go on after the first ``count`` rows, the last of which may still grow: a resumed run
+        repeats the others.
+        """
+        rows = read_metrics(self.path)[:count]
+        self._columns = columns_of([FIRST, *rows])
+        self._count = len(rows)
+        self._step = rows[-1]["step"] if rows else None
+        self._unsaved = {}
+        if self.path.exists():
+            self._rewrite(rows)
+        for follower in self.followers:
+            follower.go_on_after(rows)
+
+    def _append(self, row: Row) -> None:
+        new = sorted(row.keys() - {*self._columns})
+        if new or not self.path.exists():
+            self._columns += new
+            self._rewrite([*read_metrics(self.path), row])
+            return
+        with open(self.path, "ab") as file:
+            file.write(self._as_text([row]))
+        self._has_split_rows = self._has_split_rows or self._has_line
+        self._has_line = True
+
+    def _rewrite(self, rows: Sequence[Row]) -> None:
+        """Write the whole file anew, a line per step."""
+        # Somebody may delete the folder of a run that trains. RunRecord fills it again and says so.
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        heading = dict(zip(self._columns, self._columns, strict=True))
+        write_atomically(self._as_text([heading, *joined(rows)]), self.path)
+        self._has_line = bool(rows)
+        self._has_split_rows = False
+
+    def _as_text(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns).writerows(rows)
+        return text.getvalue().encode()
+
+
+def as_number(name: str, value: Any) -> float:
+    """A logged value as it stands in the file. A step and an epoch are whole numbers, unless they
+    are not finite.
+    """
+    number = float(value)
+    if name in FIRST and math.isfinite(number):
+        return int(number)
+    return number
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics.csv, a row per step, without empty cells; none where there is no file.
+
+    A line without an end is left out: the run was killed while it wrote it. A UserError where the
+    file is damaged.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise damaged(path, error) from None
+    whole_lines = text[: text.rfind("\n") + 1]
+    lines = csv.DictReader(io.StringIO(whole_lines, newline=""))
+    try:
+        rows = [numbers_of(cells) for cells in lines]
+    # TypeError: a line has more values than there are names.
+    except (ValueError, TypeError, csv.Error) as error:
+        raise damaged(path, error) from None
+    if any("step" not in row for row in rows):
+        raise damaged(path, ValueError("a row without a step"))
+    return joined(rows)
+
+
+def numbers_of(cells: Mapping[str, str]) -> Row:
+    """A line's numbers by column, without empty cells."""
+    return {name: as_number(name, cell) for name, cell in cells.items() if cell}
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    """The error to raise where a file cannot be read, and how to go on."""
+    return UserError(f"{path} is damaged ({error}). Move it away and go on: its rows begin anew.")
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose neighbours of the same step are one row. The later value of a name wins."""
+    found: list[Row] = []
+    for row in rows:
+        if found and found[-1]["step"] == row["step"]:
+            found[-1] = found[-1] | row
+        else:
+            found.append(row)
+    return found

@@ -1,0 +1,1 @@
+"""What this machine has, and what makes it fast: devices, threads, memory."""

@@ -1,0 +1,1 @@
+"""Lightning's other names as files, for worker processes: see unbroken/lightning_names.py."""

@@ -1,0 +1,68 @@
+"""What a checkpoint holds beyond Lightning's own: one class for each thing.
+
+Lightning saves weights, optimizers, schedules, the states of callbacks and of the data module, and
+the counters of its loops. An exact resume needs more. :func:`all_parts` is the list of what
+more a checkpoint of this project holds. Each part has ``take(trainer)`` and ``give_back(trainer,
+value)`` one below the other. A part of your own, for state that your code keeps, is a subclass of
+:class:`Part` that you give to ``ExactCheckpoint(..., parts=[...])``.
+"""
+
+from collections.abc import Sequence
+
+from unbroken.parts.attributes import PlainAttributes
+from unbroken.parts.generators import OwnGenerators, RandomGenerators
+from unbroken.parts.hidden import HiddenModules
+from unbroken.parts.hyperparameters import StartingHyperparameters
+from unbroken.parts.loaders import LoaderPositions
+from unbroken.parts.loops import EarlyStop, ValidatedBatches
+from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
+from unbroken.parts.module import (
+    EvalModes,
+    FrozenParameters,
+    Gradients,
+    PlainBuffers,
+    UntrackedStatistics,
+)
+from unbroken.parts.part import Part
+
+
+def all_parts(
+    positions: LoaderPositions,
+    buffers: PlainBuffers,
+    hyperparameters: StartingHyperparameters,
+    attributes: PlainAttributes,
+    hidden: HiddenModules,
+    further: Sequence[Part] = (),
+) -> list[Part]:
+    """Every part, in the order in which they are taken and given back.
+
+    Args:
+        positions: These five note something as training begins, so that the caller makes them.
+        buffers: See above.
+        hyperparameters: See above.
+        attributes: See above.
+        hidden: See above.
+        further: The user's own.
+    """
+    return [
+        # A module's own sums come first: to ask for them may add uncounted batches to its metrics.
+        ModuleSums(),
+        MetricStates(),
+        LoggedSums(),
+        CallbackMetrics(),
+        ValidatedBatches(),
+        positions,
+        buffers,
+        attributes,
+        hidden,
+        Gradients(),
+        FrozenParameters(),
+        EvalModes(),
+        UntrackedStatistics(),
+        hyperparameters,
+        EarlyStop(),
+        *further,
+        # The generators come last: to give back another part may draw a random number.
+        OwnGenerators(),
+        RandomGenerators(),
+    ]

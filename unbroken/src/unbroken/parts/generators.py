@@ -1,0 +1,100 @@
+"""The generators of random numbers."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+
+from unbroken.loading.own_generators import generators_in, restore, state_of
+from unbroken.parts.part import Part
+from unbroken.parts.users_callbacks import users_callbacks
+
+
+class RandomGenerators(Part):
+    """Python's, NumPy's, torch's CPU and the device's generator.
+
+    Lightning's checkpoint holds none of them.
+    """
+
+    name = "random"
+    is_left_at_the_end = True
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        device = trainer.strategy.root_device
+        return {**random_state(device), "device": device.type}
+
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        device = trainer.strategy.root_device
+        # On a device of another type the numbers differ anyway.
+        if value.get("device", device.type) == device.type:
+            restore_random_state(value, device)
+
+
+class OwnGenerators(Part):
+    """Generators that the module, the data module and the user's callbacks hold in their
+    attributes.
+    """
+
+    name = "own_generators"
+    is_left_at_the_end = True
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        found = generators_in(holders(trainer))
+        kinds = {path: type(generator).__name__ for path, generator in found.items()}
+        return {path: [kinds[path], state_of(found[path])] for path in found}
+
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        for path, generator in generators_in(holders(trainer)).items():
+            kind, state = value.get(path, ("none", None))
+            if kind == type(generator).__name__:
+                restore(generator, state)
+
+
+def holders(trainer: Trainer) -> dict[str, Any]:
+    """Whose attributes are looked through.
+
+    A callback is named by its class and its place among those of its class: another callback that
+    is added or left out changes no name.
+    """
+    callbacks: dict[str, Any] = {}
+    of_class: Counter[str] = Counter()
+    for callback in users_callbacks(trainer):
+        kind = type(callback).__qualname__
+        callbacks[f"{kind}.{of_class[kind]}"] = callback
+        of_class[kind] += 1
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    # The last one is looked through first. The module's generators matter most, and the look ends
+    # after so many objects.
+    return {"callbacks": callbacks, "data": data, "module": trainer.lightning_module}
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of all generators, as plain values and tensors."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        # A tensor is saved in microseconds, a list of its 625 numbers in milliseconds.
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+    }
+    if device.type in ("cuda", "mps"):
+        state[device.type] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator where :func:`random_state` found it.
+
+    A device of another type keeps its own.
+    """
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])

@@ -1,0 +1,33 @@
+"""Where training is in its loaders."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from unbroken.loading import ExactLoading
+from unbroken.parts.part import Part
+
+
+class LoaderPositions(Part):
+    """For each loader of the training: the batch at which its present pass began, and its own or
+    its sampler's state.
+
+    These are taken like any other part. They are given back earlier, as the checkpoint is read: a
+    loader may be asked for its first batch before training starts. So
+    :class:`unbroken.checkpoint.exact_checkpoint.ExactCheckpoint` hands them to
+    :class:`unbroken.loading.ExactLoading` itself.
+    """
+
+    name = "loaders"
+
+    def __init__(self, loading: ExactLoading) -> None:
+        self.loading = loading
+        # Whether the epoch's training is done, so that the next pass is of the next epoch.
+        self.epoch_is_over = False
+
+    def take(self, trainer: Trainer) -> list[tuple[int, Any]]:
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        return [loader.state_after(done, self.epoch_is_over) for loader in self.loading.training]
+
+    def give_back(self, trainer: Trainer, value: list[tuple[int, Any]]) -> None:
+        """The loaders have been there since the checkpoint was read."""

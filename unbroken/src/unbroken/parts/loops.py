@@ -1,0 +1,80 @@
+"""What Lightning's loops count and decide, and its own checkpoint lacks or has wrong."""
+
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+
+from unbroken import lightning_internals
+from unbroken.parts.part import Part
+
+# Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last),
+# inside validation.
+Place = Literal["batch", "epoch", "validation"]
+
+
+class ValidatedBatches(Part):
+    """Batches that validations have read, by loader: the steps of what they log in a step."""
+
+    name = "validated"
+
+    def take(self, trainer: Trainer) -> dict[int, int]:
+        return dict(lightning_internals.validated_batches(trainer))
+
+    def give_back(self, trainer: Trainer, value: dict[int, int]) -> None:
+        lightning_internals.validated_batches(trainer).update(value)
+
+
+class EarlyStop(Part):
+    """Whether a callback has asked the Trainer to stop early.
+
+    A run that had stopped early stays so, unless the user has changed a setting, such as a patience
+    or a time limit.
+    """
+
+    name = "should_stop"
+    of_each_rank = False
+
+    def take(self, trainer: Trainer) -> bool:
+        return trainer.should_stop
+
+    def give_back(self, trainer: Trainer, value: bool) -> None:
+        """It is given back as the checkpoint is read, for the loops ask before training starts."""
+
+
+def clean_counters(fit: dict[str, Any], place: Place, validated: bool) -> None:
+    """Rewrite the saved counters of the fit loop, in place, so that everything is done or not
+    begun.
+
+    Inside a hook some counters are ahead of others, and Lightning's restart would repeat or skip a
+    validation, an epoch or a log step.
+
+    Args:
+        fit: What ``trainer.fit_loop.state_dict()`` returned.
+        place: Where the checkpoint is taken.
+        validated: Whether a validation has followed the last batch, which ended an optimizer step.
+    """
+    # Lightning's own states of the loaders may be a batch ahead. See LoaderPositions.
+    fit.pop("combined_loader", None)
+    batches = fit["epoch_loop.batch_progress"]
+    validation = fit["epoch_loop.val_loop.batch_progress"]
+    epochs = fit["epoch_progress"]
+    begun = [batches["total"], batches["current"], validation["total"]]
+    if place == "epoch":
+        begun += [epochs["total"], epochs["current"]]
+    for counters in begun:
+        for name in counters:
+            counters[name] = counters["completed"]
+    if place != "validation":
+        batches["is_last_batch"] = False
+    if place == "batch" and validated:
+        # Lightning's restart finds this batch's validation due again, and counts one step more for
+        # it. That step is taken off in advance.
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    if place == "validation":
+        # The validation has begun and has done no batch: the resumed run starts it again.
+        before = validation["total"]["completed"] - validation["current"]["completed"]
+        for name in validation["current"]:
+            validation["current"][name] = 0
+        validation["total"].update(
+            ready=before + 1, started=before + 1, processed=before, completed=before
+        )

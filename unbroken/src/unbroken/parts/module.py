@@ -1,0 +1,251 @@
+"""What a module has beside its weights: gradients, modes, and buffers that its state dict leaves
+out.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from unbroken import lightning_internals
+from unbroken.parts.part import Part
+from unbroken.tensors.same_values import is_same
+
+# Of the layouts that are not strided, those that load again with ``weights_only=True``
+SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+
+
+class Gradients(Part):
+    """Gradients that were added up but not yet used: between the batches of one step, in manual
+    optimization, or where the module's own ``optimizer_zero_grad`` may leave them.
+    """
+
+    name = "gradients"
+    changes_in_validation = False
+
+    def take(self, trainer: Trainer) -> dict[str, Tensor]:
+        module = trainer.lightning_module
+        are_zeroed = module.automatic_optimization and not is_overridden(
+            "optimizer_zero_grad", module
+        )
+        if are_zeroed and not is_inside_step(trainer):
+            return {}
+        # Nobody knows where the steps of manual optimization end, or what the module zeroes. So all
+        # gradients are kept.
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad.cpu()
+        return gradients
+
+    def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
+        for name, gradient in value.items():
+            parameter = trainer.lightning_module.get_parameter(name)
+            parameter.grad = gradient.to(trainer.strategy.root_device)
+
+
+def is_inside_step(trainer: Trainer) -> bool:
+    """Whether the batches that are done so far are a part of an accumulated step."""
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    is_partial = done % trainer.accumulate_grad_batches != 0
+    return is_partial and done < trainer.num_training_batches
+
+
+class Switches(Part):
+    """What is on or off for each parameter or layer, where that has changed since the start.
+
+    The start is the module as it was made, before the user's hooks of the start. What has not
+    changed since is left out: what the user sets in a constructor wins. A hook or callback may
+    have changed others in an earlier epoch.
+    """
+
+    of_each_rank = False
+
+    def __init__(self) -> None:
+        self.fresh: dict[str, bool] = {}
+
+    def read(self, trainer: Trainer) -> dict[str, bool]:
+        """Every switch as it is now, by name."""
+        raise NotImplementedError
+
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        """Set a switch that :meth:`read` has found."""
+        raise NotImplementedError
+
+    def begin(self, trainer: Trainer) -> None:
+        """Note the switches as the module has made them."""
+        self.fresh = self.read(trainer)
+
+    def take(self, trainer: Trainer) -> dict[str, bool]:
+        now = self.read(trainer)
+        return {name: is_on for name, is_on in now.items() if is_on != self.fresh.get(name)}
+
+    def give_back(self, trainer: Trainer, value: dict[str, bool]) -> None:
+        # The hooks of the start may have changed what had not changed when the state was taken.
+        wanted = {**self.fresh, **value}
+        for name, is_on in self.read(trainer).items():
+            if wanted.get(name, is_on) != is_on:
+                self.set_one(trainer, name, wanted[name])
+
+
+class FrozenParameters(Switches):
+    """Whether each parameter is trained."""
+
+    name = "frozen"
+
+    def read(self, trainer: Trainer) -> dict[str, bool]:
+        parameters = trainer.lightning_module.named_parameters()
+        return {name: parameter.requires_grad for name, parameter in parameters}
+
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        trainer.lightning_module.get_parameter(name).requires_grad = is_on
+
+
+class EvalModes(Switches):
+    """Whether each part of a module is in training mode. A frozen backbone with batch norms is
+    trained in eval mode.
+    """
+
+    name = "eval"
+    changes_in_validation = False
+
+    def read(self, trainer: Trainer) -> dict[str, bool]:
+        modes = None
+        if trainer.validating:
+            modes = lightning_internals.modes_before_validation(trainer)
+        if not modes:
+            modes = {n: part.training for n, part in trainer.lightning_module.named_modules()}
+        return dict(modes)
+
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        trainer.lightning_module.get_submodule(name).training = is_on
+
+
+class UntrackedStatistics(Switches):
+    """Whether each normalisation layer tracks running statistics. ``BaseFinetuning`` switches that
+    off.
+    """
+
+    name = "untracked"
+
+    def read(self, trainer: Trainer) -> dict[str, bool]:
+        return {name: bool(part.track_running_stats) for name, part in tracking(trainer)}
+
+    def set_one(self, trainer: Trainer, name: str, is_on: bool) -> None:
+        part: Any = trainer.lightning_module.get_submodule(name)
+        part.track_running_stats = is_on
+
+
+def tracking(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """The layers that may track running statistics, by name."""
+    for name, part in trainer.lightning_module.named_modules():
+        if hasattr(part, "track_running_stats"):
+            yield name, part
+
+
+class PlainBuffers(Part):
+    """Buffers that are not persistent and have changed since the start, such as a queue or a
+    running mean; and buffers of any kind that training has made.
+
+    A state dict leaves those that are not persistent out. One that has not changed is left out
+    here, too: it may be a large constant table, and the module makes it again. A buffer that
+    training has made is in the state dict where it is persistent. Its name here says that it is a
+    buffer.
+    """
+
+    name = "buffers"
+    is_left_at_the_end = True
+
+    def __init__(self) -> None:
+        self.fresh: dict[str, Tensor | None] = {}
+        self._persistent: set[str] = set()
+
+    def begin(self, module: LightningModule) -> None:
+        """Note the buffers as the module has made them."""
+        left_out = plain_buffers(module)
+        self.fresh = {
+            name: None if buffer is None else buffer.detach().cpu().clone()
+            for name, buffer in left_out.items()
+        }
+        self._persistent = {name for name, _ in module.named_buffers() if name not in left_out}
+
+    def take(self, trainer: Trainer) -> dict[str, Tensor | None]:
+        module = trainer.lightning_module
+        changed: dict[str, Tensor | None] = {}
+        left_out = plain_buffers(module)
+        for name, buffer in left_out.items():
+            value = None if buffer is None else buffer.detach().cpu()
+            if name not in self.fresh or not is_same(value, self.fresh[name]):
+                changed[name] = value
+        for name, buffer in module.named_buffers():
+            if name not in left_out and name not in self._persistent:
+                changed[name] = buffer.detach().cpu()
+        return changed
+
+    def give_back(self, trainer: Trainer, value: dict[str, Tensor | None]) -> None:
+        # The module has got these from the checkpoint alone, before it was begun with.
+        self._persistent -= value.keys()
+        give_plain_buffers(trainer.lightning_module, value)
+
+
+def plain_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module that its state dict leaves out, by name. One may be None."""
+    buffers: dict[str, Tensor | None] = {}
+    for path, part in module.named_modules():
+        for name in lightning_internals.buffers_left_out(part):
+            # One that was deleted is still on that list.
+            if not hasattr(part, name):
+                continue
+            buffer = getattr(part, name)
+            if buffer is None or can_be_kept(buffer):
+                buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers
+
+
+def can_be_kept(buffer: Any) -> bool:
+    """Whether a checkpoint can hold a buffer: a dense or sparse tensor that has its size."""
+    if not isinstance(buffer, Tensor) or is_lazy(buffer):
+        return False
+    return buffer.layout == torch.strided or buffer.layout in SPARSE
+
+
+def give_plain_buffers(module: nn.Module, values: Mapping[str, Tensor | None]) -> None:
+    """Put buffers back into a module that has them, or whose training makes or fills them."""
+    parts = dict(module.named_modules())
+    there = dict(module.named_buffers())
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        if path not in parts:
+            continue
+        if name in there:
+            device = there[name].device
+            copy = None if value is None else value.to(device, copy=True)
+            setattr(parts[path], attribute, copy)
+        elif value is not None:
+            copy = value.to(device_of(module), copy=True)
+            make_buffer(parts[path], attribute, copy, persistent=False)
+
+
+def make_buffer(part: nn.Module, name: str, value: Tensor, persistent: bool) -> None:
+    """Give a layer a buffer that it does not have, or that is None."""
+    # The layer may have something else of this name. Then it stays.
+    with suppress(KeyError):
+        part.register_buffer(name, value, persistent)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's weights are."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")

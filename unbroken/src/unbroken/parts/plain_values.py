@@ -1,0 +1,383 @@
+"""Which values a checkpoint can hold, what it holds of them, and how they become the same again.
+
+A checkpoint is data: numbers, texts, tensors, and lists and dictionaries of them. A value of
+another kind, such as a queue or a date, is held as a dictionary of one key, the name of its kind.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import sys
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unbroken.errors import UserError
+from unbroken.tensors.same_values import is_same
+
+# A tensor that was on the accelerator
+ON_ACCELERATOR = "torch.Tensor.on_accelerator"
+# NumPy's arrays and numbers become tensors.
+ARRAY = "numpy.ndarray"
+NUMBER_OF_NUMPY = "numpy.generic"
+# A queue becomes a list and its length; a defaultdict a dictionary and the name of its factory.
+QUEUE = "collections.deque"
+DEFAULTS = "collections.defaultdict"
+FROZEN_SET = "frozenset"
+# Objects of the user's own classes: the name of the class, and what the object holds.
+MEMBER = "enum.Enum"
+NAMED_TUPLE = "namedtuple"
+DATACLASS = "dataclass"
+
+# A larger array, or a longer list of texts, is taken for data, which a module does not count in.
+LARGEST_ARRAY_BYTES = 64 * 2**20
+MOST_TEXTS = 1000
+
+# Those of Python's own that a checkpoint holds as they are.
+NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes)
+SINGLE = (*NUMBERS_AND_TEXTS, torch.dtype, torch.device, torch.Size)
+MAPPINGS = (dict, OrderedDict, Counter)
+# Factories of a defaultdict that have a name; a queue may have another one.
+FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of single values: what a checkpoint holds of one, and how it is made again."""
+
+    held: Callable[[Any], Any]
+    made: Callable[[Any], Any]
+
+
+def bytes_made_changeable(held: Any) -> bytearray:
+    """A bytearray of bytes. Of a number it would be that long."""
+    if not isinstance(held, bytes):
+        raise TypeError("a bytearray is held as bytes")
+    return bytearray(held)
+
+
+def held_count(count: Any) -> list[Any]:
+    """Where an ``itertools.count`` is, and its step. It tells them by its text alone."""
+    numbers = ast.literal_eval(repr(count).removeprefix("count"))
+    return list(numbers) if isinstance(numbers, tuple) else [numbers]
+
+
+KINDS: dict[type, Kind] = {
+    bytearray: Kind(bytes, bytes_made_changeable),
+    range: Kind(lambda value: [value.start, value.stop, value.step], lambda held: range(*held)),
+    slice: Kind(lambda value: [value.start, value.stop, value.step], lambda held: slice(*held)),
+    Decimal: Kind(str, Decimal),
+    # As a text it could be a power that takes hours.
+    Fraction: Kind(
+        lambda value: [value.numerator, value.denominator], lambda held: Fraction(*held)
+    ),
+    date: Kind(date.isoformat, date.fromisoformat),
+    time: Kind(time.isoformat, time.fromisoformat),
+    datetime: Kind(datetime.isoformat, datetime.fromisoformat),
+    timedelta: Kind(
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda held: timedelta(*held),
+    ),
+    PosixPath: Kind(str, Path),
+    WindowsPath: Kind(str, Path),
+    array: Kind(lambda value: [value.typecode, value.tolist()], lambda held: array(*held)),
+    itertools.count: Kind(held_count, lambda held: itertools.count(*held)),
+}
+NAMES = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in KINDS}
+BY_NAME = {name: KINDS[kind] for kind, name in NAMES.items()}
+
+
+# Which values can be held
+
+
+def is_single(value: Any) -> bool:
+    """Whether a value is a number, of Python's or NumPy's, a text, or of another kind that holds no
+    further values.
+    """
+    if isinstance(value, np.generic):
+        return is_kept_by_torch(value.dtype)
+    if isinstance(value, Enum):
+        return is_found_by_name(type(value))
+    return type(value) in SINGLE or type(value) in KINDS
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is None, single, a tensor, an array, or a list, set, queue, dictionary, named
+    tuple or dataclass of them.
+    """
+    if value is None or is_single(value):
+        return True
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter)
+    if type(value) is np.ndarray:
+        return is_kept_by_torch(value.dtype) and value.nbytes <= LARGEST_ARRAY_BYTES
+    inside = values_inside(value)
+    return inside is not None and all(is_plain(each) for each in inside)
+
+
+def values_inside(value: Any) -> Collection[Any] | None:
+    """The values that a container holds; None where a checkpoint cannot hold such a container."""
+    kind = type(value)
+    if kind in (set, frozenset):
+        are_held = len(value) <= MOST_TEXTS and all(map(is_key, value))
+        return () if are_held else None
+    if kind in (list, tuple, deque):
+        return None if holds_many_texts(value) else value
+    if kind in (*MAPPINGS, defaultdict):
+        are_held = all(map(is_key, value)) and not holds_many_texts(value.values())
+        return value.values() if are_held else None
+    if is_named_tuple(kind):
+        return value if is_found_by_name(kind) else None
+    if is_plain_dataclass(kind):
+        return vars(value).values() if is_found_by_name(kind) else None
+    return None
+
+
+def is_key(value: Any) -> bool:
+    """Whether a checkpoint holds a key, or an entry of a set, as it is."""
+    if type(value) is tuple:
+        return all(is_key(each) for each in value)
+    return value is None or type(value) in NUMBERS_AND_TEXTS
+
+
+def is_kept_by_torch(kind: np.dtype[Any]) -> bool:
+    """Whether a tensor can hold NumPy's values of a kind: numbers in this machine's byte order."""
+    return kind.isnative and kind.char in np.typecodes["AllInteger"] + "?efdFD"
+
+
+def holds_many_texts(values: Collection[Any]) -> bool:
+    """Whether a long list begins with a text, or with a short list that has one."""
+    if len(values) <= MOST_TEXTS:
+        return False
+    first = next(iter(values))
+    if type(first) in (list, tuple):
+        return any(type(each) is str for each in first)
+    return type(first) is str
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether a class is one of ``namedtuple`` or ``NamedTuple``."""
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def is_plain_dataclass(kind: type) -> bool:
+    """Whether a class is a dataclass of the user's own, and nothing else."""
+    if not dataclasses.is_dataclass(kind) or hasattr(kind, "__slots__"):
+        return False
+    return kind.__bases__ == (object,) and is_users_own(kind)
+
+
+def is_users_own(kind: type) -> bool:
+    """Whether a class is neither Python's nor of an installed package."""
+    module = sys.modules.get(kind.__module__)
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names or module is None:
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        # What was typed into an interpreter or a notebook has no file, as have built-in classes.
+        return kind.__module__ == "__main__"
+    return not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+
+
+def is_found_by_name(kind: type) -> bool:
+    """Whether a class can be looked up where it was made: a class in a function cannot."""
+    return class_named(name_of(kind)) is kind
+
+
+def name_of(kind: type) -> str:
+    """The name by which a checkpoint knows a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def class_named(name: str) -> Any:
+    """The class of a name, of a module that is imported already; None where there is none."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) else None
+
+
+# What a checkpoint holds of them
+
+
+def copied(value: Any) -> Any:
+    """A copy on the CPU, without graphs, that a checkpoint can hold."""
+    if isinstance(value, Tensor):
+        on_cpu = value.detach().to("cpu", copy=True)
+        return on_cpu if value.device.type == "cpu" else {ON_ACCELERATOR: on_cpu}
+    if isinstance(value, np.ndarray):
+        return {ARRAY: torch.from_numpy(value.copy())}
+    if isinstance(value, np.generic):
+        return {NUMBER_OF_NUMPY: torch.from_numpy(np.array(value))}
+    kind = type(value)
+    if kind in KINDS:
+        return {NAMES[kind]: KINDS[kind].held(value)}
+    if kind in (list, tuple):
+        return kind(copied_entries(value))
+    if kind in MAPPINGS:
+        return kind(copied_items(value))
+    return copied_by_name(value)
+
+
+def copied_by_name(value: Any) -> Any:
+    """The same for containers that are held by the name of their kind; other values stay as they
+    are.
+    """
+    kind = type(value)
+    if kind is set:
+        return set(value)
+    if kind is frozenset:
+        return {FROZEN_SET: sorted(value, key=repr)}
+    if kind is deque:
+        return {QUEUE: [copied_entries(value), value.maxlen]}
+    if kind is defaultdict:
+        factory = getattr(value.default_factory, "__name__", "")
+        return {DEFAULTS: [factory, copied_items(value)]}
+    if isinstance(value, Enum):
+        return {MEMBER: [name_of(kind), value.name]}
+    if is_named_tuple(kind):
+        return {NAMED_TUPLE: [name_of(kind), copied_entries(value)]}
+    if is_plain_dataclass(kind):
+        return {DATACLASS: [name_of(kind), copied_items(vars(value))]}
+    return value
+
+
+def copied_entries(values: Any) -> list[Any]:
+    """Copies of what a list, tuple or queue holds."""
+    return [copied(each) for each in values]
+
+
+def copied_items(values: Any) -> dict[Any, Any]:
+    """Copies of what a dictionary holds."""
+    return {key: copied(each) for key, each in values.items()}
+
+
+# How they become the same again
+
+
+def like(now: Any, saved: Any, device: torch.device) -> Any:
+    """A saved value in the form that it had, on the device of the attribute's value now.
+
+    Args:
+        now: The attribute's value, or what it holds in the same place.
+        saved: What :func:`copied` has made. The attribute gets it, or parts of it.
+        device: The accelerator, for tensors that were on it.
+
+    Raises:
+        UserError: The class of a saved object is not there.
+    """
+    if is_plain(now) and is_same(copied(now), saved):
+        # The same object, for it may share its memory with a weight.
+        return now
+    if isinstance(saved, Tensor):
+        return saved.to(now.device) if isinstance(now, Tensor) else saved
+    if type(saved) in (list, tuple):
+        return type(saved)(entries_like(now, saved, device))
+    if type(saved) not in MAPPINGS:
+        return saved
+    if type(saved) is dict and len(saved) == 1:
+        ((name, held),) = saved.items()
+        if name in MAKERS:
+            return MAKERS[name](now, held, device)
+        if name in BY_NAME:
+            return BY_NAME[name].made(held)
+    return type(saved)(items_like(now, saved, device))
+
+
+def entries_like(now: Any, saved: Any, device: torch.device) -> list[Any]:
+    """The entries of a saved list, tuple or queue."""
+    is_row = isinstance(now, (list, tuple, deque))
+    there = list(now) if is_row else []
+    # The attribute may have fewer entries.
+    there += [None] * len(saved)
+    return [like(mine, each, device) for mine, each in zip(there, saved, strict=False)]
+
+
+def items_like(now: Any, saved: Any, device: torch.device) -> dict[Any, Any]:
+    """The items of a saved dictionary."""
+    there = now if isinstance(now, dict) else {}
+    return {key: like(there.get(key), each, device) for key, each in saved.items()}
+
+
+def queue_like(now: Any, held: Any, device: torch.device) -> Any:
+    """A queue."""
+    entries, length = held
+    if type(now) is deque:
+        # The length that the constructor gives wins.
+        length = now.maxlen
+    return deque(entries_like(now, entries, device), length)
+
+
+def defaults_like(now: Any, held: Any, device: torch.device) -> Any:
+    """A dictionary with a factory."""
+    name, items = held
+    factory: Any = FACTORIES.get(name)
+    if type(now) is defaultdict:
+        # One of the user's own has no name.
+        factory = now.default_factory
+    return defaultdict(factory, items_like(now, items, device))
+
+
+def member_like(now: Any, held: Any, device: torch.device) -> Any:
+    """A member of an Enum."""
+    name, member = held
+    kind = class_of(now, name, lambda found: issubclass(found, Enum))
+    if member not in kind.__members__:
+        raise UserError(f"a checkpoint holds {name}.{member}, which is not there any more.")
+    return kind[member]
+
+
+def named_tuple_like(now: Any, held: Any, device: torch.device) -> Any:
+    """A named tuple."""
+    name, entries = held
+    kind = class_of(now, name, is_named_tuple)
+    # Nothing of the class is called: a checkpoint is data.
+    return tuple.__new__(kind, entries_like(now, entries, device))
+
+
+def dataclass_like(now: Any, held: Any, device: torch.device) -> Any:
+    """A dataclass, as a new object: a frozen one may be a constant."""
+    name, fields = held
+    kind = class_of(now, name, is_plain_dataclass)
+    there = vars(now) if type(now) is kind else {}
+    # Nothing of the class is called: a checkpoint is data.
+    value = object.__new__(kind)
+    vars(value).update(items_like(there, fields, device))
+    return value
+
+
+def class_of(now: Any, name: str, is_right: Callable[[type], bool]) -> Any:
+    """The class of a saved object, which is never imported for it."""
+    found = type(now) if name_of(type(now)) == name else class_named(name)
+    if found is None or not is_right(found):
+        raise UserError(
+            f"a checkpoint holds an object of {name}, which is not imported when training starts."
+            " Import it, or save the attribute in on_save_checkpoint."
+        )
+    return found
+
+
+MAKERS: dict[str, Callable[[Any, Any, torch.device], Any]] = {
+    ON_ACCELERATOR: lambda now, held, device: held.to(device),
+    ARRAY: lambda now, held, device: held.numpy(),
+    NUMBER_OF_NUMPY: lambda now, held, device: held.numpy()[()],
+    FROZEN_SET: lambda now, held, device: frozenset(held),
+    QUEUE: queue_like,
+    DEFAULTS: defaults_like,
+    MEMBER: member_like,
+    NAMED_TUPLE: named_tuple_like,
+    DATACLASS: dataclass_like,
+}

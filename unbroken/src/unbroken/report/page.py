@@ -1,0 +1,169 @@
+"""The report's HTML: which charts, figures and tables it shows. The rest stands in the template."""
+
+import base64
+import io
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from PIL import Image
+
+from unbroken.loggers.panels import PANELS, PARTS
+from unbroken.report.charts import amounts, confusion_matrix, curves, draw, shortened
+from unbroken.results.run_result import RunResult, Series
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+# Of a mistake's longer side: 24 such colour images are about half a megabyte.
+MOST_PIXELS = 96
+# Charts of metrics that no panel names
+MOST_OTHERS = 24
+# Classes that are listed with their accuracy, the worst ones
+MOST_CLASSES = 25
+PREDICTIONS = "Predictions on the test set"
+OTHERS = "Other metrics"
+# Not drawn under "Other metrics": a panel shows them, or the same in another unit.
+SHOWN = {
+    "epoch",
+    "throughput/device_samples_per_sec",
+    "throughput/batches_per_sec",
+    "memory/reserved_gib",
+    *(metric for panel in PANELS for metric in panel.lines),
+}
+
+
+def render(record: RunResult, deadline: float | None = None) -> str:
+    """The report's HTML. Every text in it is escaped; only our style and the charts are markup.
+
+    ``deadline``: a time of ``time.monotonic()``. A TimeoutError where the charts take longer.
+    """
+    followed = (record.summary.monitor or "").partition("/")[2]
+    tested = [name for name in record.summary.metrics if name.startswith("test")]
+    # The followed metric comes first.
+    tested.sort(key=lambda name: name.partition("/")[2] != followed)
+    mistakes = []
+    for each in record.mistakes:
+        label = record.names[each.label]
+        mistakes.append((png(each.image), label, record.names[each.prediction], each))
+    return fill_page(
+        TEMPLATE,
+        record=record,
+        tested=tested,
+        sections=Charts(record, deadline).sections,
+        left_out=len(other_metrics(record)) - MOST_OTHERS,
+        mistakes=mistakes,
+        parts=PARTS,
+        timedelta=timedelta,
+    )
+
+
+def fill_page(template: Path, **facts: Any) -> str:
+    """A template, filled in; every text is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template.name).render(facts)
+
+
+class Charts:
+    """The charts of a run.
+
+    Attributes:
+        sections: Section → (title, SVG) of its charts.
+    """
+
+    def __init__(self, record: RunResult, deadline: float | None = None) -> None:
+        self.record = record
+        self.deadline = deadline
+        self.sections: dict[str, list[tuple[str, Markup]]] = {}
+        self.last_step = max((series[-1][0] for series in record.series.values()), default=0)
+        # Number of an epoch that was trained to its end, from 1 → its last step
+        self.epochs = {
+            int(epoch) + 1: step
+            for step, epoch in record.series.get("epoch", [])
+            if epoch < record.summary.epochs
+        }
+        self._add_panels()
+        self._add_memory()
+        self._add_other_metrics()
+        self._add_predictions()
+
+    def _add(self, section: str, title: str, paint: Callable[..., None], *facts: Any) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise TimeoutError("its charts took too long")
+        self.sections.setdefault(section, []).append((title, draw(title, paint, *facts)))
+
+    def _add_curves(
+        self, section: str, title: str, lines: dict[str, Series], unit: str, axis: str
+    ) -> None:
+        self._add(section, title, curves, lines, unit, axis, self.last_step, self.epochs)
+
+    def _add_panels(self) -> None:
+        for panel in PANELS:
+            lines = {}
+            for metric, label in panel.lines.items():
+                if metric in self.record.series:
+                    lines[label] = self.record.series[metric]
+            if lines and panel.in_report:
+                unit = panel.unit or panel.title.lower()
+                if panel.title == "Loss" and self.record.confusion is not None:
+                    unit = "cross-entropy (nats)"
+                self._add_curves(panel.section, panel.title, lines, unit, panel.axis)
+
+    def _add_memory(self) -> None:
+        if self.record.breakdown:
+            mib = [(use, 1024 * gib) for use, gib in self.record.breakdown.items()]
+            self._add("Memory", "Memory by use", amounts, mib, "MiB on one device")
+
+    def _add_other_metrics(self) -> None:
+        for title, lines in list(other_metrics(self.record).items())[:MOST_OTHERS]:
+            self._add_curves(OTHERS, title, lines, "value", "fitting")
+
+    def _add_predictions(self) -> None:
+        record = self.record
+        if record.confusion is None:
+            return
+        names = record.names
+        self._add(PREDICTIONS, "Confusion matrix", confusion_matrix, record.confusion, names)
+        title = "Accuracy per class"
+        if len(names) > MOST_CLASSES:
+            title += f", the {MOST_CLASSES} worst"
+        worst = record.class_accuracy[:MOST_CLASSES]
+        classes = [(shortened(name), share) for name, share, _ in worst]
+        unit = "accuracy on the test set (fraction)"
+        self._add(PREDICTIONS, title, amounts, classes, unit, False)
+
+
+def other_metrics(record: RunResult) -> dict[str, dict[str, Series]]:
+    """Chart → label → values: ``train/f1`` and ``val/f1`` share the chart ``f1``."""
+    found: dict[str, dict[str, Series]] = {}
+    for metric, series in record.series.items():
+        if metric in SHOWN:
+            continue
+        title = label = metric
+        part, _, rest = metric.partition("/")
+        if part in PARTS and rest:
+            title = rest
+            label = PARTS[part]
+        found.setdefault(title, {})[label] = series
+    return found
+
+
+def png(pixels: np.ndarray) -> str:
+    """An image, uint8 (height, width, channels), as a ``data:`` address."""
+    if pixels.shape[2] == 1:
+        picture = Image.fromarray(pixels[..., 0])
+    else:
+        picture = Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
+    picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,1 @@
+"""What a run has reached: its facts, its numbers, what is left of it."""

@@ -1,0 +1,103 @@
+"""The test of the best checkpoint once, at a run's end, in float32 so that its result is the same
+on any device.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from unbroken.cli.cli import Configuration
+from unbroken.stopping.ranks import say
+
+
+def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
+    """Metrics of the best weights on the test set; empty where nothing can be tested.
+
+    Args:
+        trainer: The Trainer that has trained.
+        config: What the command line means.
+        best_path: The best checkpoint. None: the weights are tested as they are.
+    """
+    module = config.module
+    if lacks_for_test(module, config.datamodule):
+        return {}
+    if isinstance(trainer.strategy, FSDPStrategy):
+        from unbroken.checkpoint.sharding import for_float32_test
+
+        module = for_float32_test(trainer.strategy, config.fresh_module())
+    # A precision of float64 stays: the data may need it.
+    if isinstance(trainer.precision_plugin, MixedPrecision | HalfPrecision):
+        trainer.strategy.precision_plugin = Precision()
+        module.float()
+    try:
+        # Eagerly: for one pass a compiled network would be compiled once more.
+        with float32_products(), torch.compiler.set_stance("force_eager"):
+            found = trainer.test(
+                module,
+                datamodule=config.datamodule,
+                ckpt_path=best_path,
+                weights_only=True,
+                verbose=False,
+            )
+    except MisconfigurationException as error:
+        # A share of the test set may be less than a batch, which is known only here. The run is
+        # done.
+        if "limit_test_batches" not in str(error):
+            raise
+        say(f"not tested: {error}")
+        return {}
+    return {name: float(value) for metrics in found for name, value in metrics.items()}
+
+
+def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:
+    """What a test lacks: a ``test_step``, or data for it. None if nothing is missing."""
+    if not is_overridden("test_step", module):
+        return f"{type(module).__name__} has no test_step"
+    if is_overridden("test_dataloader", module) or is_overridden("test_dataloader", data):
+        return None
+    return f"neither {type(module).__name__} nor its data module has a test_dataloader"
+
+
+class float32_products:  # noqa: N801 - a context manager, used like a function
+    """Inside, TF32 is off.
+
+    GPUs use it for convolutions, and for matrix products with ``--matmul_precision high``. PyTorch
+    has older and newer switches for it. To read an older one is an error where a newer one was
+    changed.
+    """
+
+    def __enter__(self) -> None:
+        backends: Any = torch.backends
+        self._newer = [
+            backends.cuda.matmul,
+            backends.cudnn.conv,
+            backends.cudnn.rnn,
+            backends.mkldnn.matmul,
+        ]
+        self._save()
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.allow_tf32 = False
+        for switch in self._newer:
+            switch.fp32_precision = "ieee"
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self._products)
+        torch.backends.cudnn.allow_tf32 = self._convolutions
+        for switch, value in zip(self._newer, self._values, strict=True):
+            switch.fp32_precision = value
+
+    def _save(self) -> None:
+        self._values = [switch.fp32_precision for switch in self._newer]
+        self._products = "highest"
+        with suppress(RuntimeError):
+            self._products = torch.get_float32_matmul_precision()
+        self._convolutions = True
+        with suppress(RuntimeError):
+            self._convolutions = torch.backends.cudnn.allow_tf32

@@ -1,0 +1,294 @@
+"""The main job: train, keep the best checkpoint, test it once at the end, print a summary."""
+
+import json
+import os
+import shlex
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from lightning.pytorch import Trainer
+
+from unbroken import ExactCheckpoint, contract
+from unbroken.cli.cli import Configuration
+from unbroken.cli.plain_values import dump_yaml
+from unbroken.cli.program import Program
+from unbroken.cli.read_checkpoint import read_configuration, start_from
+from unbroken.cli.refusals import refusals_as_errors
+from unbroken.errors import UserError
+from unbroken.lightning_internals import release_child_processes
+from unbroken.loggers.chosen import commands_to_look
+from unbroken.loggers.metrics_csv import MetricsCSV
+from unbroken.loggers.wandb import sync_command
+from unbroken.mirror.mirror import NOT_COMPLETE
+from unbroken.results.facts import summarize
+from unbroken.results.run_result import (
+    RunResult,
+    add_all_facts,
+    leave_everything,
+    parts_of,
+    read_series,
+)
+from unbroken.run.final_test import final_test, lacks_for_test
+from unbroken.run.progress import RunTimer, closing_lines, stopped_lines
+from unbroken.run_folder import RunFolder
+from unbroken.stopping import signals
+from unbroken.stopping.ranks import is_rank_zero, say
+from unbroken.storage.checkpoint_files import read
+from unbroken.tables import write_rows
+
+T = TypeVar("T")
+# Makes the Trainer of a run, with its callbacks and loggers
+Build = Callable[[Configuration, RunFolder], Trainer]
+# What turns a file into an input of the network
+TAKES_FILES = (contract.PreparesFiles, contract.PreparesImages, contract.ShapesImages)
+
+
+def main(program: Program, build: Build, argv: list[str]) -> int:
+    """Train as ``argv`` says.
+
+    Args:
+        program: Whose main job it is.
+        build: Makes the run's Trainer.
+        argv: The command line.
+
+    Returns:
+        The exit code.
+    """
+    # From now on a signal ends the process also while it waits for other ranks inside a library.
+    signals.watch()
+    config, run = read_configuration(program, argv)
+    say(*run.notes, *config.notes)
+    if run.changes:
+        say(f"resuming {run.name} with {', '.join(run.changes)}")
+    is_made_longer = any(line.startswith("trainer.max_") for line in run.changes)
+    if run.finished and not is_made_longer:
+        shown = os.path.relpath(run.folder)
+        say(f"run {run.name} is already finished: see {shown}/summary.json.")
+        mirror_a_finished_run(run)
+        return exit_code_of(run, config)
+    refuse_mirror_without_checkpoints(config)
+    if config.trainer["fast_dev_run"]:  # it leaves no run behind
+        refuse_rehearsal_of_a_checkpoint(run, config)
+        with tempfile.TemporaryDirectory() as elsewhere:
+            train_in(run.elsewhere(elsewhere), config, build)
+        return 0
+    result = train_in(run, config, build)
+    say(closing_lines(result.summary, run.folder, *next_commands(config)))
+    say(*sync_command(run.folder))
+    say(*commands_to_look(program.package, config.trackers, run.folder))
+    return exit_code_of(run, config)
+
+
+def exit_code_of(run: RunFolder, config: Configuration) -> int:
+    """Of a run that is done: 0, or 1 where its mirror must be complete and is not."""
+    is_mirrored = run.mirror is None or run.mirror.lack is None
+    return 0 if is_mirrored or not config.options.mirror_required else 1
+
+
+def train_in(run: RunFolder, config: Configuration, build: Build) -> RunResult:
+    """Make the run's folder, and train there. If nothing is saved, the folder goes and its name is
+    free again.
+    """
+    try:
+        if is_rank_zero():
+            run.create()
+        if run.checkpoint is None:
+            say(*start_from(config.module, config.options.init_weights))
+        if is_rank_zero():
+            for line in config.lost_in_record():
+                say(f"config.yaml and checkpoints do not repeat this run: {line}")
+        trainer = build(config, run)
+        return train(config, run, trainer)
+    except BaseException as error:
+        is_stop = isinstance(error, signals.Stopped) and signals.state.begun
+        if not is_stop:
+            if run.mirror is not None:
+                say(*run.mirror.finish(signals.seconds_left()))
+            run.discard()
+        raise
+    finally:
+        run.release()
+
+
+def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
+    """Train, test the best once, write the summary. After :class:`signals.Stopped` the last lines
+    say which step last.ckpt holds.
+    """
+    timer = the(RunTimer, trainer)
+    checkpoint = the(ExactCheckpoint, trainer)
+    is_tested = False
+    try:
+        with refusals_as_errors(run.checkpoint, lambda: timer.begun):
+            trainer.fit(
+                config.module,
+                datamodule=config.datamodule,
+                ckpt_path=run.checkpoint,
+                weights_only=True,
+            )
+        refuse_training_of_no_step(run, trainer, checkpoint)
+        result = result_of(config, run, trainer)  # before the test changes the precision
+        best_path = checkpoint.best_path if checkpoint.saves else None
+        with refusals_as_errors(None, lambda: timer.begun):
+            result.summary.metrics |= final_test(trainer, config, best_path)
+        is_tested = True
+        signals.state.deferring = False  # every step is saved: a signal ends the run here
+        finish(trainer, result)
+        if trainer.is_global_zero:
+            # Last: a run with a summary is complete.
+            write_rows(run.folder / "summary.json", result.summary.to_plain())
+            mirror_the_end(run, result)
+        return result
+    except signals.Stopped as stop:
+        release_child_processes()  # the other ranks end now
+        if not is_tested and timer.begun and trainer.is_global_zero:
+            # torchrun signals the remaining ranks as soon as one has ended: they must not end then.
+            if trainer.world_size == 1:
+                signals.state.deferring = False  # a second signal ends the run at once
+            finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
+        if run.mirror is not None and trainer.is_global_zero:
+            run.mirror.take()
+            say(*run.mirror.finish(signals.seconds_left()))
+        step = trainer.global_step
+        resume = config.program.command("fit")
+        say(*stopped_lines(resume, run.folder, step, checkpoint.saved_step, mirror_option(run)))
+        raise
+    finally:
+        release_child_processes()
+
+
+def result_of(
+    config: Configuration, run: RunFolder, trainer: Trainer, stopped_by: str | None = None
+) -> RunResult:
+    """What a run has reached that has trained, or was stopped by a signal of that name."""
+    data = config.datamodule
+    summary = summarize(trainer, run.name, config.program.code, finished=stopped_by is None)
+    best = the(ExactCheckpoint, trainer).best
+    summary.metrics |= best.metrics
+    if best.score is not None:
+        summary.monitor = best.monitor
+        summary.mode = best.mode
+        summary.best_epoch = best.epoch
+        summary.best_score = best.score
+    return RunResult(
+        summary,
+        config=dump_yaml(config.resolved),
+        folder=run.folder,
+        class_names=list(data.class_names) if isinstance(data, contract.NamesClasses) else [],
+        stopped_by=stopped_by,
+        max_epochs=trainer.max_epochs,
+    )
+
+
+def finish(trainer: Trainer, result: RunResult) -> None:
+    """Let every callback and logger add what it knows; then, on rank zero, leave what it wants to
+    leave.
+    """
+    add_all_facts(trainer, result)
+    if trainer.is_global_zero:
+        for part in parts_of(trainer):
+            if isinstance(part, MetricsCSV):
+                part.save()
+                result.series = read_series(part.path, result.summary.epochs)
+        leave_everything(trainer, result)
+
+
+def mirror_the_end(run: RunFolder, result: RunResult) -> None:
+    """Bring summary and report to the mirror as well. What it lacks is noted in the summary."""
+    if run.mirror is None:
+        return
+    run.mirror.take()
+    lines = run.mirror.finish()
+    if run.mirror.lack is None:
+        say(*lines)
+        return
+    result.summary.notes.append(run.mirror.lack)
+    write_rows(run.folder / "summary.json", result.summary.to_plain())
+
+
+def mirror_a_finished_run(run: RunFolder) -> None:
+    """Bring over what the mirror lacks of a run that has ended on this machine."""
+    if run.mirror is None or not is_rank_zero():
+        return
+    try:
+        run.create()
+        lines = run.mirror.finish()
+        if run.mirror.lack is None and forget_lack_of_mirror(run.folder / "summary.json"):
+            run.mirror.take()
+            lines = run.mirror.finish()
+        say(*lines)
+    finally:
+        run.release()
+
+
+def forget_lack_of_mirror(summary: Path) -> bool:
+    """Take out of a summary what its mirror lacked; returns whether it lacked something."""
+    if not summary.is_file():
+        return False
+    facts = json.loads(summary.read_text(encoding="utf-8"))
+    notes = facts.get("notes", [])
+    kept = [note for note in notes if not note.startswith(NOT_COMPLETE)]
+    if kept == notes:
+        return False
+    write_rows(summary, {**facts, "notes": kept})
+    return True
+
+
+def mirror_option(run: RunFolder) -> str:
+    """What the command that goes on with a run needs for its mirror."""
+    return "" if run.mirror is None else f" --mirror {shlex.quote(run.mirror.shown)}"
+
+
+def refuse_mirror_without_checkpoints(config: Configuration) -> None:
+    """A UserError for a mirror of a run that saves nothing."""
+    if config.options.mirror and config.trainer["enable_checkpointing"] is False:
+        raise UserError("--mirror copies checkpoints, and --enable_checkpointing false saves none.")
+
+
+def refuse_rehearsal_of_a_checkpoint(run: RunFolder, config: Configuration) -> None:
+    """A UserError for a rehearsal of a few steps that begins with a checkpoint, which has trained
+    as far.
+    """
+    if run.checkpoint is None:
+        return
+    steps = int(config.trainer["fast_dev_run"])
+    if read(run.checkpoint).get("global_step", 0) >= steps:
+        trained = "the first step" if steps == 1 else f"the first {steps} steps"
+        raise UserError(
+            f"--fast_dev_run trains {trained} alone, and that checkpoint has trained as far."
+            " Add --fast_dev_run false to go on with it."
+        )
+
+
+def refuse_training_of_no_step(
+    run: RunFolder, trainer: Trainer, checkpoint: ExactCheckpoint
+) -> None:
+    """A UserError where training has made no step, so that there is no best checkpoint to test."""
+    if not checkpoint.saves or checkpoint.best_path.exists():
+        return
+    if run.checkpoint is not None:
+        is_ended_by_steps = 0 <= trainer.max_steps <= trainer.global_step
+        limit = "--max_steps" if is_ended_by_steps else "--max_epochs"
+        raise UserError(
+            f"--ckpt_path: that checkpoint has trained as long as it should. Raise {limit}."
+        )
+    if trainer.global_step == 0:
+        limits = "--limit_train_batches, --max_time, --max_epochs and --max_steps"
+        raise UserError(f"no step was trained: {limits} must leave at least one.")
+
+
+def the(kind: type[T], trainer: Trainer) -> T:
+    """The callback or logger of a kind that every run has once."""
+    return next(part for part in parts_of(trainer) if isinstance(part, kind))
+
+
+def next_commands(config: Configuration) -> list[str]:
+    """The commands that a checkpoint of this run can be used with."""
+    commands = []
+    if lacks_for_test(config.module, config.datamodule) is None:
+        commands.append(config.program.command("test"))
+    if isinstance(config.datamodule, TAKES_FILES):
+        commands.append(config.program.command("predict", "IMAGE.png"))
+    return commands

@@ -1,0 +1,167 @@
+"""What a run records of itself: in its folder, and in each of its checkpoints beside what a resume
+needs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from unbroken import contract
+from unbroken.cli.plain_values import dump_yaml
+from unbroken.results.facts import command_line, git, versions
+from unbroken.results.run_result import RunResult
+from unbroken.run_folder import RUN_ID, point_latest_at
+from unbroken.stopping.ranks import say
+from unbroken.storage.checkpoint_files import RUN_KEY, record_in
+from unbroken.storage.files import write_atomically
+from unbroken.tables import flat
+
+# What an earlier run of this name may have left that saved nothing, or this run at a shorter end
+SUMMARY = "summary.json"
+OF_AN_END = (SUMMARY, "report.html")
+# How the code differed from its commit
+CHANGES = "uncommitted.diff"
+
+
+class RunRecord(Callback):
+    """Writes down what a run is: its name, its configuration, the code that it is made by.
+
+    - When training starts: ``config.yaml``, ``uncommitted.diff`` and the link ``latest``, on rank
+      zero.
+      Not earlier: a run that cannot start changes nothing of older ones.
+    - In each checkpoint, under ``run``: name, id, configuration, versions, data, precision,
+      metrics.
+
+    It stands before the callback that saves checkpoints in the list of callbacks.
+
+    Args:
+        folder: The run's folder.
+        run_id: Belongs to the folder, and tells its checkpoints from those of another run.
+        config: Every setting as a plain value.
+        code: The folder of the package that trains.
+    """
+
+    # No hook of this puts other weights in for a validation.
+    validates_trained_weights = True
+
+    def __init__(self, folder: Path, run_id: str, config: dict[str, Any], code: Path) -> None:
+        self.folder = folder
+        self.code = code
+        self.config = config
+        self.facts = {
+            "run_name": folder.name,
+            "run_id": run_id,
+            "config": config,
+            "versions": versions(),
+        }
+        self.deleted_in: int | None = None  # the epoch in which the folder was deleted
+        self._resumes = False
+        self._has_written = False  # config.yaml
+        self._notes: list[str] = []
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._make_again(trainer)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        checkpoint.setdefault(RUN_KEY, {}).update(
+            self.facts,
+            epoch=trainer.current_epoch,
+            global_step=trainer.global_step,
+            metrics=metrics,
+            data_source=data.data_source if isinstance(data, contract.NamesSource) else None,
+            data=data.description() if contract.describes_data(data) else {},
+            precision=trainer.precision,
+            world_size=trainer.world_size,
+        )
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":
+            return
+        self._resumes = True
+        saved = record_in(checkpoint)
+        before = flat(saved.get("config", {})).get("model.optimizer")
+        now = flat(self.config).get("model.optimizer")
+        if before != now:
+            self._notes.append(f"optimizer {before} → {now}: its state starts anew.")
+            checkpoint["optimizer_states"] = []
+            forget_groups(saved.get("state"))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        say(*self._notes)
+        if not trainer.is_global_zero:
+            return
+        point_latest_at(self.folder)
+        is_new = not self._resumes and trainer.global_step == 0
+        if is_new:
+            # Of a start that was killed before its first save
+            (self.folder / CHANGES).unlink(missing_ok=True)
+        write_config(self.folder, self.config, self.code)
+        self._has_written = True
+        # A summary is that of a run that has ended. This one has more to do: it was made longer.
+        if is_new or (self.folder / SUMMARY).exists():
+            for name in OF_AN_END:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_again(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_again(trainer)
+
+    def add_facts(self, trainer: Trainer, result: RunResult) -> None:
+        """Note that the folder was deleted."""
+        if self.deleted_in is not None:
+            result.summary.notes.append(_deleted(self.deleted_in))
+
+    def _make_again(self, trainer: Trainer) -> None:
+        """Make the folder again if somebody deleted it. A checkpoint alone would be half a run."""
+        has_begun = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if not (trainer.is_global_zero and has_begun) or not self._is_deleted():
+            return
+        self.deleted_in = trainer.current_epoch
+        say(_deleted(self.deleted_in))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(f"{self.facts['run_id']}\n", self.folder / RUN_ID)
+        write_config(self.folder, self.config, self.code)
+        point_latest_at(self.folder)
+
+    def _is_deleted(self) -> bool:
+        """Whether the folder is gone, or was made again by a logger that had something to save."""
+        if not self.folder.exists():
+            return True
+        return self._has_written and not (self.folder / "config.yaml").exists()
+
+
+def forget_groups(state: dict[str, Any] | None) -> None:
+    """Forget what the optimizer of a checkpoint started with: its rates are not compared.
+
+    A run that ended inside an epoch has two states.
+    """
+    if state is None:
+        return
+    if state.get("start"):
+        state["start"]["groups"] = []
+    forget_groups((state.get("inside_epoch") or {}).get("state"))
+
+
+def _deleted(epoch: int) -> str:
+    lost = "what metrics.csv held before is lost"
+    return f"the run's folder was deleted in epoch {epoch + 1}, and made again: {lost}."
+
+
+def write_config(folder: Path, config: dict[str, Any], code: Path) -> None:
+    """Write the configuration, whose ``--config`` repeats the run, and how the code differs from
+    its commit.
+    """
+    text = dump_yaml(config)
+    write_atomically(f"# {command_line()}\n{text}", folder / "config.yaml")
+    changes = git(code, "status", "--porcelain")
+    if changes:
+        # The first lines name the files that git does not know. `patch` skips them.
+        difference = git(code, "diff", "--no-ext-diff", "--no-color", "HEAD") or ""
+        write_atomically(f"{changes}\n{difference}", folder / CHANGES)

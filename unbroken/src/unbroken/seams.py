@@ -1,0 +1,149 @@
+"""The public methods of Trainer's own objects that are replaced while a run is on, with reasons.
+
+These methods are public, so a look for private names does not find them. Each is a place where
+Lightning calls its own object, and where it has no hook for a callback. :data:`SEAMS` lists them,
+:func:`check` looks each up when a run starts, and :class:`Seams` puts every one back when the run
+ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+
+from unbroken.errors import UserError
+
+# The hooks of callbacks that Lightning calls for every batch of a training and its validations.
+HOOKS_OF_BATCHES = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+)
+# The class that defines the method, and its name.
+SEAMS: list[tuple[type, str]] = [
+    *((Callback, hook) for hook in HOOKS_OF_BATCHES),
+    (Strategy, "process_dataloader"),
+    (Strategy, "on_train_start"),
+    (Strategy, "load_checkpoint"),
+    (Precision, "convert_input"),
+]
+
+
+def check() -> None:
+    """Look up every method that is replaced; a UserError where one is missing."""
+    for owner, name in SEAMS:
+        if not hasattr(owner, name):
+            raise UserError(
+                f"this Lightning's {owner.__name__} lacks {name}, which exact resume needs."
+                " Run pip install 'lightning>=2.6.6,<2.7'."
+            )
+
+
+class Seams:
+    """The replaced methods of one Trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        check()
+        self._trainer = trainer
+        # The object, the method's name, and what the object itself had under that name.
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def process_loaders(self, make: Callable[[Any], Any]) -> None:
+        """Every loader that the Trainer has made ready passes through ``make`` first.
+
+        Lightning calls ``Strategy.process_dataloader`` "to inject the strategy's logic". A subclass
+        of Strategy could override it, but the user chooses the strategy.
+        """
+        strategy: Any = self._trainer.strategy
+        original = strategy.process_dataloader
+
+        def process(loader: Any) -> Any:
+            return original(make(loader))
+
+        self._replace(strategy, "process_dataloader", process)
+
+    def after_train_start(self, act: Callable[[], None]) -> None:
+        """``act`` is called when all ``on_train_start`` hooks are done, before anything of the
+        first epoch.
+
+        The strategy's is the last of these hooks, after the module's own. A callback's comes before
+        the module's.
+        """
+        strategy: Any = self._trainer.strategy
+        original = strategy.on_train_start
+
+        def start() -> None:
+            original()
+            act()
+
+        self._replace(strategy, "on_train_start", start)
+
+    def after_loading(self, act: Callable[[dict[str, Any]], None]) -> None:
+        """``act`` is called with a checkpoint that was read, before any hook gets it.
+
+        Lightning calls the module's ``on_load_checkpoint`` before that of any callback.
+        """
+        strategy: Any = self._trainer.strategy
+        original = strategy.load_checkpoint
+
+        def load(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            checkpoint: dict[str, Any] = original(*args, **kwargs)
+            act(checkpoint)
+            return checkpoint
+
+        self._replace(strategy, "load_checkpoint", load)
+
+    def before_each_batch(self, act: Callable[[], None]) -> None:
+        """``act`` is called between two steps of the training.
+
+        The step before is done with its logging, its validation and its schedules. Of the next one
+        nothing is done but that its batch was fetched: no hook was called for it. Lightning's first
+        call for a batch is to the precision plugin, and its first hook comes after the module's
+        hooks for the batch's transfer, which may draw random numbers.
+        """
+        trainer = self._trainer
+        plugin: Any = trainer.precision_plugin
+        convert = plugin.convert_input
+
+        def act_and_convert(batch: Any) -> Any:
+            if trainer.training:
+                act()
+            return convert(batch)
+
+        self._replace(plugin, "convert_input", act_and_convert)
+
+    def leave_out_empty_hooks(self) -> None:
+        """A batch's hooks that do nothing are not called.
+
+        Lightning calls six hooks of every callback in a step, and times each call for a profiler,
+        which takes longer than most hooks. It passes over what cannot be called.
+        """
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            for hook in HOOKS_OF_BATCHES:
+                is_empty = getattr(type(callback), hook, None) is getattr(Callback, hook)
+                if is_empty and hook not in vars(callback):
+                    self._replace(callback, hook, None)
+
+    def put_back(self) -> None:
+        """Let every object have the methods again that it had before."""
+        for owner, name, before in reversed(self._replaced):
+            if before is None:
+                # The class's method shows again as soon as the instance has none of that name.
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._replaced = []
+
+    def _replace(self, owner: Any, name: str, method: Any) -> None:
+        before = vars(owner).get(name)
+        setattr(owner, name, method)
+        self._replaced.append((owner, name, before))

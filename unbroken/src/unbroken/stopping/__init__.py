@@ -1,0 +1,1 @@
+"""Signals, what ranks agree on, schedulers."""

@@ -1,0 +1,271 @@
+"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary (see
+``stop.py``).
+
+Before training has begun there is nothing to save, and the process ends right away. Rank zero first
+ends the ranks that it has started, since they would fail without it. A signal to one of them is
+passed on to rank zero.
+
+This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from unbroken.stopping.ranks import RANK_ZERO_VARIABLE, is_child
+
+# SIGHUP: the terminal was closed. SIGBREAK: Ctrl-Break on Windows. A platform has those of these
+# that it knows.
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+# A process that is asked to stop while it starts has so long to end by itself. Then a thread ends
+# it: inside a library Python runs no handler.
+START_UP_PATIENCE_S = 1.5
+# A run ends within 10 s after a signal. So much of it may pass until its mirror is left as it is.
+STOP_S = 8.0
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop and has done so. Where nobody catches it, the process ends with its
+    exit code.
+
+    It is no ``Exception``, so that no ``except Exception`` swallows it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signum).name}"
+
+
+class State:
+    """What this process was asked to do.
+
+    It is global because a signal handler has no other place to note it.
+    """
+
+    # The signal that was received.
+    requested: int = 0
+    # When it was received, on the clock of time.monotonic().
+    requested_at: float | None = None
+    # While torch and Lightning are imported: a signal ends the process. Later it is raised as
+    # Stopped.
+    importing: bool = False
+    # A signal waits for the next step boundary.
+    deferring: bool = False
+    # Training or a test has begun.
+    begun: bool = False
+    watched: bool = False
+    # The process that has started this one: its end gives it another parent.
+    parent: int = 0
+    clean_up: Callable[[], None] | None = None
+
+
+state = State()
+
+
+def install() -> None:
+    """Take over the signals in the main thread of a command.
+
+    Until :func:`unbroken.cli.start.run` they end the process: an exception inside an import
+    would show up as an ImportError.
+    """
+    if threading.current_thread() is threading.main_thread():
+        state.importing = True
+        for number in STOP_SIGNALS:
+            # nohup wants no SIGHUP.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _note)
+        state.parent = os.getppid()
+        if "TORCHELASTIC_RUN_ID" in os.environ or is_child():
+            # A rank would train on without its agent, or wait for rank zero, and nobody could stop
+            # it.
+            end_with_parent()
+        rank_zero = os.environ.get(RANK_ZERO_VARIABLE)
+        if sys.platform == "linux" and is_child() and rank_zero not in (None, str(state.parent)):
+            # It has ended already, and nobody tells this process of it.
+            os._exit(Stopped(signal.SIGTERM).exit_code)
+
+
+class TakenOver:
+    """The signals of a script, notebook or test while a Trainer runs.
+
+    A command has taken them over for good.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+
+    def begin(self, requeue_signal: int | None = None) -> None:
+        """Note a signal from now on, in the main thread and where no command has seen to it.
+
+        ``requeue_signal``: SLURM's, at which the job is queued again. A command notes it, too.
+        """
+        if threading.current_thread() is not threading.main_thread() or self._handlers:
+            return
+        for number in STOP_SIGNALS:
+            handler = signal.getsignal(number)
+            # None: a handler that was not set from Python.
+            if handler not in (signal.SIG_IGN, _note, None):
+                self._handlers[number] = handler
+                signal.signal(number, _note)
+        if requeue_signal is not None:
+            handler = signal.getsignal(requeue_signal)
+            _note_requeue(requeue_signal)
+            if self._handlers:
+                self._handlers[requeue_signal] = handler or signal.SIG_DFL
+
+    def end(self) -> None:
+        """Let the script have its own handlers again."""
+        if not self._handlers:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        state.requested = 0
+        state.requested_at = None
+        state.begun = False
+        state.deferring = False
+
+
+def end_with_parent() -> None:
+    """Linux: SIGTERM for this process when its parent dies, also by SIGKILL.
+
+    Elsewhere it runs to its end.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def watch(clean_up: Callable[[], None] | None = None) -> None:
+    """Until training begins, end the process soon after a signal, also inside a library.
+
+    ``clean_up`` removes what the start has made. Where a pipe cannot wake a thread (Windows), the
+    handler alone acts.
+    """
+    state.clean_up = clean_up
+    is_ours = signal.getsignal(signal.SIGTERM) is _note
+    if state.watched or state.begun or not is_ours or sys.platform == "win32":
+        return
+    state.watched = True
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # A loader's worker must not write into this pipe.
+    os.register_at_fork(after_in_child=_stop_watching)
+    threading.Thread(target=_watch, args=(reading,), name="start-up-signals", daemon=True).start()
+
+
+def defer() -> None:
+    """Training or a test has begun: from now on a signal waits for the next step boundary."""
+    state.deferring = True
+    state.begun = True
+    _stop_watching()
+
+
+def _note_requeue(number: int) -> None:
+    """Note SLURM's signal like a stop, under its own number."""
+
+    def note(received: int, _: FrameType | None) -> None:
+        if not state.requested:
+            state.requested_at = time.monotonic()
+        state.requested = received
+
+    signal.signal(number, note)
+
+
+def seconds_left() -> float:
+    """How long something may still take when a run ends before its time."""
+    if state.requested_at is None:
+        # Another rank had the signal, or there was an error.
+        return STOP_S
+    return max(0.0, state.requested_at + STOP_S - time.monotonic())
+
+
+def as_stop(number: int) -> int:
+    """SIGINT or SIGTERM: what a received signal is handled as."""
+    if number == signal.SIGINT or number == getattr(signal, "SIGBREAK", None):
+        return signal.SIGINT
+    # SIGHUP's own number is 1, which means that a save is due: stop.SAVE_DUE.
+    return signal.SIGTERM
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    is_first = not state.requested
+    if is_first:
+        state.requested_at = time.monotonic()
+    signum = as_stop(number)
+    state.requested = signum
+    if not state.begun and is_child() and _tell_rank_zero(signum):
+        # Rank zero ends this process, and would be killed itself if this one ended first.
+        return
+    if state.importing:
+        os._exit(Stopped(signum).exit_code)
+    if not state.begun:
+        if not is_first:
+            # It is ending already.
+            return
+        _end_ranks()
+    if not state.deferring:
+        raise Stopped(signum)
+    if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
+        told = f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n"
+        # The stream may be closed.
+        with suppress(OSError, AttributeError):
+            # Not print(): a signal may interrupt it, and it cannot call itself.
+            os.write(sys.stderr.fileno(), told.encode())
+
+
+def _watch(reading: int) -> None:
+    while not state.begun:
+        number = os.read(reading, 1)[0]
+        if number not in STOP_SIGNALS or state.begun:
+            continue
+        patience = START_UP_PATIENCE_S
+        if is_child():
+            _tell_rank_zero(number)
+            # Rank zero is the first to act.
+            patience *= 2
+        time.sleep(patience)
+        if not state.begun:
+            _end_ranks()
+            if state.clean_up is not None:
+                state.clean_up()
+            os._exit(Stopped(as_stop(number)).exit_code)
+
+
+def _stop_watching() -> None:
+    if state.watched:
+        # In another thread than the main one it cannot be done, and need not.
+        with suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+def _tell_rank_zero(signum: int) -> bool:
+    """Pass a signal on to rank zero; returns whether it is still there."""
+    if os.getppid() != state.parent:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(state.parent, signum)
+        return True
+    return False
+
+
+def _end_ranks() -> None:
+    """Kill the ranks that Lightning has started from this process."""
+    if "lightning.pytorch" in sys.modules:
+        from unbroken.lightning_internals import release_child_processes
+
+        for rank in release_child_processes():
+            rank.kill()

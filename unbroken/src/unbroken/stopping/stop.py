@@ -1,0 +1,83 @@
+"""How a run ends when it is asked to, on all ranks at the same step.
+
+What happens, in order:
+
+1. A signal reaches any rank at any moment. Its handler (:mod:`unbroken.stopping.signals`) only notes
+   it.
+2. At the end of the step (of the next one, with several ranks), :class:`Agreement` tells every rank
+   the largest request of any rank.
+3. Before the next step, :class:`unbroken.checkpoint.exact_checkpoint.ExactCheckpoint` saves
+   ``last.ckpt`` on all ranks.
+4. Every rank raises :class:`unbroken.stopping.signals.Stopped`, which ends the process with 143 or
+   130.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# A request that is lower than every signal's number: no stop, but a checkpoint is due.
+SAVE_DUE = 1
+
+
+class NextBatch(NamedTuple):
+    """Which ranks have a further batch."""
+
+    # Whether every rank has one.
+    everywhere: bool
+    # The highest rank that has none, where others have one; else None.
+    ended_early: int | None
+
+
+class Agreement:
+    """The largest request of any rank, known to all ranks at the same step.
+
+    Each call starts an all-reduce in CPU memory (gloo) and returns the result of the call before:
+    nothing waits. Lightning broadcasts rank zero's flag alone, on the device, and waits at every
+    step.
+
+    Where ranks may have unequally many batches, they ask each other before each batch
+    (:meth:`next_batch`). The requests go along with it, so a step costs one exchange there, too.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._pending: tuple[Any, torch.Tensor] | None = None
+        # What :meth:`next_batch` has brought since the last call of :meth:`latest`.
+        self._came_with_batch: int | None = None
+
+    def latest(self, request: int) -> int:
+        """Give this rank's request; returns what all ranks agreed on one call ago (one rank: the
+        request itself).
+        """
+        if self.group is None:
+            return request
+        if self._came_with_batch is not None:
+            agreed = self._came_with_batch
+            self._came_with_batch = None
+            return agreed
+        before = self._pending
+        value = torch.tensor([request])
+        work = dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._pending = (work, value)
+        if before is None:
+            return 0
+        earlier_work, earlier_value = before
+        earlier_work.wait()
+        return int(earlier_value)
+
+    def next_batch(self, rank: int, has_one: bool, request: int) -> NextBatch:
+        """Tell the other ranks whether this one has a further batch, and wait for their answers.
+
+        Every rank of several must call it. ``request`` is as for :meth:`latest`, whose next call
+        returns the largest.
+        """
+        without = -1 if has_one else rank
+        told = torch.tensor([request, without, int(has_one)])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        largest, last_without, is_somewhere = told.tolist()
+        self._came_with_batch = max(self._came_with_batch or 0, largest)
+        everywhere = last_without == -1
+        is_uneven = bool(is_somewhere) and not everywhere
+        return NextBatch(everywhere, last_without if is_uneven else None)

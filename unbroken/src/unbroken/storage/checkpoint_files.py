@@ -1,0 +1,723 @@
+"""Checkpoint files: written completely or not at all, read as plain data or refused."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from unbroken.errors import UserError, without_control_characters
+from unbroken.parts.module import SPARSE, device_of, give_plain_buffers, make_buffer
+from unbroken.stopping.ranks import say
+from unbroken.storage import own_runs
+from unbroken.storage.bounded_reading import TooMuch, unpack
+from unbroken.storage.files import write_atomically
+
+MAPPINGS = (dict, OrderedDict, Counter)
+SEQUENCES = (list, tuple, set, torch.Size)
+# In a configuration; the last two are empty ones
+VALUES = (type(None), bool, int, float, str, dict, list)
+PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
+# What this project adds to Lightning's checkpoint: name, configuration, data source, ...
+RUN_KEY = "run"
+# The names of entries that were left out, in what this project adds.
+LEFT_OUT = "left_out"
+
+
+def record_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What this project has added to a checkpoint; nothing where another program wrote the file."""
+    record = checkpoint.get(RUN_KEY)
+    return record if isinstance(record, dict) else {}
+
+
+class NotPlain(TypeError):
+    """A value that a checkpoint cannot hold; its message names the place."""
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Saves beside the target, flushes to disk, renames: whatever happens, the target is whole, old
+    or new.
+
+    Lightning's own renames from the temporary folder, does not flush, and swallows a
+    PermissionError (issue 21800). The first file is read back before it takes its place, so that a
+    run that cannot be gone on with ends at its first save and not when it is needed.
+    """
+
+    def __init__(self) -> None:
+        self._is_proved = False
+        # A run that goes on from a stranger's file does not vouch for what it took over.
+        self._vouches = True
+        # Entries that Lightning restores itself, beside its usual ones. A run cannot do without.
+        self.restored: set[str] = set()
+        # What the engine has added to the checkpoint that is saved now. None: it has added nothing.
+        self.record: dict[str, Any] | None = None
+        self._has_told_left_out = False
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write ``checkpoint`` to ``path``. Its own containers are changed, never those of the
+        run's objects.
+        """
+        target = Path(path)
+        # A ModelCheckpoint that the user added may name a new folder.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self.record is not None and checkpoint.get(RUN_KEY) is not self.record:
+            raise UserError(
+                f"a checkpoint's entry {RUN_KEY!r} is this project's, and on_save_checkpoint of the"
+                " module or of a callback has set it. Give that entry another name."
+            )
+        make_hyperparameters_plain(checkpoint)
+        self._make_plain(checkpoint)
+        if record_in(checkpoint):
+            sign(checkpoint, self._vouches)
+        buffer = io.BytesIO()
+        try:
+            torch.save(checkpoint, buffer)
+        except (MemoryError, RuntimeError) as error:
+            # As a UserError it becomes known to every rank, as what writing raises does.
+            raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
+        if not self._is_proved:
+            prove_it_can_be_read(buffer, target)
+            self._is_proved = True
+        write_atomically(buffer.getbuffer(), target)
+
+    def _make_plain(self, checkpoint: dict[str, Any]) -> None:
+        """Let a checkpoint hold plain values only.
+
+        What the user's own ``on_save_checkpoint`` has added is left out where it holds objects: the
+        module that a resumed run makes has them, too. Elsewhere they are NotPlain.
+        """
+        # The names of entries, and the place of what is no plain value in them.
+        left_out: dict[str, str] = {}
+        for key, value in checkpoint.items():
+            try:
+                checkpoint[key] = made_plain(value, key)
+            except NotPlain as error:
+                if key in ENTRIES_OF_A_RUN or key in self.restored:
+                    raise
+                left_out[key] = str(error).partition(" is ")[0]
+        for key in left_out:
+            del checkpoint[key]
+        if left_out and record_in(checkpoint):
+            checkpoint[RUN_KEY][LEFT_OUT] = list(left_out)
+        if left_out and not self._has_told_left_out:
+            self._has_told_left_out = True
+            places = ", ".join(left_out.values())
+            say(
+                f"left out of checkpoints, which hold plain values only: {places}."
+                " A resumed run has what is made anew."
+            )
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What Lightning restores: the contents, without states of callbacks whose paths leave the
+        run's folder.
+        """
+        checkpoint = read(Path(path))
+        own = is_own(checkpoint)
+        # Once it has taken over a stranger's, it never vouches again.
+        self._vouches = self._vouches and own
+        if not own:
+            say(*drop_states_that_leave(checkpoint, Path(path)))
+        return checkpoint
+
+
+def sign(checkpoint: dict[str, Any], vouches: bool) -> None:
+    """Add what tells later whether the file was changed and, where the run ``vouches`` for it, that
+    it is the user's.
+    """
+    run = checkpoint[RUN_KEY]
+    state = run.get("state")
+    if state:
+        state["outline"] = outline(checkpoint)
+    run["seal"] = own_runs.seal(_sealed(checkpoint)) if vouches else None
+
+
+def is_own(checkpoint: dict[str, Any]) -> bool:
+    """Whether a run of this user on this machine wrote the configuration and the callbacks' texts
+    of a checkpoint.
+    """
+    run = record_in(checkpoint)
+    return bool(run) and own_runs.is_sealed(_sealed(checkpoint), run.get("seal"))
+
+
+def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
+    """The parts that may name a class or a path."""
+    texts = [
+        (place, leaf)
+        for place, leaf in _leaves(checkpoint.get("callbacks"))
+        if isinstance(leaf, str)
+    ]
+    for attributes in _attributes_in(checkpoint):
+        for place, leaf in _leaves(attributes):
+            if isinstance(leaf, str) and not place.startswith("a key of"):
+                texts.append((place, leaf))
+    return [checkpoint[RUN_KEY].get("config"), texts]
+
+
+def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank keeps of attributes of the module and data module, as a checkpoint has it."""
+    found: list[dict[str, Any]] = []
+    state = record_in(checkpoint).get("state")
+    while isinstance(state, dict):
+        ranks = state.get("ranks")
+        if isinstance(ranks, list):
+            kept = [rank.get("attributes") for rank in ranks if isinstance(rank, dict)]
+            found += [attributes for attributes in kept if isinstance(attributes, dict)]
+        inside = state.get("inside_epoch")
+        state = inside.get("state") if isinstance(inside, dict) else None
+    return found
+
+
+def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
+    """A UserError if the file that would be written could not be used."""
+    try:
+        unpack(buffer, len(buffer.getbuffer()))
+    except Exception as error:
+        if isinstance(error, MemoryError) or "t allocate memory" in str(error):
+            # There is no room for a second copy. That says nothing about the file.
+            return
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+        raise UserError(
+            f"{path} was not saved, for it could not be read again: {reason}."
+        ) from error
+
+
+def make_hyperparameters_plain(checkpoint: dict[str, Any]) -> None:
+    """Keep ``hparams`` that are no plain data as the configuration has them, for
+    ``load_from_checkpoint`` to make them again. What is not from there is kept as text, such as a
+    path, or as numbers and lists where it is NumPy's.
+    """
+    # A class of OmegaConf
+    checkpoint.pop("hparams_type", None)
+    for key, part in {"hyper_parameters": "model", "datamodule_hyper_parameters": "data"}.items():
+        if key not in checkpoint:
+            continue
+        given = dict(checkpoint[key])
+        odd = {name: value for name, value in given.items() if _reason_not_plain(value, name)}
+        for name, value in odd.items():
+            given[name] = value.tolist() if hasattr(value, "tolist") else str(value)
+        config = record_in(checkpoint).get("config", {})
+        written = config.get(part) or {}
+        arguments = written.get("init_args", {})
+        if odd and odd.keys() <= arguments.keys():
+            for name in odd:
+                given[name] = arguments[name]
+            given["_class_path"] = written["class_path"]
+            given["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
+        checkpoint[key] = given
+
+
+def made_plain(value: Any, place: str) -> Any:
+    """``value`` as it is saved: NumPy's numbers become Python's, an expanded tensor a whole one.
+    Containers are new; the run's own stay as they are.
+
+    Raises:
+        NotPlain: What would not load again, by name.
+    """
+    if isinstance(value, Tensor):
+        return _tensor_as_saved(value, place)
+    if isinstance(value, numpy.generic):
+        number = value.item()
+        if isinstance(number, numpy.generic):
+            # Python has no number of that precision, as of a longdouble.
+            raise NotPlain(_no_plain(value, place))
+        return made_plain(number, place)
+    kind = type(value)
+    if kind in MAPPINGS:
+        return _mapping_made_plain(value, place)
+    if kind is set:
+        return {made_plain(item, f"{place}[...]") for item in value}
+    if kind in SEQUENCES:
+        return kind([made_plain(item, f"{place}[{index}]") for index, item in enumerate(value)])
+    if kind not in PLAIN:
+        raise NotPlain(_no_plain(value, place))
+    return value
+
+
+def _mapping_made_plain(value: Any, place: str) -> Any:
+    made = type(value)()
+    for key, item in value.items():
+        plain_key = made_plain(key, f"a key of {place}")
+        made[plain_key] = made_plain(item, f"{place}[{key!r}]")
+    # nn.Module keeps the versions of its parts as an attribute of a state dict.
+    if isinstance(value, OrderedDict):
+        vars(made).update(vars(value))
+    return made
+
+
+def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
+    if is_lazy(tensor):
+        raise NotPlain(
+            f"{place} is the weight of a lazy layer that no batch has passed, and has no size:"
+            " use the layer, or remove it."
+        )
+    if tensor.is_meta:
+        raise NotPlain(f"{place} is a tensor without values (on the device meta).")
+    if tensor.layout != torch.strided:
+        if tensor.layout not in SPARSE:
+            raise NotPlain(
+                f"{place} is a tensor of layout {tensor.layout}, which would not load again."
+            )
+        return tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+    if tensor.is_nested:
+        raise NotPlain(f"{place} is a nested tensor, which would not load again.")
+    # An expanded tensor says that it is larger than what it stores. Such a file would be refused.
+    if is_expanded(tensor):
+        return tensor.contiguous()
+    return tensor
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several places of a tensor are one place in memory, as after ``expand``."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
+def _no_plain(value: Any, place: str) -> str:
+    kind = type(value)
+    allowed = "checkpoints hold plain values only (numbers, text, lists, dicts, tensors)"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{place} is a {name}, which would not load again: {allowed}."
+
+
+def _reason_not_plain(value: Any, place: str) -> str | None:
+    """What in a value is no plain data and would not load with ``weights_only=True``, in words.
+    None: nothing.
+    """
+    for where, leaf in _leaves(value, place):
+        if type(leaf) not in PLAIN and not isinstance(leaf, Tensor):
+            return _no_plain(leaf, where)
+    return None
+
+
+class Unreadable(UserError):
+    """The system cannot read a file now: no permission, no memory, a lost network drive."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A checkpoint's contents, on the CPU; nothing in it is executed. A UserError where it is
+    damaged, or is none.
+    """
+    if not path.is_file():
+        raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
+    try:
+        checkpoint = unpack(path, path.stat().st_size)
+    except Exception as error:
+        raise _unusable(path, error) from None
+    if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
+        raise UserError(
+            f"--ckpt_path {path} is not a Lightning checkpoint."
+            " Give a best.ckpt or last.ckpt of a run."
+        )
+    _check(checkpoint, LIGHTNING, path, "checkpoint")
+    return checkpoint
+
+
+def _unusable(path: Path, error: Exception) -> UserError:
+    # zipfile and torch raise an OSError without a number for a truncated file. With one, it may be
+    # whole.
+    has_number = isinstance(error, OSError) and error.errno is not None
+    if isinstance(error, MemoryError) or has_number:
+        reason = getattr(error, "strerror", None) or "not enough memory"
+        return Unreadable(
+            f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again."
+        )
+    # torch's own message advises weights_only=False, which would run the code in a malicious file.
+    if "eights only" in str(error) or "eights_only" in str(error):
+        danger = (
+            "pickled Python objects, which could run code; it was refused and nothing in it was run"
+        )
+        return UserError(
+            f"--ckpt_path {path} holds {danger}. Give a checkpoint written by this project."
+        )
+    if isinstance(error, TooMuch):
+        return UserError(
+            f"--ckpt_path {path} claims more than it can hold ({error}); nothing of it was used."
+            " Give another checkpoint."
+        )
+    kind = type(error).__name__
+    return UserError(f"--ckpt_path {path} is damaged or no checkpoint ({kind}). Give another one.")
+
+
+def damage(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None where it is whole. Unreadable is raised: it may be
+    whole.
+    """
+    _, reason = read_or_reason(path)
+    return reason
+
+
+def read_or_reason(path: Path) -> tuple[dict[str, Any], str | None]:
+    """A checkpoint's contents, and None; or nothing, and why it cannot be used. Unreadable is
+    raised: it may be whole.
+    """
+    try:
+        return read(path), None
+    except Unreadable:
+        raise
+    except UserError as error:
+        return {}, str(error).removeprefix("--ckpt_path ")
+
+
+# What a checkpoint, our record in it and its configuration hold, as far as commands rely on it. Any
+# may be absent.
+LIGHTNING: dict[str, Any] = {
+    "state_dict": dict,
+    "loops": dict,
+    "callbacks": dict,
+    "epoch": int,
+    "global_step": int,
+    "pytorch-lightning_version": str,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+}
+# Entries with which a run goes on: one of them that is no plain data is an error.
+ENTRIES_OF_A_RUN = {
+    *LIGHTNING,
+    RUN_KEY,
+    "hyper_parameters",
+    "datamodule_hyper_parameters",
+    # Of WeightAveraging
+    "current_model_state",
+    "averaging_state",
+}
+RECORD: dict[str, Any] = {
+    "config": dict,
+    "data": dict,
+    "metrics": dict,
+    "versions": dict,
+    "state": dict,
+    "run_name": str,
+    "run_id": str,
+    "can_go_on": bool,
+    LEFT_OUT: list,
+}
+# Words of names under which callbacks and modules keep paths
+NAMES_OF_PATHS = {
+    *("dir", "dirs", "dirpath", "directory", "rootdir", "workdir"),
+    *("path", "paths", "filepath", "filepaths", "root", "folder", "folders"),
+    *("file", "files", "filename", "filenames", "logfile"),
+}
+SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
+RESTORED = ("loops", "optimizer_states", "lr_schedulers")
+
+
+def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
+    """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``,
+    ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where the
+    file is unusable, not written by this project, or changed since (``to_resume``: also in what
+    :func:`outline` tells apart).
+    """
+    checkpoint = read(path)
+    run = record_in(checkpoint)
+    if "config" not in run:
+        raise UserError(
+            f"--ckpt_path {path} was not written by this project: it does not name its network."
+        )
+    _check(run, RECORD, path, "run")
+    _check(run["config"], SECTIONS, path, "run.config")
+    for key in run["config"]:
+        # The parser would take it for a section's entry.
+        if "." in str(key):
+            raise _changed(path, f"run.config.{key}")
+    for key in ("config", "metrics", "data_source", "versions"):
+        for _, value in _leaves(run.get(key), with_places=False):
+            if not isinstance(value, VALUES):
+                raise _changed(path, f"run.{key}")
+    saved = run.get("state", {}).get("outline")
+    if to_resume and saved is not None and saved != outline(checkpoint):
+        raise _changed(path, " or ".join(("run.state", *RESTORED)))
+    own = is_own(checkpoint)
+    # Commands print a run's name, its metrics' names and its versions.
+    shown = {
+        key: without_control_characters(value) for key, value in run.items() if key != "config"
+    }
+    return shown | {"config": run["config"], "is_own": own}
+
+
+def outline(checkpoint: dict[str, Any]) -> str:
+    """A hash of what a resume restores besides weights and callbacks. A misfit would show only
+    after files changed.
+    """
+    state = {**checkpoint[RUN_KEY]["state"], "outline": None}
+    parts = [state, *(checkpoint.get(key) for key in RESTORED)]
+    plain: list[Any] = []
+    for _, leaf in _leaves(parts, with_places=False):
+        plain.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
+    return hashlib.sha256(repr(plain).encode()).hexdigest()
+
+
+def _leaves(value: Any, where: str = "", with_places: bool = True) -> Iterator[tuple[str, Any]]:
+    """The keys and values in nested plain containers, and containers that are empty, each with its
+    place in words.
+
+    Only exact types are opened: a subclass, as NumPy's numbers and text are, would not load again.
+    """
+    kind = type(value)
+    if kind in MAPPINGS and value:
+        for key, item in value.items():
+            key_place = f"a key of {where}" if with_places else ""
+            yield from _leaves(key, key_place, with_places)
+            item_place = f"{where}[{key!r}]" if with_places else ""
+            yield from _leaves(item, item_place, with_places)
+    elif kind in SEQUENCES and value:
+        items = sorted(value, key=repr) if kind is set else value
+        for index, item in enumerate(items):
+            item_place = f"{where}[{index}]" if with_places else ""
+            yield from _leaves(item, item_place, with_places)
+    else:
+        yield where, value
+
+
+def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
+    """Remove the states of callbacks that name a path outside of the run's folder, and attributes
+    of the module that do; returns a line for each.
+
+    Callbacks write, move and delete what their state names: a ModelCheckpoint removes its worst
+    file. Only what lies inside the folder of the checkpoint may be named, and only if that is a
+    run's folder.
+    """
+    lines = []
+    for attributes in _attributes_in(checkpoint):
+        for name in list(attributes):
+            if _names_path_outside(attributes[name], path, name):
+                del attributes[name]
+                shown = without_control_characters(str(name))[:80]
+                lines.append(
+                    f"the attribute {shown} in {path} names a path outside of the run's folder: it"
+                    " was not taken over."
+                )
+    states = checkpoint.get("callbacks", {})
+    for name in list(states):
+        if _names_path_outside(states[name], path):
+            del states[name]
+            # Lightning adds the arguments of a ModelCheckpoint to its name.
+            shown = without_control_characters(str(name).partition("{")[0])[:80]
+            lines.append(
+                f"the state of {shown} in {path} names a path outside of the run's folder, or the"
+                " folder as a file: it was not taken over."
+            )
+    return lines
+
+
+def _names_path_outside(state: Any, path: Path, where: str = "") -> bool:
+    for place, text in _leaves(state, where):
+        if isinstance(text, str) and is_path(place, text) and _leaves_folder(place, text, path):
+            return True
+    return False
+
+
+def is_path(place: str, text: str) -> bool:
+    """Whether a text of a callback's state is a path: by the names above it, by its look, or
+    because it is there. A metric's name may hold a slash, too.
+    """
+    if not text:
+        return False
+    if NAMES_OF_PATHS.intersection(words_in(place)) or "best_k_models" in place:
+        return True
+    # From the root or the home, from a drive of Windows, or through the folder above
+    if re.search(r"^[/\\~]|^\w:[/\\]|(^|[/\\])\.\.?([/\\]|$)", text):
+        return True
+    return "\0" not in text and os.path.lexists(text)
+
+
+def words_in(place: str) -> list[str]:
+    """The words of an attribute's name and of the keys in it: ``module.a.last_file['best_path']``
+    has four.
+
+    The layers that an attribute belongs to say nothing of its value.
+    """
+    owner_and_name, _, keys = place.partition("[")
+    name = owner_and_name.rpartition(".")[2]
+    return re.findall("[a-z]+", f"{name} {keys}".lower())
+
+
+def _leaves_folder(place: str, text: str, path: Path) -> bool:
+    """Whether a path lies outside of the checkpoint's folder, or that is no run's folder. The
+    folder itself is the place of a callback's files, but none of the files that it may delete.
+    """
+    folder = path.resolve().parent
+    if "\0" in text or not (folder / "config.yaml").is_file():
+        return True
+    target = Path(os.path.realpath(os.path.expanduser(text)))
+    if place == "['dirpath']" and target == folder:
+        return False
+    return folder not in target.parents
+
+
+def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) -> None:
+    for key in kinds.keys() & found.keys():
+        if not isinstance(found[key], kinds[key]):
+            raise _changed(path, f"{name}.{key}")
+
+
+def _changed(path: Path, key: str) -> UserError:
+    shown = without_control_characters(key)[:200]
+    return UserError(
+        f"--ckpt_path {path}: its entry {shown} is not what this project writes."
+        " Give another checkpoint."
+    )
+
+
+# What draws in a setup() that comes later, such as a split, draws as in a new run.
+@isolate_rng()
+def load_weights(
+    module: LightningModule, path: Path, late: bool = False, again: bool = False
+) -> bool:
+    """Give a module a checkpoint's weights, as Lightning does.
+
+    Args:
+        module: As it was made, before its ``setup``.
+        path: The checkpoint.
+        late: Whether Lightning loads the weights later, after hooks that may make further layers.
+        again: Whether Lightning loads the same weights once more, as for a resume.
+
+    Returns:
+        Whether the weights fit as the module is now. Where they may fit ``late`` only, it is False.
+
+    Raises:
+        UserError: They do not fit.
+    """
+    checkpoint = read(path)
+    # SupervisedModule warns of it; here a misfit is an error.
+    checkpoint.pop("network", None)
+    module.configure_model()
+    fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint])
+    if not again:
+        module.on_load_checkpoint(checkpoint)
+        # Those that a state dict leaves out. On a resume the engine gives them back itself.
+        give_plain_buffers(module, buffers_left_out(checkpoint))
+    make_room_for_buffers(module, checkpoint)
+    weights = checkpoint["state_dict"]
+    fills_in_on_load = is_overridden("on_load_checkpoint", module)
+    if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
+        return False
+    try:
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+        if missing and again and fills_in_on_load:
+            # The hook may put in what the module did not save.
+            module.on_load_checkpoint(checkpoint)
+            missing, unexpected = module.load_state_dict(weights, strict=False)
+        makes_layers = is_overridden("setup", module) or fills_in_on_load
+        if late and makes_layers and unexpected and not missing:
+            return False
+        if missing or unexpected:
+            # The error tells which.
+            module.load_state_dict(weights, strict=module.strict_loading)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        reason = without_control_characters(" ".join(str(error).split()))[:300]
+        raise UserError(
+            f"--ckpt_path {path}: its weights do not fit the network: {reason}"
+        ) from None
+    return True
+
+
+def _lets_setup_size_buffers(module: LightningModule, weights: dict[str, Any]) -> bool:
+    """Whether buffers have other sizes than in a checkpoint, and all parameters have theirs.
+
+    ``setup`` may give a buffer its size, as of a mean of the data. Another network has other
+    parameters.
+    """
+    buffers = dict(module.named_buffers())
+    misfits = [
+        name
+        for name, own in module.state_dict().items()
+        if isinstance(own, Tensor) and not is_lazy(own) and name in weights
+        if isinstance(weights[name], Tensor) and weights[name].shape != own.shape
+    ]
+    return bool(misfits) and all(name in buffers for name in misfits)
+
+
+def fill_in_what_was_left_out(
+    checkpoint: dict[str, Any], saves: Sequence[Callable[[dict[str, Any]], Any]]
+) -> None:
+    """Put entries that a checkpoint could not hold into it, as they would be saved now.
+
+    Args:
+        checkpoint: As it was read.
+        saves: The ``on_save_checkpoint`` of the module, and of callbacks.
+    """
+    left_out = record_in(checkpoint).get(LEFT_OUT)
+    if not isinstance(left_out, list) or not left_out:
+        return
+    # A hook may change Lightning's entries, which it expects to find.
+    now = dict(checkpoint)
+    for name, value in checkpoint.items():
+        if type(value) is dict:
+            now[name] = dict(value)
+    for save in saves:
+        # It may need a training, which has not begun.
+        with suppress(Exception):
+            save(now)
+    for name in left_out:
+        if name in now:
+            checkpoint.setdefault(name, now[name])
+
+
+def plain_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    """Those entries that a checkpoint can hold."""
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        with suppress(NotPlain):
+            found[name] = made_plain(value, name)
+    return found
+
+
+def give_expanded_buffers_memory(module: LightningModule) -> None:
+    """Make expanded buffers whole, in place: nothing can be copied into a tensor whose places share
+    their memory.
+    """
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if is_expanded(buffer):
+                setattr(part, name, buffer.contiguous())
+
+
+def make_room_for_buffers(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Let a module take the buffers of a checkpoint that training has made or filled.
+
+    A module may make a buffer in its training, or in the place of None. As it is made anew it lacks
+    that buffer, and its state dict would not take it.
+    """
+    give_expanded_buffers_memory(module)
+    parts = dict(module.named_modules())
+    there = dict(module.named_buffers())
+    weights = checkpoint.get("state_dict", {})
+    for name, value in buffers_left_out(checkpoint).items():
+        path, _, attribute = name.rpartition(".")
+        if name in weights and name not in there and path in parts:
+            empty = torch.empty_like(value, device=device_of(module))
+            make_buffer(parts[path], attribute, empty, persistent=True)
+
+
+def buffers_left_out(checkpoint: dict[str, Any], rank: int = 0) -> dict[str, torch.Tensor]:
+    """The buffers of a rank that its state dict leaves out, of a checkpoint of ours; else none."""
+    state = record_in(checkpoint).get("state")
+    ranks = state.get("ranks") if isinstance(state, dict) else None
+    if not isinstance(ranks, list) or not ranks:
+        return {}
+    mine = ranks[rank % len(ranks)]
+    buffers = mine.get("buffers") if isinstance(mine, dict) else None
+    if not isinstance(buffers, dict):
+        return {}
+    return {n: value for n, value in buffers.items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,1 @@
+"""Questions about values that several rooms ask."""

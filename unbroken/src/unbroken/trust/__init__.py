@@ -1,0 +1,1 @@
+"""What a checkpoint of somebody else may make."""

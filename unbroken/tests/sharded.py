@@ -1,0 +1,48 @@
+"""``fit`` with FSDP on the CPU, for tests: run_ranks("tests.sharded", ARGUMENT...).
+
+PyTorch's FSDP asks for an accelerator, but does the same with gloo on the CPU if it is told that
+this is the device. Lightning's mixed precision for it is autocast on CUDA, whatever the device is;
+here it is the CPU's.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    from lightning.pytorch.plugins import FSDPPrecision
+    from lightning.pytorch.strategies import StrategyRegistry
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+
+    from unbroken.run import main_job as fit
+    from unbroken.cli import start as command
+    from unbroken.checkpoint import sharding
+
+    given = FSDP.__init__
+
+    def on_the_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        given(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+    forward_context = FSDPPrecision.forward_context
+
+    def autocast_on_the_cpu(self: FSDPPrecision) -> Any:
+        return (
+            torch.autocast("cpu", torch.bfloat16)
+            if self.precision == "bf16-mixed"
+            else forward_context(self)
+        )
+
+    FSDP.__init__ = on_the_cpu  # type: ignore[method-assign]
+    FSDPPrecision.forward_context = autocast_on_the_cpu  # type: ignore[method-assign]
+    StrategyRegistry.register("fsdp_on_cpu", sharding.ShardedStrategy)
+    sharding.LARGE = 1000  # so that a small network is cut, too
+    sys.argv += ["--strategy", "fsdp_on_cpu"]  # the last one counts
+    command.run(fit.main)
+
+
+if __name__ == "__main__":
+    main()

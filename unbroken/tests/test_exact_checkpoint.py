@@ -1,0 +1,856 @@
+"""The engine outside of our command line: a plain Trainer script with one callback more keeps the
+promises.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import nn
+
+from unbroken import ExactCheckpoint, Part, Stopped
+from unbroken.checkpoint import exact_checkpoint
+from unbroken.seams import HOOKS_OF_BATCHES
+from unbroken.errors import UserError
+from tests.commands import checkpoint, differences, kill_group, start, wait_for
+from tests.plain_module import Regression, rows
+
+SCRIPT = [sys.executable, "-m", "tests.plain_script"]
+SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """Two folders hold the same weights, optimizers, counters, generators and logged sums, bit for
+    bit.
+    """
+    for name in ("last.ckpt", "best.ckpt"):
+        a = checkpoint(one / name)
+        b = checkpoint(other / name)
+        for key in SAME:
+            assert differences(a[key], b[key], f"{name}:{key}") == []
+        assert differences(a["run"]["state"], b["run"]["state"], f"{name}:state") == []
+
+
+def wait_for_step(folder: Path, step: int, process: Any) -> None:
+    """Wait until ``last.ckpt`` has reached a step."""
+    last = folder / "last.ckpt"
+    while process.poll() is None:
+        if last.exists() and checkpoint(last)["global_step"] >= step:
+            return
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("workers", "devices", "kills"),
+    [
+        (0, 1, 2),
+        pytest.param(0, 1, 5, marks=pytest.mark.nightly),
+        pytest.param(2, 1, 5, marks=pytest.mark.nightly),
+        # Lightning starts the second rank, which imports torch.
+        pytest.param(0, 2, 5, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_plain_script_that_is_killed_at_random_moments_ends_as_if_it_were_not(
+    workplace: Path, workers: int, devices: int, kills: int
+) -> None:
+    words = [str(workers), str(devices)]
+    log = workplace / "log.txt"
+    undisturbed = start([*SCRIPT, "undisturbed", *words], log)
+    assert undisturbed.wait(timeout=120) == 0, log.read_text()[-3000:]
+    steps = checkpoint(Path("undisturbed/last.ckpt"))["global_step"]
+    chance = random.Random(f"{workers}{devices}")
+    moments = sorted(chance.sample(range(steps), kills))
+    for moment in moments:
+        process = start([*SCRIPT, "killed", *words], log)
+        wait_for_step(Path("killed"), moment, process)
+        kill_group(process)
+    last = start([*SCRIPT, "killed", *words], log)
+    assert last.wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert_same_end(Path("undisturbed"), Path("killed"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_plain_script_that_is_asked_to_stop_saves_the_step_and_ends_with_the_code(
+    workplace: Path, number: signal.Signals, code: int
+) -> None:
+    log = workplace / "log.txt"
+    process = start([*SCRIPT, "stopped", "0", "1"], log)
+    wait_for_step(Path("stopped"), 20, process)
+    os.kill(process.pid, number)
+    assert process.wait(timeout=30) == code, log.read_text()[-3000:]
+    assert "Traceback" not in log.read_text()
+    assert not list(Path("stopped").glob(".*.part"))
+    assert checkpoint(Path("stopped/last.ckpt"))["global_step"] >= 20
+
+
+def fit(
+    folder: str, *further: Callback, epochs: int = 2, make: Any = Regression, **flags: Any
+) -> ExactCheckpoint:
+    """What a cell of a notebook does."""
+    seed_everything(7, verbose=False)
+    keep = ExactCheckpoint(folder, monitor="val_loss", mode="min", every="5")
+    flags = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, **flags}
+    trainer = Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[keep, *further], **flags)
+    trainer.fit(make(), ckpt_path=keep.resume_from)
+    return keep
+
+
+class Ends(Callback):
+    """Changes a weight when a training ends, and notes the weights that it leaves."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.net[0].bias.add_(1)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.left = copy.deepcopy(pl_module.state_dict())
+
+
+@pytest.mark.parametrize("kind", [EMAWeightAveraging, StochasticWeightAveraging])
+def test_a_finished_training_that_is_started_again_leaves_the_same_weights(
+    workplace: Path, kind: Any
+) -> None:
+    """The checkpoint after the last step is saved before the hooks that end a training."""
+    settings = {"swa_lrs": 0.01, "swa_epoch_start": 1} if "Stochastic" in kind.__name__ else {}
+    first = Ends()
+    fit("run", kind(**settings), first, limit_train_batches=6)
+    saved = checkpoint(Path("run/last.ckpt"))
+    again = Ends()
+    fit("run", kind(**settings), again, limit_train_batches=6)
+    assert differences(first.left, again.left, "weights") == []
+    assert differences(saved, checkpoint(Path("run/last.ckpt")), "last.ckpt") == []
+
+
+class Normed(Regression):
+    """With a batch norm, for which StochasticWeightAveraging adds an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def test_a_training_that_averaged_batch_norms_have_ended_is_started_again(workplace: Path) -> None:
+    """Lightning's callback cannot end a training whose last epoch it has not seen itself."""
+    for _ in range(2):
+        average = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        fit("run", average, make=Normed, limit_train_batches=6)
+    assert checkpoint(Path("run/last.ckpt"))["epoch"] == 3
+
+
+class Dies(Callback):
+    """Raises after a step, as a cell that is interrupted by an error does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("died")
+
+
+class AsksToStop(Callback):
+    """Sends this process SIGTERM after a step."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 30:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_cell_that_is_run_again_after_an_error_goes_on_in_the_same_process(
+    workplace: Path,
+) -> None:
+    fit("undisturbed")
+    with pytest.raises(RuntimeError, match="died"):
+        fit("again", Dies(33))
+    assert checkpoint(Path("again/last.ckpt"))["global_step"] == 30
+    fit("again")
+    assert_same_end(Path("undisturbed"), Path("again"))
+
+
+def test_a_stop_in_a_notebook_is_an_exit_and_leaves_its_signals_as_they_were(
+    workplace: Path,
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(Stopped) as stopped:
+        fit("stopped", AsksToStop())
+    assert stopped.value.code == 143
+    assert {number: signal.getsignal(number) for number in before} == before
+    fit("stopped")
+    fit("undisturbed")
+    assert_same_end(Path("undisturbed"), Path("stopped"))
+
+
+def test_the_best_and_the_last_are_called_as_modelcheckpoint_calls_them(workplace: Path) -> None:
+    keep = fit("r")
+    assert keep.best_model_path == str(workplace / "r/best.ckpt")
+    assert keep.last_model_path == str(workplace / "r/last.ckpt")
+    assert (
+        keep.best_model_score
+        == checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]["score"]
+    )
+    assert (keep.monitor, keep.mode) == ("val_loss", "min")
+    assert keep.resume_from == keep.last_model_path
+
+
+def test_what_the_trainer_was_given_stays_and_its_own_modelcheckpoint_works(
+    workplace: Path,
+) -> None:
+    own = ModelCheckpoint("own", monitor="val_loss", save_top_k=1)
+    seed_everything(7, verbose=False)
+    keep = ExactCheckpoint("r", monitor="val_loss", mode="min")
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        callbacks=[own, keep],
+        logger=False,
+        enable_progress_bar=False,
+    )
+    io = trainer.strategy.checkpoint_io
+    trainer.fit(Regression())
+    assert Path(own.best_model_path).is_file()
+    assert trainer.strategy.checkpoint_io is io
+    assert not [
+        name for name in vars(trainer.strategy) if name in ("process_dataloader", "on_train_start")
+    ]
+    assert "convert_input" not in vars(trainer.precision_plugin)
+    assert trainer.validate(Regression(), ckpt_path=keep.best_model_path, verbose=False)
+
+
+@pytest.mark.nightly
+def test_checkpoints_that_were_copied_alone_go_on_with_their_best(workplace: Path) -> None:
+    fit("whole", epochs=1)
+    Path("copied").mkdir()
+    for name in ("last.ckpt", "best.ckpt"):
+        shutil.copy(f"whole/{name}", f"copied/{name}")
+    keep = fit("copied", epochs=2)
+    assert not Path("copied/best.ckpt.set-aside").exists()
+    fit("whole", epochs=2)
+    assert (
+        keep.best.score
+        == checkpoint(Path("whole/best.ckpt"))["callbacks"]["ExactCheckpoint"]["score"]
+    )
+    assert_same_end(Path("whole"), Path("copied"))
+
+
+def test_a_folder_that_another_process_writes_is_refused(workplace: Path) -> None:
+    code = "import sys, time; from unbroken.run_folder import RunFolder\n"
+    code += "run = RunFolder('r'); run.create(); print('held', flush=True); time.sleep(60)"
+    log = workplace / "log.txt"
+    other = start([sys.executable, "-c", code], log)
+    assert wait_for("held", log, other)
+    with pytest.raises(UserError, match="run r is written by another process"):
+        fit("r")
+    kill_group(other)
+    fit("r")
+
+
+class Freezes(Regression):
+    """Freezes a layer as it is told."""
+
+    def __init__(self, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(not is_frozen)
+
+
+def test_a_layer_that_is_not_frozen_any_more_is_trained(workplace: Path) -> None:
+    fit("run", make=lambda: Freezes(is_frozen=True), epochs=1, limit_train_batches=8)
+    thawed = Freezes()
+    fit("run", make=lambda: thawed, epochs=2, limit_train_batches=8)
+    assert thawed.net[0].weight.requires_grad
+
+
+class CountsValidations(Regression):
+    """Counts the batches of its validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_batches = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_batches += 1
+        super().validation_step(batch, batch_idx)
+
+
+def test_a_run_that_was_killed_before_its_first_validation_has_what_the_sanity_check_has_changed(
+    workplace: Path,
+) -> None:
+    undisturbed = CountsValidations()
+    fit("undisturbed", make=lambda: undisturbed, epochs=1, limit_train_batches=8)
+    with pytest.raises(RuntimeError, match="died"):
+        fit("killed", Dies(6), make=CountsValidations, epochs=1, limit_train_batches=8)
+    resumed = CountsValidations()
+    fit("killed", make=lambda: resumed, epochs=1, limit_train_batches=8)
+    assert resumed.val_batches == undisturbed.val_batches > 0
+
+
+class Temperature(Part):
+    """A part of one's own: state that the user's code keeps outside of the module's state dict."""
+
+    name = "temperature"
+
+    def take(self, trainer: Trainer) -> float:
+        return trainer.lightning_module.temperature
+
+    def give_back(self, trainer: Trainer, value: float) -> None:
+        trainer.lightning_module.temperature = value
+
+
+class Cools(Regression):
+    """Has a temperature that falls with every step, as a plain attribute."""
+
+    temperature = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.temperature *= 0.99
+        return super().training_step(batch, batch_idx) * self.temperature
+
+
+def test_a_part_of_ones_own_comes_back(workplace: Path) -> None:
+    def train(folder: str, *further: Callback) -> Cools:
+        seed_everything(7, verbose=False)
+        keep = ExactCheckpoint(folder, every="5", parts=[Temperature()])
+        module = Cools()
+        trainer = Trainer(
+            max_epochs=2, accelerator="cpu", callbacks=[keep, *further], logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=keep.resume_from)
+        return module
+
+    undisturbed = train("undisturbed")
+    with pytest.raises(RuntimeError, match="died"):
+        train("killed", Dies(33))
+    resumed = train("killed")
+    assert resumed.temperature == undisturbed.temperature
+    assert torch.equal(resumed.net[0].weight, undisturbed.net[0].weight)
+    assert_same_end(Path("undisturbed"), Path("killed"))
+
+
+def test_steps_that_end_a_run_inside_an_epoch_leave_the_rest_of_it_to_a_longer_run(
+    workplace: Path,
+) -> None:
+    fit("undisturbed", epochs=-1, max_steps=120)
+    fit("longer", epochs=-1, max_steps=70)
+    assert checkpoint(Path("longer/last.ckpt"))["global_step"] == 70
+    fit("longer", epochs=-1, max_steps=120)
+    assert_same_end(Path("undisturbed"), Path("longer"))
+
+
+class Halves(Regression):
+    """Lowers its rate as each epoch begins, and empties the optimizer's state."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.5
+            self.optimizers().optimizer.state.clear()
+
+
+class Queues(Regression):
+    """Trains with a buffer that its state dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(16), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) + self.queue.mean()
+        self.queue = torch.cat([self.queue[4:], batch[1].detach().flatten()])
+        return loss * (1 + self.queue.mean()) ** 2
+
+
+@pytest.mark.parametrize("kind", [Halves, Queues])
+def test_what_a_hook_does_at_an_epochs_start_and_what_no_state_dict_holds_come_back(
+    workplace: Path, kind: type[Regression]
+) -> None:
+    def train(folder: str, *further: Callback) -> Regression:
+        seed_everything(7, verbose=False)
+        keep = ExactCheckpoint(folder, every="5")
+        module = kind()
+        trainer = Trainer(
+            max_epochs=3, accelerator="cpu", callbacks=[keep, *further], logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=keep.resume_from)
+        return module
+
+    train("undisturbed")
+    for step in (63, 78, 128):
+        with pytest.raises(RuntimeError, match="died"):
+            train("killed", Dies(step))
+    train("killed")
+    assert_same_end(Path("undisturbed"), Path("killed"))
+
+
+# Mistakes and habits of the user's own hooks
+
+
+class Named(Regression):
+    """Sets an entry of a checkpoint that is this project's."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["run"] = "the id of a tracker's run"
+
+
+def test_an_entry_that_is_ours_is_refused_at_the_first_save(workplace: Path) -> None:
+    with pytest.raises(UserError, match="a checkpoint's entry 'run' is this project's"):
+        fit("r", make=Named)
+    assert not Path("r/last.ckpt").exists()
+
+
+class Mistaken(Regression):
+    """Has a mistake in a hook that is called as a checkpoint is saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["count"] = len(None)  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_a_hook_of_a_save_keeps_its_traceback(workplace: Path) -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        fit("r", make=Mistaken)
+
+
+class LooksAround(Regression):
+    """Counts its starts, and looks at entries of Lightning's when it loads the count."""
+
+    looks_at = ("epoch", "global_step")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = {"starts": object()}
+        self.starts = torch.zeros(())
+
+    def on_train_start(self) -> None:
+        self.starts = self.starts + 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["starts"] = self.starts
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert all(name in checkpoint for name in self.looks_at)
+        self.starts = checkpoint["starts"]
+
+
+class LooksAtWeights(LooksAround):
+    looks_at = ("state_dict",)
+
+
+@pytest.mark.parametrize("make", [LooksAround, LooksAtWeights])
+def test_a_hook_of_a_load_that_looks_at_lightnings_entries_ends_no_resume(
+    workplace: Path, make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("r", Dies(33), make=make)
+    fit("r", make=make)
+    is_told = "not exact: on_load_checkpoint of LooksAtWeights" in capsys.readouterr().out
+    assert is_told == (make is LooksAtWeights)
+    # Where the hook cannot be called alone, the start of the resumed run is counted, too.
+    expected = 2 if is_told else 1
+    assert float(checkpoint(Path("r/last.ckpt"))["starts"]) == expected
+
+
+def test_a_second_training_with_one_callback_has_a_best_of_its_own(workplace: Path) -> None:
+    keep = ExactCheckpoint("r", monitor="val_loss", mode="min")
+    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    for epochs in (3, 1):
+        trainer = Trainer(max_epochs=epochs, callbacks=[keep], **flags)
+        trainer.fit(Regression())
+        assert keep.best.score == float(trainer.callback_metrics["val_loss"])
+        saved = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
+        assert saved["score"] == keep.best.score
+
+
+def test_a_training_that_replaces_another_says_so_and_how_to_go_on(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = fit("r", epochs=1, limit_train_batches=3)
+    fit("r", epochs=2, limit_train_batches=3)
+    assert "starts anew" not in capsys.readouterr().out
+    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(max_epochs=1, callbacks=[keep], limit_train_batches=3, **flags)
+    trainer.fit(Regression())
+    told = capsys.readouterr().out
+    assert f"{workplace / 'r'} holds an earlier training, and this one starts anew" in told
+    assert "ckpt_path=keep.resume_from" in told
+    # The same Trainer trains longer.
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module)
+    assert trainer.global_step == 6
+    assert "starts anew" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_a_script_saves_after_its_training_begins_the_next_epoch(
+    workplace: Path,
+) -> None:
+    flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    flags |= {"enable_model_summary": False, "limit_train_batches": 3}
+    first = Trainer(max_epochs=1, callbacks=[ExactCheckpoint("r")], **flags)
+    first.fit(Regression())
+    first.save_checkpoint("own.ckpt", weights_only=False)
+    longer = Trainer(max_epochs=2, callbacks=[ExactCheckpoint("s")], **flags)
+    longer.fit(Regression(), ckpt_path="own.ckpt")
+    assert longer.global_step == 6
+
+
+@pytest.mark.parametrize("batches", [True, 2])
+def test_a_rehearsal_leaves_the_folder_as_it_is(workplace: Path, batches: bool | int) -> None:
+    """Else the next start would go on from an epoch that has had one batch."""
+    keep = fit("new", fast_dev_run=batches)
+    assert keep.resume_from is None
+    assert not Path("new").exists()
+    fit("old", epochs=1, limit_train_batches=1)
+    saved = {path.name: path.read_bytes() for path in Path("old").iterdir()}
+    again = fit("old", fast_dev_run=batches)
+    assert again.best_model_path
+    trainer = Trainer(fast_dev_run=batches, accelerator="cpu", callbacks=[again])
+    trainer.fit(Regression())
+    assert {path.name: path.read_bytes() for path in Path("old").iterdir()} == saved
+
+
+def test_where_nothing_is_saved_no_file_of_the_working_folder_is_taken_for_ours(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = fit("r", epochs=1)
+    shutil.copy("r/best.ckpt", "best.ckpt")
+    keep = ExactCheckpoint(None)
+    assert (keep.resume_from, keep.best_model_path, keep.last_model_path) == (None, "", "")
+    trainer = Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=[keep], logger=False, enable_progress_bar=False
+    )
+    trainer.fit(Regression(), ckpt_path=first.last_model_path)
+    assert keep.best.score is not None
+    assert Path("best.ckpt").exists()
+    told = capsys.readouterr().out
+    assert "is missing" not in told
+    assert "set aside" not in told
+
+
+class AsksForAQueue(Regression):
+    """Gets SLURM's signal in the first batch of a validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_slurms_signal_in_the_first_validation_queues_the_job_again(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[int] = []
+    monkeypatch.setattr(exact_checkpoint, "requeue_job", lambda: queued.append(1))
+    before = signal.getsignal(signal.SIGUSR1)
+    keep = ExactCheckpoint("r", requeue_signal=signal.SIGUSR1)
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[keep], logger=False, enable_progress_bar=False
+    )
+    with pytest.raises(Stopped) as stopped:
+        trainer.fit(AsksForAQueue())
+    assert stopped.value.code == 143
+    assert queued == [1]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+class Stateless(LightningDataModule):
+    """Its state_dict returns nothing, which Lightning accepts."""
+
+    def train_dataloader(self) -> Any:
+        return Regression().train_dataloader()
+
+    def val_dataloader(self) -> Any:
+        return Regression().val_dataloader()
+
+    def state_dict(self) -> Any:
+        return None
+
+
+class StopsInValidation(Callback):
+    """Sends this process SIGTERM in the first validation."""
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_data_module_without_a_state_is_stopped_in_a_validation(workplace: Path) -> None:
+    keep = ExactCheckpoint("r", monitor="val_loss")
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[keep, StopsInValidation()],
+        logger=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(Stopped):
+        trainer.fit(Regression(), datamodule=Stateless())
+    assert checkpoint(Path("r/last.ckpt"))["run"]["state"]["place"] == "validation"
+
+
+class EndsEarly(Callback):
+    """Ends the training after a step, as a condition of one's own would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("step", [7, 50])
+def test_a_stop_in_the_validation_that_an_early_end_has_asked_for_repeats_it(
+    workplace: Path, step: int
+) -> None:
+    undisturbed = fit("whole", EndsEarly(step))
+    with pytest.raises(Stopped):
+        fit("stopped", EndsEarly(step), StopsInValidation())
+    assert not Path("stopped/best.ckpt").exists()
+    resumed = fit("stopped", EndsEarly(step))
+    assert undisturbed.best_model_score == resumed.best_model_score
+    for name in ("best.ckpt", "last.ckpt"):
+        whole, stopped = (checkpoint(Path(folder, name)) for folder in ("whole", "stopped"))
+        assert whole["global_step"] == stopped["global_step"] == step
+        assert differences(whole["state_dict"], stopped["state_dict"], name) == []
+
+
+VALIDATES = """
+import sys
+from lightning.pytorch import Trainer, seed_everything
+from unbroken import ExactCheckpoint
+from tests.plain_module import Regression
+
+seed_everything(7, verbose=False)
+trainer = Trainer(
+    accelerator="cpu",
+    devices=int(sys.argv[1]),
+    callbacks=[ExactCheckpoint("r")],
+    logger=False,
+    enable_progress_bar=False,
+)
+(found,) = trainer.validate(Regression(), verbose=False)
+if trainer.is_global_zero:
+    print("val_loss", f"{found['val_loss']:.5f}")
+"""
+
+
+@pytest.mark.nightly
+def test_two_ranks_validate_alone_what_one_does(workplace: Path) -> None:
+    Path("validates.py").write_text(VALIDATES)
+    told = []
+    for devices in ("1", "2"):
+        log = workplace / f"log{devices}.txt"
+        process = start([sys.executable, "-u", "validates.py", devices], log)
+        assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+        told.append(re.findall("val_loss .*", log.read_text()))
+    assert told[0] == told[1]
+    assert len(told[0]) == 1
+
+
+DISAGREES = """
+import os
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.utils.data import DataLoader, Dataset
+from unbroken import ExactCheckpoint
+from tests.plain_module import Regression, rows
+
+
+class Numbered(Dataset):
+    rows = rows(40, 0)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return (*self.rows[index], index)
+
+
+class Disagrees(Regression):
+    '''Its ranks have other seeds, other values to follow, and a transposed buffer.'''
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+        self.trained = []
+
+    def train_dataloader(self):
+        return DataLoader(Numbered(), 4, shuffle=True)
+
+    def training_step(self, batch, batch_idx):
+        self.trained += batch[2].tolist()
+        return super().training_step(batch[:2], batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def on_validation_epoch_end(self):
+        turn = (self.global_step + self.global_rank) % 2
+        self.log("val_loss", float(turn))
+
+    def on_train_epoch_end(self):
+        found = [None, None]
+        torch.distributed.all_gather_object(found, self.trained)
+        assert sorted(found[0] + found[1]) == list(range(40)), found
+        self.trained.clear()
+
+
+class LogsSteps(Callback):
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.log("seen", float(batch_idx), on_step=True, on_epoch=False)
+
+
+rank = int(os.environ.get("LOCAL_RANK", "0"))
+seed_everything(42 + rank, verbose=False)
+trainer = Trainer(
+    max_epochs=2,
+    val_check_interval=2,
+    accelerator="cpu",
+    devices=2,
+    callbacks=[ExactCheckpoint("r", monitor="val_loss", mode="min"), LogsSteps()],
+    logger=False,
+    enable_progress_bar=False,
+)
+trainer.fit(Disagrees())
+"""
+
+
+@pytest.mark.nightly
+def test_two_ranks_that_disagree_about_seeds_and_the_best_train_to_the_end(workplace: Path) -> None:
+    Path("disagrees.py").write_text(DISAGREES)
+    log = workplace / "log.txt"
+    process = start([sys.executable, "-u", "disagrees.py"], log)
+    assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]["score"] == 0
+
+
+class Fresh(Regression):
+    """Shuffles by the seed of its start, and notes which samples a batch holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sums.append(float(batch[0].sum()))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_script_that_seeds_each_start_anew_reads_each_sample_once(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_by: list[list[float]] = []
+    for seed, dies in ((7, [Dies(33)]), (8, [])):
+        seed_everything(seed, verbose=False)
+        keep = ExactCheckpoint("r", monitor="val_loss", mode="min", every="5")
+        module = Fresh()
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[keep, *dies],
+            logger=False,
+            enable_progress_bar=False,
+        )
+        with pytest.raises(RuntimeError, match="died") if dies else nullcontext():
+            trainer.fit(module, ckpt_path=keep.resume_from)
+        read_by.append(module.sums)
+    # The attribute comes back: the second part holds all of the epoch.
+    assert len(read_by[1]) == 50
+    assert len(set(read_by[1])) == 50
+    assert sum(read_by[1]) == pytest.approx(float(rows(200, 0).tensors[0].sum()), abs=1e-3)
+    assert "the order of samples stays that of the checkpoint's seed, 7" in capsys.readouterr().out
+
+
+class Improves(Regression):
+    """Is better with each epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", -float(self.current_epoch))
+
+
+class Worse(Regression):
+    """Is worse than that, and worse with each epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 5 + float(self.current_epoch))
+
+
+def test_a_best_that_is_ahead_of_the_state_is_looked_for_anew(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("r", epochs=1, make=Improves)
+    shutil.copy("r/last.ckpt", "before.ckpt")
+    fit("r", epochs=2, make=Improves)
+    shutil.copy("before.ckpt", "r/last.ckpt")
+    keep = fit("r", epochs=2, make=Worse)
+    assert "best.ckpt is ahead of the checkpoint: the best is looked for anew." in (
+        capsys.readouterr().out
+    )
+    saved = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
+    assert (saved["score"], saved["epoch"]) == (6, 1)
+    assert keep.best.score == 6
+
+
+class CountsSteps(Callback):
+    """Notes the steps by which Lightning logs, and those that the optimizer has made."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.found = (trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_step)
+
+
+def test_steps_are_counted_alike_where_validations_come_at_other_moments(workplace: Path) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("r", Dies(33), val_check_interval=10)
+    counts = CountsSteps()
+    fit("r", counts, val_check_interval=7)
+    assert counts.found == (100, 100)
+
+
+class Pauses(Callback):
+    """Has a method of its own whose name a monitor might have."""
+
+    def pause(self) -> None:
+        raise AssertionError("called by a stranger")
+
+
+def test_a_callbacks_own_pause_is_left_alone(workplace: Path) -> None:
+    assert fit("r", Pauses(), epochs=1).best.score is not None
+
+
+class CountsBatches(Callback):
+    """Calls the hooks above its own, and notes which hooks of it a step calls."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.called: list[str] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        super().on_train_batch_start(*args[:-1])
+        self.batches += 1
+        self.called = [hook for hook in HOOKS_OF_BATCHES if callable(getattr(self, hook))]
+
+
+def test_a_steps_hooks_that_do_nothing_are_not_called_while_a_run_is_on(workplace: Path) -> None:
+    counts = CountsBatches()
+    fit("r", counts, epochs=1)
+    assert counts.batches == 50
+    assert counts.called == ["on_train_batch_end"]
+    assert all(callable(getattr(counts, hook)) for hook in HOOKS_OF_BATCHES)
+    assert not set(HOOKS_OF_BATCHES) & set(vars(counts))

@@ -1,0 +1,166 @@
+"""What a module keeps in an attribute comes back from a checkpoint, of whatever kind it is."""
+
+from __future__ import annotations
+
+import enum
+import io
+import itertools
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unbroken.storage.checkpoint_files import made_plain
+from unbroken.parts.plain_values import copied, is_plain, like
+from unbroken.tensors.same_values import is_same
+from unbroken.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+class Phase(enum.Enum):
+    """A phase of training."""
+
+    WARM_UP = "warm-up"
+    MAIN = "main"
+
+
+class Level(enum.IntEnum):
+    """A level of difficulty."""
+
+    EASY = 1
+    HARD = 2
+
+
+Sample = namedtuple("Sample", ["x", "reward"])
+
+
+@dataclass
+class Best:
+    """The best so far."""
+
+    epoch: int
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Is replaced, and never changed."""
+
+    epoch: int
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(made_plain(copied(value), "value"), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+VALUES = [
+    Counter(a=2),
+    OrderedDict(b=1, a=2),
+    defaultdict(list, a=[1.0]),
+    {(1, "a"): 1, 0.5: 2, None: 3},
+    deque([1.0, 2.0], maxlen=3),
+    {"recent": deque([1.0], maxlen=3), "all": deque()},
+    deque([Sample(torch.ones(2), 1.0), Sample(np.zeros(2), 2.0)], maxlen=4),
+    [Best(1, [0.5]), Best(2, [])],
+    Frozen(3),
+    Phase.MAIN,
+    {"level": Level.HARD},
+    frozenset({1, "a"}),
+    {(1, 2), (3, 4)},
+    2 + 1j,
+    b"bytes",
+    bytearray(b"bytes"),
+    array("d", [0.5]),
+    range(2, 9, 3),
+    slice(None, 3),
+    Decimal("0.10"),
+    Fraction(1, 3),
+    date(2026, 1, 2),
+    datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC),
+    timedelta(days=1, microseconds=3),
+    Path("a/b"),
+    torch.float16,
+    torch.Size([2, 3]),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_that_training_has_made_comes_back(value: Any) -> None:
+    assert is_plain(value)
+    again = like(None, through_a_file(value), CPU)
+    assert type(again) is type(value)
+    assert is_same(copied(again), copied(value))
+    if isinstance(value, defaultdict):
+        assert again["new"] == []
+    if isinstance(value, deque):
+        assert again.maxlen == value.maxlen
+
+
+def test_a_count_goes_on() -> None:
+    count = itertools.count(3, 2)
+    next(count)
+    assert next(like(itertools.count(3, 2), through_a_file(count), CPU)) == 5
+
+
+def test_a_factory_of_the_users_own_stays_that_of_the_constructor() -> None:
+    now: Any = defaultdict(lambda: 7, a=1)
+    again = like(now, through_a_file(defaultdict(lambda: 7, a=2)), CPU)
+    assert again["a"] == 2
+    assert again["new"] == 7
+
+
+def test_a_class_in_a_function_cannot_be_held() -> None:
+    @dataclass
+    class Local:
+        """Nobody finds it by its name."""
+
+        epoch: int
+
+    assert not is_plain(Local(1))
+    assert not is_plain([Local(1)])
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"dataclass": ["subprocess:Popen", {"args": "true"}]},
+        {"dataclass": ["pathlib:Path", {}]},
+        {"namedtuple": ["builtins:list", [1]]},
+        {"enum.Enum": ["os:environ", "PATH"]},
+        {"enum.Enum": [f"{__name__}:Phase", "another"]},
+        {"namedtuple": ["antigravity:Sample", [1]]},
+    ],
+    ids=str,
+)
+def test_a_forged_value_makes_no_other_object(held: Any) -> None:
+    with pytest.raises(UserError, match="a checkpoint holds"):
+        like(None, held, CPU)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"builtins.bytearray": 10**15},
+        {"datetime.datetime": "yesterday"},
+        {"fractions.Fraction": [1, 0]},
+        {"collections.deque": 3},
+        {"namedtuple": 3},
+        {"numpy.ndarray": "text"},
+    ],
+    ids=str,
+)
+def test_a_damaged_value_is_refused(held: Any) -> None:
+    with pytest.raises((TypeError, ValueError, ArithmeticError, AttributeError)):
+        like(None, held, CPU)

@@ -1,0 +1,124 @@
+"""The record of a run is the run: what config.yaml and a checkpoint hold is what was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from unbroken.run import main_job as fit
+from unbroken.commands import test as test_command
+from unbroken.cli.cli import Configuration, configure
+from unbroken.cli.plain_values import dump_yaml, put_into_mappings
+from tests.commands import checkpoint
+from tests.typed_settings import Rate
+
+CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
+CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]
+SHORT = ["--max_epochs", "1", "--monitor", "val/loss", "--accelerator", "cpu"]
+SHORT += ["--report", "false"]
+BASE = """
+model:
+  class_path: tests.typed_settings.Typed
+  init_args:
+    extra: {net: {width: 32, depth: 2}, rate: 0.1}
+    rate: {lr: 0.2, name: z}
+data: {class_path: tests.typed_settings.Numbers}
+"""
+
+
+def read_again(config: Configuration) -> Configuration:
+    """What the record of a configuration means, read from a file as --config reads it."""
+    Path("record.yaml").write_text(dump_yaml(config.resolved))
+    return configure(["--config", "record.yaml"], "project.fit")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1e5", "77950e8", "#ff0000", "~"),
+        *(pytest.param(text, marks=pytest.mark.nightly) for text in ("-3E7", "1_0e3", "no", "1.5")),
+    ],
+)
+def test_a_text_that_looks_like_something_else_stays_a_text(workplace: Path, text: str) -> None:
+    config = configure([*CLASSES, f"--model.text={text}", f"--data.root={text}"], "project.fit")
+    made: Any = config.datamodule
+    assert made.root == text
+    resumed = configure([], "project.fit", config.resolved)
+    for other in (config, read_again(config), resumed):
+        assert other.datamodule.root == made.root  # type: ignore[union-attr]
+        assert other.module.given["text"] == config.module.given["text"]
+        assert other.resolved == config.resolved
+    assert config.lost_in_record() == []
+
+
+@pytest.mark.parametrize("text", ["#ff0000", "~", "77950e8"])
+def test_an_optional_text_is_what_was_typed(text: str) -> None:
+    assert configure([*CLASSES, "--model.text", text], "project.fit").module.given["text"] == text
+
+
+def test_null_is_nothing_and_a_number_a_number() -> None:
+    words = [*CLASSES, "--model.text", "null", "--model.number", "1e3"]
+    given = configure(words, "project.fit").module.given
+    assert given["text"] is None
+    assert given["number"] == 1000.0
+
+
+@pytest.mark.parametrize(
+    "form", [["--model.extra.net.width", "64"], ["--model.extra.net.width=64"]]
+)
+def test_a_value_deep_in_a_mapping_leaves_its_siblings(workplace: Path, form: list[str]) -> None:
+    Path("base.yaml").write_text(BASE)
+    Path("more.yaml").write_text("model: {init_args: {lr: 0.5}}")
+    files = ["--config", "base.yaml", "--config", "more.yaml"]
+    more = ["--model.extra.net.name", "n", "--model.rate.lr", "0.3"]
+    config = configure([*files, *form, *more], "project.fit")
+    expected = {"net": {"width": 64, "depth": 2, "name": "n"}, "rate": 0.1}
+    assert config.module.given["extra"] == expected
+    assert config.module.given["rate"] == Rate(0.3, "z")
+    assert config.module.lr == 0.5
+    assert read_again(config).module.given == config.module.given
+    resumed = configure(["--model.extra.net.depth", "3"], "project.fit", config.resolved)
+    assert resumed.module.given["extra"]["net"] == {"width": 64, "depth": 3, "name": "n"}
+
+
+def test_words_that_lead_into_no_mapping_stay_as_they_are() -> None:
+    words = ["--trainer.max_epochs", "3", "--model.network.hidden", "[4]", "--data.root=x"]
+    settings = {"model": {"class_path": "M", "init_args": {"network": {"class_path": "N"}}}}
+    assert put_into_mappings(words, settings) == words
+
+
+def test_a_run_in_a_folder_that_looks_like_a_number_is_tested_and_resumed(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*CLASSES, *SHORT, "--data.root", "1e5", "--model.text", "77950e8", "--run_name", "r"]
+    assert fit.main(words) == 0
+    folder = Path("checkpoints/r")
+    recorded = yaml.safe_load((folder / "config.yaml").read_text())
+    assert recorded["data"]["init_args"]["root"] == "1e5"
+    assert checkpoint(folder / "last.ckpt")["run"]["config"] == recorded
+    assert test_command.main([]) == 0
+    more = ["--run_name", "r", "--ckpt_path", "auto", "--max_epochs", "2"]
+    assert fit.main(more) == 0
+    assert "resuming r with trainer.max_epochs: 1 → 2\n" in capsys.readouterr().out
+
+
+def test_what_the_record_would_lose_is_said_before_training(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unbroken.cli import cli
+
+    def lossy(made: cli.ProjectCLI) -> dict[str, Any]:
+        values = whole(made)
+        values["model"]["init_args"]["number"] = 4
+        return values
+
+    whole = cli.plain
+    monkeypatch.setattr(cli, "plain", lossy)
+    assert fit.main([*CLASSES, *SHORT]) == 0
+    told = capsys.readouterr().out
+    line = "config.yaml and checkpoints do not repeat this run: model.number: 3 → 4\n"
+    assert line in told
+    assert told.index(line) < told.index("parameters")

@@ -1,0 +1,219 @@
+"""Promise 4: SIGTERM or Ctrl-C, on any rank, saves the exact step and ends all ranks within 10 s
+with 143 or 130.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unbroken.run import main_job as fit
+from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.checkpoint.following import Best
+from unbroken.stopping.stop import SAVE_DUE, Agreement
+from tests.commands import (
+    CPU2,
+    SMALL,
+    assert_same_run,
+    checkpoint,
+    command,
+    complete,
+    family,
+    run,
+    start,
+    summary,
+    wait_for,
+)
+
+# Long enough that a stop at a random moment finds it training
+LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]
+GO_ON = (
+    "saved in checkpoints/r/last.ckpt. To go on:\n"
+    "  python -m project.fit --run_name r --ckpt_path auto\n"
+)
+# fit, which gets a signal in the final test pass, at its second batch
+IN_THE_TEST = """
+import os, signal, sys
+from functools import partial
+from lightning.pytorch import Callback
+from project import fit
+from unbroken.cli import start as command
+
+class Hit(Callback):
+    def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.Signals[number])
+
+number = sys.argv.pop(1)
+fit.build = partial(fit.build, extra=[Hit()])
+command.run(fit.main)
+"""
+
+
+def stop(process, number: int, pid: int) -> float:  # type: ignore[no-untyped-def]
+    """Send a signal; seconds until the process and its ranks were gone."""
+    ranks = family(process.pid)
+    os.kill(pid, number)
+    began = time.monotonic()
+    process.wait(timeout=30)
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() - began < 30, "a rank outlived the run"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("devices", "number", "code", "stops"),
+    [
+        (1, signal.SIGTERM, 143, 1),
+        (1, signal.SIGINT, 130, 1),
+        (2, signal.SIGTERM, 143, 1),
+        *(
+            pytest.param(devices, number, code, stops, marks=pytest.mark.nightly)
+            for devices, stops in ((1, 20), (2, 8))
+            for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130))
+        ),
+    ],
+)
+def test_a_signal_to_any_rank_saves_the_step_that_was_reached(
+    workplace: Path, devices: int, number: signal.Signals, code: int, stops: int
+) -> None:
+    arguments = [*LONG_RUN, *(CPU2 if devices == 2 else [])]
+    chance = random.Random(f"{devices}{code}")
+    log = workplace / "log.txt"
+    reached = -1
+    for _ in range(stops):
+        process = start(command("fit", "--run_name", "r", "--ckpt_path", "auto", *arguments), log)
+        size = log.stat().st_size
+        # a metric is printed at each epoch's end: the next epoch has begun by then, or is about to
+        assert wait_for("train/loss", log, process, since=size)
+        # any rank: Lightning's own handling hears rank 0 only
+        assert stop(process, number, chance.choice([process.pid, *family(process.pid)])) < 10
+        assert process.returncode == code, log.read_text()[-2000:]
+        assert GO_ON in log.read_text()[size:]
+        last = checkpoint(Path("checkpoints/r/last.ckpt"))
+        assert last["global_step"] > reached, "no step was saved since the stop before"
+        reached = last["global_step"]
+    assert not list(Path("checkpoints/r").glob(".*.part"))
+
+
+@pytest.mark.nightly
+def test_a_stopped_run_goes_on_to_the_same_end(workplace: Path) -> None:
+    arguments = [*SMALL, "--max_epochs", "6", "--data.rotate_degrees", "10"]
+    assert run("fit", "--run_name", "reference", *arguments).returncode == 0
+    log = workplace / "log.txt"
+    process = start(command("fit", "--run_name", "stopped", *arguments), log)
+    assert wait_for("train/loss", log, process)
+    stop(process, signal.SIGTERM, process.pid)
+    assert process.returncode == 143
+    resumed = run("fit", "--run_name", "stopped", "--ckpt_path", "last")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))
+
+
+def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
+    log = workplace / "log.txt"
+    process = start(command("fit", *LONG_RUN), log, fresh=True)
+    while (
+        "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    ):  # torch is being imported
+        time.sleep(0.001)
+    assert stop(process, signal.SIGTERM, process.pid) < 10
+    assert process.returncode == 143
+
+
+def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
+    after = "import os, signal; fit.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
+    imports = "from project import fit; from unbroken.cli import start"
+    code = f"{imports}; {after}; start.run(fit.main)"
+    words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
+    ended = complete(words)
+    assert ended.returncode == 143, ended.stderr
+    assert "--run_name r --ckpt_path auto" in ended.stdout
+    assert not Path("checkpoints/r/summary.json").exists()
+    assert fit.main(["--run_name", "r", "--ckpt_path", "auto"]) == 0
+    assert summary(Path("checkpoints/r"))["finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("SIGTERM", 143),
+        ("SIGINT", 130),
+        pytest.param("SIGHUP", 143, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(
+    workplace: Path, name: str, code: int
+) -> None:
+    flags = [*SMALL, "--max_epochs", "1", "--data.eval_batch_size", "20", "--run_name", "r"]
+    ended = complete([sys.executable, "-c", IN_THE_TEST, name, *flags])
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert GO_ON in ended.stdout
+    assert not Path("checkpoints/r/summary.json").exists()
+    assert fit.main(["--run_name", "r", "--ckpt_path", "auto"]) == 0
+    facts = summary(Path("checkpoints/r"))
+    assert facts["finished"]
+    assert facts["steps"] == 50
+    assert facts["test/accuracy"] > 0.3
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
+    log = workplace / "log.txt"
+    process = start(command("fit", "--run_name", "r", *LONG_RUN, *CPU2), log)
+    assert wait_for("training samples", log, process)
+    (child,) = family(process.pid)
+    os.kill(child, signal.SIGKILL)
+    began = time.monotonic()
+    assert process.wait(timeout=60) != 0
+    assert time.monotonic() - began < 30
+
+
+def test_ranks_agree_a_step_later_and_at_the_end_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = iter([signal.SIGTERM, 0])  # what the other rank has received, at each call
+
+    def reduce(value: Any, **_: Any) -> Any:
+        value.fill_(max(int(value), next(others)))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr("torch.distributed.all_reduce", reduce)
+    agreement = Agreement(world_size=1)
+    assert agreement.latest(SAVE_DUE) == SAVE_DUE, "alone"
+    agreement.group = "two ranks"
+    assert [agreement.latest(0), agreement.latest(0)] == [0, signal.SIGTERM]
+
+    def gather(found: list[Any], mine: Any, group: Any) -> None:
+        found[:] = [mine, signal.SIGINT]
+        assert group == "two ranks"
+
+    answers = {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda: 2,
+        "all_gather_object": gather,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", answer)
+    ending = ExactCheckpoint(tmp_path)
+    ending.best = Best("val/loss", score=1.0)
+    stops: list[int] = []
+    monkeypatch.setattr(ending, "_take", lambda trainer, place: None)
+    monkeypatch.setattr(ending, "_save_and_stop", lambda *_: stops.append(ending._request))
+    ending.agreement = agreement
+    trainer: Any = SimpleNamespace(
+        callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1
+    )
+    ending.training_ends(trainer)
+    assert stops == [signal.SIGINT]
