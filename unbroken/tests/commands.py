@@ -58,8 +58,8 @@ TIMED = ("throughput/", "memory/")
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """``python -m project.MODULE ...`` as a list of words."""
-    return [sys.executable, "-m", f"project.{module}", *arguments]
+    """``python -m numerals.MODULE ...`` as a list of words."""
+    return [sys.executable, "-m", f"numerals.{module}", *arguments]
 
 
 def run(
@@ -161,7 +161,7 @@ def start_ranks(
         cwd: Their working folder; this process' own when None.
         env: Their environment; this process' own when None.
     """
-    dotted = module if "." in module else f"project.{module}"
+    dotted = module if "." in module else f"numerals.{module}"
     words = [sys.executable, "-m", dotted, *arguments, *CPU2]
     # The store chooses a free port itself, so that none has to be guessed.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -322,7 +322,7 @@ def family(pid: int) -> list[int]:
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "project.fit" in child.cmdline():
+                if "numerals.fit" in child.cmdline():
                     found.append(child.pid)
     return found
 

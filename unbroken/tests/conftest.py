@@ -24,7 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 for module in ("commands", "promises"):
     pytest.register_assert_rewrite(f"tests.{module}")
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
+# Where the processes that tests start find these files, and the program that they run
+SEARCHED = [REPOSITORY / "unbroken" / "tests", REPOSITORY / "unbroken", REPOSITORY]
 # Variables that tell a process its place among others. A test must not inherit them.
 FOREIGN = (
     "RANK",
@@ -153,7 +155,8 @@ def no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     # To import W&B is most of a short run's time. test_wandb.py has it offline.
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
+    for folder in reversed(SEARCHED):
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
 

@@ -1,6 +1,6 @@
 """Commands as real processes without their start: a server that has imported torch forks them.
 
-A fresh ``python -m project.fit`` imports for four to six seconds. A fork begins at once. It is a
+A fresh ``python -m numerals.fit`` imports for four to six seconds. A fork begins at once. It is a
 process like any other: it has its own pid, session, folder, environment, output and exit code, and
 any signal kills it. :func:`tests.commands.popen` chooses. Where the start is what is tested, and on
 systems that cannot fork, it starts a fresh interpreter.
@@ -29,9 +29,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import project
+import numerals
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+SEARCHED = os.pathsep.join(str(ROOT / each) for each in ("unbroken/tests", "unbroken", ""))
 # An option of prctl(2): a process gets a signal when its parent ends.
 PR_SET_PDEATHSIG = 1
 # Variables that Python and the libraries read as they start begin with these words. A command that
@@ -133,7 +134,7 @@ def _server(start_up: Path | None) -> tuple[socket.socket, dict[str, str], Any]:
     ours, theirs = socket.socketpair()
     started_with = dict(os.environ)
     # With more than one thread, numpy would start them as it is imported.
-    searched = str(ROOT) if start_up is None else f"{start_up}{os.pathsep}{ROOT}"
+    searched = SEARCHED if start_up is None else f"{start_up}{os.pathsep}{SEARCHED}"
     environment = {**started_with, "PYTHONPATH": searched, "OPENBLAS_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
     with theirs:
@@ -167,7 +168,7 @@ def can_fork(
 def _runs_our_code(words: list[str]) -> bool:
     option, code = words[1:3]
     if option == "-m":
-        return code.partition(".")[0] in (project.__name__, "tests")
+        return code.partition(".")[0] in (numerals.__name__, "tests")
     return option == "-c"
 
 
@@ -315,7 +316,7 @@ def main() -> None:
     # The garbage collector would visit the many objects that an import makes again and again.
     gc.disable()
     # With fit come torch, Lightning and most of the project.
-    import project.fit  # noqa: F401
+    import numerals.fit  # noqa: F401
 
     gc.freeze()
     gc.enable()

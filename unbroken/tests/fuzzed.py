@@ -35,14 +35,14 @@ AT_WORK = (
 )  # printed by what may take long: it does what was asked
 MEMORY = 16 * 2**30  # address space; torch's libraries alone take several GiB of it
 MODULES = {
-    "fit": "project.fit",
-    "test": "project.test",
+    "fit": "numerals.fit",
+    "test": "numerals.test",
     "predict": "unbroken.commands.predict.command",
     "export": "unbroken.commands.export.command",
     "tune": "unbroken.commands.tune.command",
     "benchmark": "unbroken.commands.benchmark.command",
-    "devices": "project.devices",
-    "dashboard": "project.dashboard",
+    "devices": "numerals.devices",
+    "dashboard": "numerals.dashboard",
     "sweep": "unbroken.commands.sweep.command",
     "runs": "unbroken.commands.runs.command",
 }
@@ -184,7 +184,7 @@ def attempt(given: Input) -> None:
     module = importlib.import_module(MODULES[given.command])
     sys.argv = [str(module.__file__), *given.words]
     sys.modules["__main__"].__spec__ = importlib.util.find_spec(
-        f"project.{given.command}"
+        f"numerals.{given.command}"
     )  # of ranks that it starts
     signals.install()
     signals.state.importing = False
@@ -291,7 +291,7 @@ def main() -> None:
         with suppress(ImportError):  # an extra that is not installed
             importlib.import_module(module)
     with suppress(UserError):
-        configure(["--no_such_flag"], "project.fit")  # the parser remembers what it has looked up
+        configure(fit, "fit", ["--no_such_flag"])  # the parser remembers what it has looked up
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, (
         "a fork would lack the threads that imports have started"

@@ -45,7 +45,7 @@ class Interrupt(Callback):
 
 
 def main() -> None:
-    from unbroken.run import main_job as fit
+    from numerals.fit import job as fit
     from unbroken.cli import start as command
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unbroken.data.idx_files import IMAGES_MAGIC, LABELS_MAGIC, find_idx, read_idx
-from project.data.mnist import DIGITS, MNISTDataModule
+from numerals.data.mnist import DIGITS, MNISTDataModule
 
 
 def stratified(labels: Tensor, size: int) -> Tensor:

@@ -52,7 +52,7 @@ def kill_in_download(number: int) -> None:
 
 
 def main() -> None:
-    from unbroken.run import main_job as fit
+    from numerals.fit import job as fit
     from unbroken.cli import start as command
     from unbroken.mirror import copying, lease
     from tests.slow_stores import FailingFileSystem, SlowFileSystem

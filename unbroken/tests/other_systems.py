@@ -23,9 +23,9 @@ from typing import Any
 
 import yaml
 
-import project
+import numerals
 
-OURS = f"{Path(project.__file__).parent}{os.sep}"
+OURS = f"{Path(numerals.__file__).parent}{os.sep}"
 # Frames of Python's own library pass a call on: Path.symlink_to calls os.symlink.
 LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", __file__)
 # Some installations keep other people's packages inside the folder of Python's library.

@@ -26,8 +26,8 @@ from torch.utils.data import (
 from torchmetrics import MeanAbsoluteError, SpearmanCorrCoef
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
-from project.data import MNISTDataModule
-from project.model import MNISTClassifier
+from numerals.data import MNISTDataModule
+from numerals.model import MNISTClassifier
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -498,7 +498,7 @@ class OwnWays(Side):
         for parameter in self.parameters():
             parameter.data = parameter.data / 2
 
-    on_validation_epoch_start.__module__ = "project.model"  # the user's room in a clone
+    on_validation_epoch_start.__module__ = "numerals.model"  # the user's room in a clone
 
     def on_validation_epoch_end(self) -> None:
         for parameter, data in zip(self.parameters(), self.kept, strict=True):

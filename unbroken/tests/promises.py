@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
 from unbroken.cli.read_checkpoint import load
 from unbroken.storage.checkpoint_files import read
 from unbroken.errors import UserError
 from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
 
 
@@ -108,9 +108,9 @@ class TaskSuite:
         words = ["--ckpt_path", str(undisturbed / "best.ckpt"), "--accelerator", "cpu"]
         if self.reached is None:
             with pytest.raises(UserError, match="test_step"):
-                test_command.main(words)
+                test_command.main("numerals", words)
             return
-        assert test_command.main([*words, "--output", str(tmp_path / "metrics.json")]) == 0
+        assert test_command.main("numerals", [*words, "--output", str(tmp_path / "metrics.json")]) == 0
         assert_same_metrics(undisturbed, tmp_path / "metrics.json")
 
 
@@ -127,7 +127,7 @@ class PictureSuite(TaskSuite):
         ImageDraw.Draw(picture).ellipse((30, 30, 60, 90), outline="black", width=8)
         picture.save(tmp_path / "picture.png")
         words = [str(tmp_path / "picture.png"), "--ckpt_path", str(undisturbed / "best.ckpt")]
-        assert predict.main([*words, "--output", str(tmp_path / "labels.json")]) == 0
+        assert predict.main("numerals", [*words, "--output", str(tmp_path / "labels.json")]) == 0
         (row,) = json.loads((tmp_path / "labels.json").read_text())
         assert row.get("label", row.get("digit")) in data.class_names
         assert 1 / len(data.class_names) <= row["probability"] <= 1, row
@@ -140,7 +140,7 @@ class PictureSuite(TaskSuite):
         from unbroken.commands.export import command as export
 
         # It compares the answers itself.
-        code = export.main(["--ckpt_path", str(undisturbed / "best.ckpt")])
+        code = export.main("numerals", ["--ckpt_path", str(undisturbed / "best.ckpt")])
         assert code in (0, None)
         assert list(undisturbed.rglob("*.onnx"))
 
@@ -193,7 +193,7 @@ class PromiseSuite(TaskSuite):
 
 
 def assert_same_metrics(folder: Path, output: Path) -> None:
-    """What ``project.test`` wrote are the run's test metrics.
+    """What ``numerals.test`` wrote are the run's test metrics.
 
     Accuracies are equal exactly, the rest but for rounding.
     """

@@ -18,7 +18,7 @@ def main() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 
-    from unbroken.run import main_job as fit
+    from numerals.fit import job as fit
     from unbroken.cli import start as command
     from unbroken.checkpoint import sharding
 

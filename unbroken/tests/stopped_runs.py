@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken.stopping import signals
 

@@ -16,7 +16,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
@@ -360,7 +360,7 @@ def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
         "--output",
         "m.json",
     ]
-    assert test_command.main(given) == 0
+    assert test_command.main("numerals", given) == 0
     found = yaml.safe_load(Path("m.json").read_text())
     assert found["test_loss"] == pytest.approx(summary(reference)["test_loss"])
     assert len(Path("loads.txt").read_text().splitlines()) == 1 + 2 + 1
@@ -410,7 +410,7 @@ def test_a_module_of_an_odd_kind_is_resumed_and_its_best_tested_alike_by_fit_and
     assert_same_run(reference, resume("stopped"), ignores=("in_features", "num_features"))
     capsys.readouterr()
     given = ["--ckpt_path", str(reference / "best.ckpt"), "--accelerator", "cpu"]
-    assert test_command.main([*given, "--output", "m.json"]) == 0
+    assert test_command.main("numerals", [*given, "--output", "m.json"]) == 0
     found = yaml.safe_load(Path("m.json").read_text())
     assert found["test_loss"] == summary(reference)["test_loss"]
     # Its test set is its validation set.
@@ -735,7 +735,7 @@ def test_a_class_that_is_named_has_its_own_defaults() -> None:
         "--data",
         "configs.examples.tabular.Rows",
     ]
-    named = configure(classes, "project.fit")
+    named = configure(fit, "fit", classes)
     module: Any = named.module
     data: Any = named.datamodule
     assert module.lr == named.resolved["model"]["init_args"]["lr"] == 0.0005

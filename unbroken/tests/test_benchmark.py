@@ -40,7 +40,7 @@ from unbroken.data import TensorImages
 from unbroken.stopping import signals
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.errors import UserError
-from project.model import ConvNet
+from numerals.model import ConvNet
 
 SMALL = [
     "--data.source",
@@ -215,7 +215,7 @@ def test_memory_measures_the_device_that_was_asked_for(
     monkeypatch.setattr(real_runs, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
     options = read_options(["memory", "--quick", *flags])
-    assert list(table_memory.measure_memory(configure(flags, "project.benchmark"), options))
+    assert list(table_memory.measure_memory(configure(fit, "benchmark", flags), options))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
@@ -334,7 +334,7 @@ def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flags = [*SMALL, "--trainer.callbacks", "lightning.pytorch.callbacks.EMAWeightAveraging"]
-    config = configure(flags, "project.benchmark")
+    config = configure(fit, "benchmark", flags)
     before = {name: value.clone() for name, value in config.module.state_dict().items()}
     trained: list[Any] = []
     monkeypatch.setattr(
@@ -358,7 +358,7 @@ def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(
 
 def test_an_epoch_is_timed_whatever_limits_were_typed() -> None:
     config = configure(
-        [*SMALL, "--data.batch_size", "128", "--max_steps", "1"], "project.benchmark"
+        [*SMALL, "--data.batch_size", "128", "--max_steps", "1"], "numerals.benchmark"
     )
     run = run_epochs(config, 2, bare=True)
     assert [epoch.epoch_s >= epoch.train_s > 0 for epoch in run.epochs] == [True, True]
@@ -373,7 +373,7 @@ def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyP
     events: list[str] = []
     noted(ExactCheckpoint, "training_ends", "saved")
     noted(RunClock, "_end_epoch", "ended")
-    run = run_epochs(configure(SMALL, "project.benchmark"), 1)
+    run = run_epochs(configure(fit, "benchmark", SMALL), 1)
     assert events == [
         "ended",
         "saved",
@@ -397,7 +397,7 @@ def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.Mon
 
 
 def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
-    config = configure(SMALL, "project.benchmark")
+    config = configure(fit, "benchmark", SMALL)
     data, train, cpu = config.datamodule, in_memory(config, "train"), torch.device("cpu")
     batch = normalizer(data, train.images, cpu)(train.images)
     expected = (train.images.double() / 255 - data.mean[0]) / data.std[0]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken import ExactCheckpoint, run_folder
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRY = """
 source configs/completion.bash
 for line in "$@"; do
@@ -25,14 +25,14 @@ done
     "completed",
     [
         {
-            "python -m project.tes": "project.test",
-            "python -m project.rename --wi": "--without",
+            "python -m numerals.tes": "numerals.test",
+            "python -m numerals.rename --wi": "--without",
             "python x --d": "",
         },
         pytest.param(  # each asks for help three times, and imports torch for it
             {
-                "python -m project.test --ckpt": "--ckpt_path",
-                "python -m project.fit --data.train": "--data.train_samples",
+                "python -m numerals.test --ckpt": "--ckpt_path",
+                "python -m numerals.fit --data.train": "--data.train_samples",
             },
             marks=pytest.mark.nightly,
         ),

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
 from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
-from project.data import MNISTDataModule
+from numerals.data import MNISTDataModule
 from unbroken.data.augmentation import random_deformation
 from unbroken.data.idx_files import read_idx
-from project.data.mnist import DIGITS
+from numerals.data.mnist import DIGITS
 from unbroken.loading import ExactLoader
 from unbroken.errors import UserError
 from tests.made_data import make_idx_files

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
-from project.model import MNISTClassifier
+from numerals.model import MNISTClassifier
 from tests.commands import (
     CONVNET,
     SMALL,
@@ -129,7 +129,7 @@ def test_evaluation_of_the_whole_test_set_on_two_ranks_equals_one_exactly(
 
 def assert_two_ranks_measure_what_one_does(trained: Path, count: int, *data: str) -> None:
     common = ["--ckpt_path", str(trained), *data, "--output"]
-    assert test_command.main([*common, "one.json"]) == 0
+    assert test_command.main("numerals", [*common, "one.json"]) == 0
     two = run_ranks("test", *common, "two.json", "--data.eval_batch_size", "7")
     assert two.returncode == 0, two.stderr
     one, other = (json.loads(Path(name).read_text()) for name in ("one.json", "two.json"))
@@ -148,7 +148,7 @@ def test_evaluation_does_not_depend_on_batch_size_or_workers(
         ["--data.eval_batch_size", "1999"],
         ["--data.eval_batch_size", "64", "--data.num_workers", "2"],
     ):
-        assert test_command.main(["--ckpt_path", str(trained), "--output", "m.json", *options]) == 0
+        assert test_command.main("numerals", ["--ckpt_path", str(trained), "--output", "m.json", *options]) == 0
         figures.append(json.loads(Path("m.json").read_text()))
     assert len({figure["test/accuracy"] for figure in figures}) == 1
     assert [f["test/loss"] for f in figures] == pytest.approx(
@@ -168,7 +168,7 @@ def test_the_test_command_uses_no_tf32_as_the_final_test_of_a_run_does_not(
     workplace: Path, trained: Path
 ) -> None:
     words = ["--ckpt_path", str(trained), "--matmul_precision", "high", "--data.test_samples", "10"]
-    assert test_command.main([*words, "--trainer.callbacks", "tests.test_ddp.WriteSwitches"]) == 0
+    assert test_command.main("numerals", [*words, "--trainer.callbacks", "tests.test_ddp.WriteSwitches"]) == 0
     assert json.loads(Path("switches.json").read_text()) == ["ieee", "ieee"]
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = True
@@ -183,9 +183,9 @@ def test_a_launcher_s_world_that_contradicts_the_flags_is_an_error(
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert trainer_flags(configure([], "project.fit"))["devices"] == 2
+    assert trainer_flags(configure(fit, "fit", []))["devices"] == 2
     with pytest.raises(UserError, match="the launcher started"):
-        trainer_flags(configure(["--devices", "3"], "project.fit"))
+        trainer_flags(configure(fit, "fit", ["--devices", "3"]))
 
 
 def test_the_ranks_generators_and_metrics_are_all_in_the_checkpoint() -> None:

@@ -14,7 +14,7 @@ import torch
 from unbroken.commands import devices
 from unbroken.machine import hardware
 from unbroken.cli import start as entry
-from project.data import MNISTDataModule
+from numerals.data import MNISTDataModule
 from unbroken.commands.devices import recommend
 from tests.commands import complete, run
 
@@ -147,7 +147,7 @@ def test_devices_without_a_gpu_reports_and_recommends_a_line_that_fit_accepts(
     assert facts["accelerators"] == []
     assert facts["recommended"]["command"] in report
     words = shlex.split(facts["recommended"]["command"])
-    assert words[:3] == ["python", "-m", "project.fit"]
+    assert words[:3] == ["python", "-m", "numerals.fit"]
     assert set(facts["recommended"]["reasons"]) == {word for word in words if word.startswith("--")}
     assert complete([sys.executable, *words[1:], "--print_config"]).returncode == 0
 

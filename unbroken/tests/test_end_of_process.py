@@ -33,7 +33,7 @@ from tests.commands import (
     wait_for,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A command whose daemon threads are inside the C++ code of a library when it ends
 BUSY_IN_A_LIBRARY = """
 import sys, threading, time

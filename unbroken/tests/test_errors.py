@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
@@ -133,9 +133,9 @@ def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goe
         "error: --config theirs.yaml: lr_scheduler is LightningCLI's automatic one; here a module"
     )
     Path("theirs.yaml").write_text("seed_everything: true\ntrainer: {max_epochs: 3}\n")
-    assert configure(["--config", "theirs.yaml"], "project.fit").resolved["seed_everything"] == 0
+    assert configure(fit, "fit", ["--config", "theirs.yaml"]).resolved["seed_everything"] == 0
     assert (
-        configure(["--seed_everything", "false"], "project.fit").resolved["seed_everything"]
+        configure(fit, "fit", ["--seed_everything", "false"]).resolved["seed_everything"]
         is False
     )
 
@@ -186,7 +186,7 @@ def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written
     )
     assert contents(Path("checkpoints/done")) == before
     assert (
-        test_command.main(["--ckpt_path", "checkpoints/done/last.ckpt"]) == 0
+        test_command.main("numerals", ["--ckpt_path", "checkpoints/done/last.ckpt"]) == 0
     )  # only a resume needs it
 
 
@@ -450,7 +450,7 @@ def test_a_run_name_that_is_taken_is_refused_untouched(
 def test_damaged_data_files_are_named(
     workplace: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    from project.data.mnist import DIGITS
+    from numerals.data.mnist import DIGITS
 
     raw = Path("root/MNIST/raw")
     raw.mkdir(parents=True)

@@ -18,7 +18,7 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from tests import made_data
 from tests.commands import checkpoint, complete

@@ -43,7 +43,7 @@ class Inherits(Typed):
 
 def error_of(*words: str) -> str:
     with pytest.raises(UserError) as error:
-        configure([*CLASSES, *words], "project.fit")
+        configure(fit, "fit", [*CLASSES, *words])
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -94,7 +94,7 @@ def test_a_mistake_is_told_with_option_value_and_what_is_allowed(
 
 def test_null_is_taken_where_an_argument_allows_it() -> None:
     words = [*CLASSES, "--model.text", "null", "--model.extra", "null", "--data.folder", "null"]
-    assert configure(words, "project.fit").resolved["model"]["init_args"]["text"] is None
+    assert configure(fit, "fit", words).resolved["model"]["init_args"]["text"] is None
 
 
 def test_a_library_that_a_logger_lacks_is_told_in_a_short_line() -> None:
@@ -118,10 +118,10 @@ def test_what_a_class_inside_another_refuses_is_told() -> None:
     layer = {"class_path": "torch.nn.TransformerEncoderLayer", "init_args": sizes}
     layers = {"encoder_layer": layer, "num_layers": 2}
     network = {"class_path": "torch.nn.TransformerEncoder", "init_args": layers}
-    model = {"class_path": "project.model.MNISTClassifier", "init_args": {"network": network}}
-    base = {"model": model, "data": {"class_path": "project.data.MNISTDataModule"}}
+    model = {"class_path": "numerals.model.MNISTClassifier", "init_args": {"network": network}}
+    base = {"model": model, "data": {"class_path": "numerals.data.MNISTDataModule"}}
     with pytest.raises(UserError) as error:
-        configure(["--data.source", "sample"], "project.test", base)
+        configure(fit, "test", ["--data.source", "sample"], base)
     assert str(error.value) == "activation should be relu/gelu, not torch.nn.functional.relu"
 
 
@@ -130,7 +130,7 @@ def test_what_a_class_inside_another_refuses_is_told() -> None:
 @pytest.mark.parametrize("text", ["{a: b}", "a: b", "[1, 2]"])
 def test_a_text_that_looks_like_a_mapping_or_a_list_stays_text(text: str) -> None:
     words = [*CLASSES, "--model.text", text, f"--data.root={text}"]
-    config = configure(words, "project.fit")
+    config = configure(fit, "fit", words)
     assert config.module.given["text"] == text  # type: ignore[index]
     assert config.datamodule.root == text  # type: ignore[union-attr]
     assert config.resolved["model"]["init_args"]["text"] == text
@@ -142,7 +142,7 @@ def test_an_unknown_sentence_is_shown_as_it_is() -> None:
 
 
 def test_a_monitor_passes_torchrun_behind_two_dashes() -> None:
-    words = ["--nproc_per_node", "2", "-m", "project.fit", "--", "--monitor", "val/loss"]
+    words = ["--nproc_per_node", "2", "-m", "numerals.fit", "--", "--monitor", "val/loss"]
     handed_on = parse_args(words).training_script_args
     seen: list[str] = []
     assert entry.exit_code(lambda argv: seen.extend(argv), handed_on) == 0
@@ -165,7 +165,7 @@ def test_a_monitor_passes_torchrun_behind_two_dashes() -> None:
 def test_a_flag_that_would_do_nothing_or_crash_is_refused(
     workplace: Path, capsys: pytest.CaptureFixture[str], flags: list[str], part: str
 ) -> None:
-    from unbroken.run import main_job as fit
+    from numerals.fit import job as fit
 
     assert entry.exit_code(fit.main, [*CLASSES, "--max_epochs", "1", *flags]) == 2
     told = capsys.readouterr().err

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
-from project.data import MNISTDataModule
+from numerals.data import MNISTDataModule
 from unbroken.errors import UserError
 from unbroken.commands.export import command as export
 from unbroken.commands.export.compare import compare
@@ -29,7 +29,7 @@ from unbroken.commands.export.forward import answer
 from unbroken.commands.export.samples import Samples, find_samples
 from unbroken.commands.export.trace import trace
 from unbroken.commands.export.write import write_files, write_weights
-from project.model import MLP, ConvNet, MNISTClassifier
+from numerals.model import MLP, ConvNet, MNISTClassifier
 from tests.trained import trained_checkpoint
 
 
@@ -682,7 +682,7 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(
     workplace: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"--output_dir must be a folder .*its name is not UTF-8"):
-        export.main(
+        export.main("numerals", 
             ["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")]
         )
     assert not os.listdir()
@@ -704,7 +704,7 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
         "sample",
     ]
     with pytest.raises(UserError, match=r"^--allow_imports=theirs,mine --data.source=sample$"):
-        export.main([*flags, "--allow_imports", "theirs,mine"])
+        export.main("numerals", [*flags, "--allow_imports", "theirs,mine"])
 
 
 def test_a_pixel_in_0_to_1_is_what_a_byte_was_in_training(loaded: Loaded) -> None:

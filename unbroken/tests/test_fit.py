@@ -26,16 +26,16 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from unbroken.run import main_job as fit
+from numerals import callbacks
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
-from project.callbacks import yours
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure, differences
 from unbroken.cli.read_checkpoint import load
-from project.data import MNISTDataModule
+from numerals.data import MNISTDataModule
 from unbroken.run_folder import choose
 from unbroken.run.main_job import next_commands
-from project.model import MLP, MNISTClassifier
+from numerals.model import MLP, MNISTClassifier
 from unbroken.run.progress import EpochLines, closing_lines, stopped_lines
 from unbroken.results.run_result import RunResult
 from tests.commands import (
@@ -81,7 +81,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {
         "HOME": str(folder)
     }
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = run(
         "fit", *REPORTED, "--precision", "16-mixed", "--run_name", "r", cwd=folder, env=environment
     )
@@ -115,7 +115,7 @@ def test_what_a_person_sees_names_accuracy_time_and_the_next_command(finished: P
         "test/accuracy",
     ):
         assert part in shown
-    assert "python -m project.test" in shown
+    assert "python -m numerals.test" in shown
     assert "wandb sync" in shown
     assert "epoch 3/3" in shown
 
@@ -179,7 +179,7 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
     for name in ("best.ckpt", "last.ckpt"):
         (folder / name).touch()
     facts = facts_of_a_short_run("my run")
-    commands = next_commands(configure([], "project.fit"))
+    commands = next_commands(configure(fit, "fit", []))
     assert commands[0] == "test"
     assert commands[1:] == ["predict IMAGE.png"]
     lines = [*closing_lines(facts, folder, *commands).splitlines(), *stopped_lines(folder, 5, 5)]
@@ -338,7 +338,7 @@ def test_a_test_says_which_typed_settings_beat_the_checkpoints(
         "7": [f"testing {path} with data.eval_batch_size: 1000 → 7"],
         "1000": [],
     }.items():
-        assert test_command.main(["--ckpt_path", path, "--data.eval_batch_size", typed]) == 0
+        assert test_command.main("numerals", ["--ckpt_path", path, "--data.eval_batch_size", typed]) == 0
         assert [
             line for line in capsys.readouterr().out.splitlines() if line.startswith("testing")
         ] == said
@@ -369,7 +369,7 @@ def test_a_length_in_steps_or_time_is_the_only_limit(
 
 
 def max_epochs_of(flags: list[str]) -> int:
-    return int(configure(flags, "project.fit").trainer["max_epochs"])
+    return int(configure(fit, "fit", flags).trainer["max_epochs"])
 
 
 @pytest.mark.nightly
@@ -387,9 +387,9 @@ def test_what_is_typed_on_top_of_a_checkpoints_configuration_leaves_that_as_it_w
     workplace: Path,
 ) -> None:
     callbacks = lambda config: [type(each).__name__ for each in config.trainer["callbacks"]]  # noqa: E731
-    before = configure(["--trainer.callbacks+=LearningRateMonitor"], "project.fit").resolved
+    before = configure(fit, "fit", ["--trainer.callbacks+=LearningRateMonitor"]).resolved
     base = deepcopy(before)
-    after = configure(["--trainer.callbacks+=RichModelSummary"], "project.fit", base)
+    after = configure(fit, "fit", ["--trainer.callbacks+=RichModelSummary"], base)
     assert callbacks(after) == ["LearningRateMonitor", "RichModelSummary"]
     assert base == before
     assert len(differences(base, after.resolved)) == 1
@@ -514,7 +514,7 @@ def test_of_equally_good_epochs_the_last_is_the_best(workplace: Path) -> None:
 def test_help_lists_the_flat_flags_and_imports_nothing_that_it_does_not_need(
     workplace: Path,
 ) -> None:
-    words = [sys.executable, "-X", "importtime", "-m", "project.fit", "--help"]
+    words = [sys.executable, "-X", "importtime", "-m", "numerals.fit", "--help"]
     shown = complete(words)
     assert shown.returncode == 0
     imported = {
@@ -640,7 +640,7 @@ def test_the_configs_to_debug_and_to_stop_early_do_what_they_say(
         in capsys.readouterr().out
     )
     assert summary(Path("checkpoints/e"))["epochs"] == 4
-    joined = configure([*best, *early], "project.fit").trainer["callbacks"]
+    joined = configure(fit, "fit", [*best, *early]).trainer["callbacks"]
     assert [type(callback).__name__ for callback in joined] == [
         "EMAWeightAveraging",
         "EarlyStopping",
@@ -659,7 +659,7 @@ def test_a_time_limit_that_ends_a_run_is_said(
     assert "stopped early: --max_time is over." in told
     assert re.search(r"stopped after step [\d,]+; saved in \S+/short/last.ckpt. To go on:", told)
     (command,) = re.findall(
-        r"^  python -m project.fit (.*) --max_time DD:HH:MM:SS$", told, re.MULTILINE
+        r"^  python -m numerals.fit (.*) --max_time DD:HH:MM:SS$", told, re.MULTILINE
     )
     assert fit.main([*command.split(), "--max_time", "00:00:00:02"]) == 0
     assert "going on from step" in capsys.readouterr().out
@@ -691,7 +691,7 @@ class FailsAtTheEnd(Callback):
 def test_callbacks_of_yours_that_are_always_on_take_part_in_a_run(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert yours.always_on() == []
+    assert callbacks.always_on() == []
     monkeypatch.setattr(fit, "always_on", lambda: [FailsAtTheEnd(), Counts()])
     with pytest.warns(UserWarning, match=r"FailsAtTheEnd could not .* \(OSError: no room\)"):
         assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "r"]) == 0
@@ -705,7 +705,7 @@ def test_a_test_of_a_part_does_not_claim_all_samples(
     finished: Path, workplace: Path, limit: list[str], samples: str
 ) -> None:
     words = ["--ckpt_path", str(finished / "best.ckpt"), "--data.eval_batch_size", "10"]
-    assert test_command.main([*words, *limit, "--output", "out.csv"]) == 0
+    assert test_command.main("numerals", [*words, *limit, "--output", "out.csv"]) == 0
     header, row = Path("out.csv").read_text().splitlines()
     facts = dict(zip(header.split(","), row.split(","), strict=True))
     assert facts.get("test_samples", "") == samples

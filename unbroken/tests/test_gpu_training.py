@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.profiler import ProfilerActivity, profile
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
 from unbroken.commands.benchmark.command import main as benchmark
 from unbroken.cli.read_checkpoint import load
@@ -54,10 +54,10 @@ def test_a_stopped_run_goes_on_to_bit_identical_weights(
         "--model.network.dropout",
         "0.2",
     ]
-    words = [sys.executable, "-m", "project.fit", *arguments, "--run_name", "reference"]
+    words = [sys.executable, "-m", "numerals.fit", *arguments, "--run_name", "reference"]
     assert subprocess.run(words, timeout=180).returncode == 0
     start_and_stop(60, *arguments, "--run_name", "stopped")
-    words = [sys.executable, "-m", "project.fit", "--run_name", "stopped", "--ckpt_path", "last"]
+    words = [sys.executable, "-m", "numerals.fit", "--run_name", "stopped", "--ckpt_path", "last"]
     assert subprocess.run(words, timeout=180).returncode == 0
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/stopped"))
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_predicts_the_same_on_a_cpu(workplace: Path, precision: str
     figures: list[dict[str, Any]] = []
     for accelerator in ("gpu", "cpu"):
         assert (
-            test_command.main(
+            test_command.main("numerals", 
                 ["--ckpt_path", best, "--accelerator", accelerator, "--output", "m.json"]
             )
             == 0
@@ -154,7 +154,7 @@ def test_a_compiled_run_learns_and_its_checkpoint_needs_no_compiler(workplace: P
     )
     assert summary(Path("checkpoints/r"))["test/accuracy"] > 0.5
     words = ["--ckpt_path", "checkpoints/r/best.ckpt", "--accelerator", "cpu", "--output", "m.json"]
-    assert test_command.main(words) == 0
+    assert test_command.main("numerals", words) == 0
     assert (
         json.loads(Path("m.json").read_text())["test/accuracy"]
         == summary(Path("checkpoints/r"))["test/accuracy"]
@@ -200,12 +200,12 @@ def test_fsdp_on_one_gpu_trains_resumes_and_tests_on_a_cpu(
     """
     arguments = [*ON_GPU, "--strategy", "fsdp", "--precision", "bf16-mixed"]
     start_and_stop(60, *arguments, "--run_name", "r")
-    words = [sys.executable, "-m", "project.fit", "--run_name", "r", "--ckpt_path", "last"]
+    words = [sys.executable, "-m", "numerals.fit", "--run_name", "r", "--ckpt_path", "last"]
     resumed = subprocess.run(words, capture_output=True, text=True, timeout=180)
     assert resumed.returncode == 0, resumed.stderr
     assert summary(Path("checkpoints/r"))["test/accuracy"] > 0.5
     assert (
-        test_command.main(["--ckpt_path", "checkpoints/r/best.ckpt", "--accelerator", "cpu"]) == 0
+        test_command.main("numerals", ["--ckpt_path", "checkpoints/r/best.ckpt", "--accelerator", "cpu"]) == 0
     )
 
 
@@ -246,7 +246,7 @@ def test_data_on_the_device_give_the_weights_of_data_on_the_host(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     arguments = [*ON_GPU, "--precision", precision, "--deterministic", "true", "--data.on_device"]
     for where in ("true", "false"):
-        words = [sys.executable, "-m", "project.fit", *arguments, where, "--run_name", where]
+        words = [sys.executable, "-m", "numerals.fit", *arguments, where, "--run_name", where]
         assert subprocess.run(words, timeout=180).returncode == 0
     assert_same_run(Path("checkpoints/true"), Path("checkpoints/false"))
 

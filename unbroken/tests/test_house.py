@@ -15,12 +15,12 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
-import project
+import numerals
 from configs.examples.autoencoder import LitAutoEncoder, Waves
 from unbroken import ExactCheckpoint, lightning_internals, seams
 from unbroken.errors import UserError
 
-PACKAGE = Path(project.__file__).parent
+PACKAGE = Path(numerals.__file__).parent
 CLONE = PACKAGE.parent
 INTERNALS = PACKAGE / "engine" / "lightning_internals.py"
 SEAMS = PACKAGE / "engine" / "seams.py"

@@ -19,7 +19,7 @@ from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration
 from unbroken.cli.read_checkpoint import Loaded, load
-from project.data import MNISTDataModule
+from numerals.data import MNISTDataModule
 from unbroken.errors import UserError
 from unbroken.commands.export import command as export
 from unbroken.commands.export.hub import CARD, FILES, card, plain, write_hub
@@ -69,7 +69,7 @@ def test_the_card_says_what_was_reached_and_how(hub: Path) -> None:
     assert f"| epochs | {facts['epochs']} |" in text
     assert f"| git commit | {facts['git_commit']} |" in text
     assert facts["versions"]["torch"] in text
-    assert "project.fit --data.source sample --max_epochs 3" in text
+    assert "numerals.fit --data.source sample --max_epochs 3" in text
     # Nothing of this machine
     assert "/home" not in text
     assert str(hub.parent) not in text

@@ -24,7 +24,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken import run_folder
 from unbroken.stopping import signals

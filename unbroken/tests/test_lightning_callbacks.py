@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, ca
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken.checkpoint.not_exact import NOT_EXACT
 from tests.commands import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 import wandb
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT

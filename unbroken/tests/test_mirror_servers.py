@@ -154,7 +154,7 @@ def test_commands_read_a_checkpoint_in_a_bucket(tmp_path: Path, undisturbed: Pat
             if words[0] == "export":
                 words += ["--output_dir", str(tmp_path)]
             done = complete(
-                [python, "-m", f"project.{words[0]}", *words[1:]], cwd=tmp_path, env=env
+                [python, "-m", f"numerals.{words[0]}", *words[1:]], cwd=tmp_path, env=env
             )
             assert done.returncode == 0, done.stderr
             assert "run" in done.stdout

@@ -37,7 +37,7 @@ from torchmetrics.classification import (
 
 from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from unbroken.errors import UserError
-from project.model import MLP, ConvNet, MNISTClassifier
+from numerals.model import MLP, ConvNet, MNISTClassifier
 from unbroken.tasks import ImageClassifier, SupervisedModule
 from unbroken.tasks.activation_checkpointing import recompute_activations
 from unbroken.tasks.classifier import check_fit
@@ -910,7 +910,7 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
     }
     words = ["--model", f"{__name__}.SlowLearner", "--model.optimizer", "SGD"]
     words += ["--model.metrics", str({"f1": metric})]
-    words += ["--data", "project.data.MNISTDataModule", "--data.source", "sample"]
+    words += ["--data", "numerals.data.MNISTDataModule", "--data.source", "sample"]
     words += ["--trainer.logger", "false", "--trainer.accelerator", "cpu"]
     words += ["--trainer.limit_train_batches", "3", "--trainer.max_epochs", "1"]
     words += ["--trainer.default_root_dir", str(tmp_path)]

@@ -53,7 +53,7 @@ def test_two_processes_of_fit_log_under_the_same_names():
 
 OOM_MODEL = """
 import torch
-from project.model import MNISTClassifier
+from numerals.model import MNISTClassifier
 
 class RunsOut(MNISTClassifier):
     def training_step(self, batch, batch_idx):
@@ -76,7 +76,7 @@ def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path)
         "1",
     ]
     flags += ["--model", "runs_out.RunsOut", "--checkpoint_every", "2", "--run_name", "oom"]
-    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": search}
     ended = run("fit", *flags, cwd=tmp_path, env=env)
     assert ended.returncode == 1

@@ -277,7 +277,7 @@ trainer = Trainer(
     enable_checkpointing=False,
 )
 trainer.fit(Regression(), points())
-for name in ("project.fit", "unbroken.cli.cli"):
+for name in ("numerals.fit", "unbroken.cli.cli"):
     assert name not in sys.modules, name
 """
 

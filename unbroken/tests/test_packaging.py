@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from unbroken.cli.tracker_words import TRACKERS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LOCK = (ROOT / "requirements.lock").read_text()
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE: str = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"][0]

@@ -13,7 +13,7 @@ import pytest
 from unbroken.cli.cli import configure
 from unbroken.tables import flat
 
-COMPARE = Path(__file__).parent.parent / "docs" / "peers" / "compare.py"
+COMPARE = Path(__file__).parents[2] / "docs" / "peers" / "compare.py"
 SETTINGS = {
     "network": "MLP",
     "batch_size": 64,
@@ -36,13 +36,13 @@ def compare() -> ModuleType:
 def test_this_template_trains_with_the_peers_settings(tmp_path: Path) -> None:
     options = argparse.Namespace(root=tmp_path, **SETTINGS)
     command = compare().template_command(options, tmp_path)
-    assert command[:3] == [sys.executable, "-m", "project.fit"]
-    config = configure(command[3:], "project.fit")
+    assert command[:3] == [sys.executable, "-m", "numerals.fit"]
+    config = configure(fit, "fit", command[3:])
     settings = flat(config.resolved)
     expected = {
         "seed_everything": 5,
         "trainer.max_epochs": 3,
-        "model.network.class_path": "project.model.networks.MLP",
+        "model.network.class_path": "numerals.model.networks.MLP",
         "model.optimizer": "Adam",
         "model.lr": 0.002,
         "model.schedule": "constant",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import project
+import numerals
 from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT
@@ -117,14 +117,14 @@ def test_every_command_runs_without_what_linux_alone_has(name: str, place: Path)
 
 def run_command(name: str, place: Path) -> None:
     for arguments in COMMANDS[name]:
-        words = ["-m", f"{project.__name__}.{name}", *arguments]
+        words = ["-m", f"{numerals.__name__}.{name}", *arguments]
         done = python(place, *words)
         assert done.returncode == 0, failures(done)
 
 
 @pytest.mark.nightly
 def test_workers_read_data_without_what_linux_alone_has(place: Path) -> None:
-    done = python(place, "-m", f"{project.__name__}.fit", *BY_WORKERS)
+    done = python(place, "-m", f"{numerals.__name__}.fit", *BY_WORKERS)
     assert done.returncode == 0, failures(done)
 
 
@@ -138,14 +138,14 @@ def test_no_link_is_needed_and_none_is_left(system: str, place: Path) -> None:
 def test_every_text_file_names_its_encoding() -> None:
     """Windows writes text in the code page of its country, unless it is told to use UTF-8."""
     rule = ["--preview", "--select", "PLW1514", "--output-format", "concise"]
-    package = str(Path(project.__file__).parent)
+    package = str(Path(numerals.__file__).parent)
     checked = complete([sys.executable, "-m", "ruff", "check", *rule, package])
     assert checked.returncode == 0, checked.stdout
 
 
 def test_every_command_is_tried() -> None:
-    listed = complete([sys.executable, "-m", project.__name__])
-    named = re.findall(rf"python -m {project.__name__}\.(\w+)", listed.stdout)
+    listed = complete([sys.executable, "-m", numerals.__name__])
+    named = re.findall(rf"python -m {numerals.__name__}\.(\w+)", listed.stdout)
     assert len(named) >= 2
     assert set(named) - set(COMMANDS) == set()
 

@@ -19,7 +19,7 @@ from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.data.images import fit_image
 from unbroken.errors import BadImage, UserError
-from project.model import MNISTClassifier
+from numerals.model import MNISTClassifier
 from unbroken.commands.predict import command as predict
 from unbroken.commands.predict.answers import predict_batch
 from unbroken.commands.predict.digits import find_digit, is_unclear
@@ -62,7 +62,7 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
         )
     capsys.readouterr()
     best = ["--ckpt_path", "checkpoints/Answers/best.ckpt"]
-    assert predict.main([*best, "--output", "answers.csv"]) == 0
+    assert predict.main("numerals", [*best, "--output", "answers.csv"]) == 0
     assert "answer" in capsys.readouterr().out
     with open("answers.csv", newline="") as file:
         found = list(csv.DictReader(file))
@@ -74,7 +74,7 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
 
     # One loader whose answers are lists, of a run in float64.
     best = ["--ckpt_path", "checkpoints/Lists/best.ckpt"]
-    assert predict.main([*best, "--output", "answers.json"]) == 0
+    assert predict.main("numerals", [*best, "--output", "answers.json"]) == 0
     found = json.loads(Path("answers.json").read_text())
     module = load(Path(best[1])).module.double()
     with torch.no_grad():
@@ -594,7 +594,7 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
 def test_help_and_typing_errors_come_before_torch() -> None:
     script = """if True:
         import sys
-        from project.predict import __main__ as predict
+        from numerals.predict import __main__ as predict
         from unbroken.cli.start import exit_code
         assert exit_code(predict.main, ["--help"]) == 0
         assert exit_code(predict.main, ["no*such.png"]) == 2
@@ -609,7 +609,7 @@ def test_help_and_typing_errors_come_before_torch() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path) -> None:
-    from unbroken.run import main_job as fit
+    from numerals.fit import job as fit
 
     flags = [
         "--data.source",

@@ -130,7 +130,7 @@ def begin(launcher: str, flags: list[str], log: Path) -> Started:
     else:
         words = command("fit", *flags)
         if launcher == "torchrun":
-            words = [sys.executable, *ELASTIC, "-m", "project.fit", *flags, *CPU2]
+            words = [sys.executable, *ELASTIC, "-m", "numerals.fit", *flags, *CPU2]
         if launcher == "lightning":
             words += CPU2
         process = start(words, log)

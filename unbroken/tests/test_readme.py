@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import project
+import numerals
 from unbroken.cli.cli import configure
 from unbroken.loading import ExactLoading
 from unbroken.parts import all_parts
@@ -27,8 +27,8 @@ from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.module import PlainBuffers
 
-PACKAGE = project.__name__
-ROOT = Path(__file__).parents[1]
+PACKAGE = numerals.__name__
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What people read → its text. The pages beside the README are for those who change the project.
 PAGES = {
@@ -318,7 +318,7 @@ def test_the_script_with_one_more_callback_goes_on_when_it_is_run_again(folder: 
 
 
 def test_the_callback_of_ones_own_adds_its_number_to_the_summary(folder: Path) -> None:
-    from unbroken.run import main_job as fit
+    from numerals.fit import job as fit
 
     example = ["--config", "configs/examples/autoencoder.yaml", "--config", "configs/debug.yaml"]
     words = [*example, "--trainer.callbacks+=disk.FreeDisk", "--run_name", "disk"]
@@ -356,7 +356,7 @@ def test_the_page_for_newcomers_passes_the_checks_of_this_repository() -> None:
 
 @pytest.mark.nightly
 def test_the_library_snippet_gives_the_same_logits_for_both_kinds_of_images(folder: Path) -> None:
-    from unbroken.run import main_job as fit
+    from numerals.fit import job as fit
 
     limits = ["--max_epochs", "1", "--limit_train_batches", "2", "--accelerator", "cpu"]
     assert fit.main(["--config", "mine.yaml", "--enable_progress_bar", "false", *limits]) == 0

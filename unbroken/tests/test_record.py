@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
 from unbroken.cli.cli import Configuration, configure
 from unbroken.cli.plain_values import dump_yaml, put_into_mappings
@@ -32,7 +32,7 @@ data: {class_path: tests.typed_settings.Numbers}
 def read_again(config: Configuration) -> Configuration:
     """What the record of a configuration means, read from a file as --config reads it."""
     Path("record.yaml").write_text(dump_yaml(config.resolved))
-    return configure(["--config", "record.yaml"], "project.fit")
+    return configure(fit, "fit", ["--config", "record.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def read_again(config: Configuration) -> Configuration:
     ],
 )
 def test_a_text_that_looks_like_something_else_stays_a_text(workplace: Path, text: str) -> None:
-    config = configure([*CLASSES, f"--model.text={text}", f"--data.root={text}"], "project.fit")
+    config = configure(fit, "fit", [*CLASSES, f"--model.text={text}", f"--data.root={text}"])
     made: Any = config.datamodule
     assert made.root == text
-    resumed = configure([], "project.fit", config.resolved)
+    resumed = configure(fit, "fit", [], config.resolved)
     for other in (config, read_again(config), resumed):
         assert other.datamodule.root == made.root  # type: ignore[union-attr]
         assert other.module.given["text"] == config.module.given["text"]
@@ -56,12 +56,12 @@ def test_a_text_that_looks_like_something_else_stays_a_text(workplace: Path, tex
 
 @pytest.mark.parametrize("text", ["#ff0000", "~", "77950e8"])
 def test_an_optional_text_is_what_was_typed(text: str) -> None:
-    assert configure([*CLASSES, "--model.text", text], "project.fit").module.given["text"] == text
+    assert configure(fit, "fit", [*CLASSES, "--model.text", text]).module.given["text"] == text
 
 
 def test_null_is_nothing_and_a_number_a_number() -> None:
     words = [*CLASSES, "--model.text", "null", "--model.number", "1e3"]
-    given = configure(words, "project.fit").module.given
+    given = configure(fit, "fit", words).module.given
     assert given["text"] is None
     assert given["number"] == 1000.0
 
@@ -74,13 +74,13 @@ def test_a_value_deep_in_a_mapping_leaves_its_siblings(workplace: Path, form: li
     Path("more.yaml").write_text("model: {init_args: {lr: 0.5}}")
     files = ["--config", "base.yaml", "--config", "more.yaml"]
     more = ["--model.extra.net.name", "n", "--model.rate.lr", "0.3"]
-    config = configure([*files, *form, *more], "project.fit")
+    config = configure(fit, "fit", [*files, *form, *more])
     expected = {"net": {"width": 64, "depth": 2, "name": "n"}, "rate": 0.1}
     assert config.module.given["extra"] == expected
     assert config.module.given["rate"] == Rate(0.3, "z")
     assert config.module.lr == 0.5
     assert read_again(config).module.given == config.module.given
-    resumed = configure(["--model.extra.net.depth", "3"], "project.fit", config.resolved)
+    resumed = configure(fit, "fit", ["--model.extra.net.depth", "3"], config.resolved)
     assert resumed.module.given["extra"]["net"] == {"width": 64, "depth": 3, "name": "n"}
 
 
@@ -99,7 +99,7 @@ def test_a_run_in_a_folder_that_looks_like_a_number_is_tested_and_resumed(
     recorded = yaml.safe_load((folder / "config.yaml").read_text())
     assert recorded["data"]["init_args"]["root"] == "1e5"
     assert checkpoint(folder / "last.ckpt")["run"]["config"] == recorded
-    assert test_command.main([]) == 0
+    assert test_command.main("numerals", []) == 0
     more = ["--run_name", "r", "--ckpt_path", "auto", "--max_epochs", "2"]
     assert fit.main(more) == 0
     assert "resuming r with trainer.max_epochs: 1 → 2\n" in capsys.readouterr().out

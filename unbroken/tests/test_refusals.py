@@ -357,7 +357,7 @@ def test_a_library_s_warning_is_one_line_without_the_path_of_its_file() -> None:
 
         run(main)
     """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     environment.pop("PYTHONWARNINGS", None)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

@@ -24,7 +24,7 @@ from unbroken.run import main_job as fit, run_record
 from unbroken.monitors import monitor
 from unbroken.monitors.test_predictions import TestPredictions
 from unbroken.cli.read_checkpoint import load
-from project.data import MNISTDataModule
+from numerals.data import MNISTDataModule
 from unbroken.results.facts import Summary
 from unbroken.report import Report, page
 from unbroken.report.charts import MOST_POINTS, curves
@@ -94,7 +94,7 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
     assert facts["command"] in text
     assert facts["git_commit"] in text
     assert all(version in text for version in facts["versions"].values())
-    assert "class_path: project.model.networks.MLP" in text
+    assert "class_path: numerals.model.networks.MLP" in text
     assert len(re.findall(r"<img ", source)) == min(24, wrong)
 
 

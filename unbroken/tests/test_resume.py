@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.storage.checkpoint_files import outline
 from tests.commands import (
     CONVNET,

@@ -19,7 +19,7 @@ import yaml
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 
-import project
+import numerals
 from unbroken.cli.start import exit_code
 from unbroken.mirror import lease
 from unbroken.mirror.manifest import Entry, Manifest
@@ -29,7 +29,7 @@ from unbroken.commands.runs import page, saved_run, seeds
 from tests.commands import SMALL, Process, popen
 from tests.trained import trained_checkpoint
 
-PACKAGE = project.__name__
+PACKAGE = numerals.__name__
 
 
 def make_run(
@@ -39,7 +39,7 @@ def make_run(
     folder = root / name
     folder.mkdir(parents=True)
     model = {
-        "class_path": "project.model.MNISTClassifier",
+        "class_path": "numerals.model.MNISTClassifier",
         "init_args": {"lr": lr, "optimizer": other.get("optimizer", "SGD")},
     }
     config = {
@@ -48,7 +48,7 @@ def make_run(
         "model": model,
         "run_name": name,
     }
-    (folder / "config.yaml").write_text(f"# python -m project.fit\n{yaml.safe_dump(config)}")
+    (folder / "config.yaml").write_text(f"# python -m numerals.fit\n{yaml.safe_dump(config)}")
     facts = {
         "run_name": name,
         "finished": other.get("finished", True),
@@ -236,7 +236,7 @@ def test_classes_of_one_name_in_two_modules_are_two_configurations(root: Path) -
 
 
 def test_runs_that_found_other_data_are_not_averaged(root: Path) -> None:
-    of_auto = {"class_path": "project.data.MNISTDataModule", "init_args": {"source": "auto"}}
+    of_auto = {"class_path": "numerals.data.MNISTDataModule", "init_args": {"source": "auto"}}
     for seed, source in ((1, "sample"), (2, "mnist"), (3, "mnist")):
         # Where MNIST lies makes no difference.
         data = {**of_auto, "init_args": {**of_auto["init_args"], "root": f"data{seed}"}}
@@ -473,8 +473,8 @@ def test_a_real_run_is_listed_without_torch(tmp_path: Path) -> None:
         shutil.copy(folder / name, tmp_path / "runs" / "trained" / name)
     script = """if True:
         import sys
-        from project.runs import __main__ as runs
-        assert runs.main(sys.argv[1:]) == 0
+        from numerals.runs import __main__ as runs
+        assert runs.main("numerals", sys.argv[1:]) == 0
         assert not {"torch", "lightning", "matplotlib", "numpy"} & set(sys.modules)
     """
     words = ["--root", str(tmp_path / "runs"), "--output", str(tmp_path / "out.csv")]
@@ -491,7 +491,7 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
     words = [sys.executable, "-X", "importtime", "-m", PACKAGE]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     told = dict(re.findall(rf"^python -m {PACKAGE}\.(\w+) +(\S.*)$", done.stdout, re.MULTILINE))
-    here = Path(project.__file__).parent
+    here = Path(numerals.__file__).parent
     files = {
         path
         for path in (*here.glob("*.py"), *here.glob("*/__main__.py"))
@@ -521,10 +521,10 @@ def test_a_list_of_runs_shows_those_of_a_mirror(capsys: pytest.CaptureFixture[st
         files[name] = entry
     save = Manifest(1, 1, "id", "b" * 32, 1_000_000_000.0, files)
     store.write(save.name, save.to_bytes())
-    runs.main(["--root", "memory://store"])
+    runs.main("numerals", ["--root", "memory://store"])
     told = capsys.readouterr().out
     assert "finished" in told
     assert "09-0" in told
     store.write(lease.FILE, b"{}")
-    runs.main(["--root", "memory://store"])
+    runs.main("numerals", ["--root", "memory://store"])
     assert "running or killed" in capsys.readouterr().out

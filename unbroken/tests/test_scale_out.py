@@ -106,7 +106,7 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> Path:
     """One machine, two processes, nobody interrupts."""
-    job = run([sys.executable, *TORCHRUN, "-m", "project.fit", *flags(place, "undisturbed")])
+    job = run([sys.executable, *TORCHRUN, "-m", "numerals.fit", *flags(place, "undisturbed")])
     told, _ = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 0, told
     return only_run(place, "undisturbed")
@@ -119,7 +119,7 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(
     job_id = str(10_000 + free_port())
     meeting = ["--nnodes", "2", "--nproc_per_node", "1"]
     meeting += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    fit = ["-m", "project.fit", *flags(place, "nodes")]
+    fit = ["-m", "numerals.fit", *flags(place, "nodes")]
     nodes = []
     for rank in range(2):
         command = [*ANY_TORCHRUN, *meeting, "--node_rank", str(rank), *fit]
@@ -266,7 +266,7 @@ def test_torchrun_inside_a_slurm_job_counts_its_own_ranks(monkeypatch: pytest.Mo
     monkeypatch.setenv("SLURM_JOB_NAME", "batch")
     words = ["--config", "configs/examples/autoencoder.yaml"]
     words += ["--accelerator", "cpu", "--strategy", "ddp"]
-    trainer = build_trainer(trainer_flags(configure(words, "project.fit")))
+    trainer = build_trainer(trainer_flags(configure(fit, "fit", words)))
     assert isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment)  # type: ignore[attr-defined]
 
 
@@ -295,10 +295,10 @@ def test_what_starts_fit_in_a_cloud_hands_it_options_that_it_knows(
     words_of: Callable[[], list[str]],
 ) -> None:
     words = words_of()
-    place = words.index("project.fit")
+    place = words.index("numerals.fit")
     assert Path(words[0]).name == "torchrun"
     assert not set(words[1:place]) - {"--standalone", "--nproc_per_node", "gpu", "2", "-m"}
-    config = configure([*EXAMPLE, *words[place + 1 :]], "project.fit")
+    config = configure(fit, "fit", [*EXAMPLE, *words[place + 1 :]])
     assert config.options.run_name == "mine"
     assert config.options.ckpt_path == "auto"
     assert config.options.mirror == "s3://bucket/runs"

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import trainer_flags
@@ -68,7 +68,7 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
     assert summary(sharded)["world_size"] == 2
     assert summary(sharded)["parameters"] == summary(whole)["parameters"]
     # one process tests it with the same result, and goes on from it
-    assert test_command.main(["--ckpt_path", str(sharded / "best.ckpt"), "--output", "m.json"]) == 0
+    assert test_command.main("numerals", ["--ckpt_path", str(sharded / "best.ckpt"), "--output", "m.json"]) == 0
     assert (
         json.loads(Path("m.json").read_text())["test/accuracy"] == summary(sharded)["test/accuracy"]
     )
@@ -121,7 +121,7 @@ def test_large_parts_are_gathered_by_themselves() -> None:
 
 
 def test_the_names_mean_this_strategy() -> None:
-    trainer_flags(configure(["--strategy", "fsdp"], "project.fit"))
+    trainer_flags(configure(fit, "fit", ["--strategy", "fsdp"]))
     plain, offloading = StrategyRegistry.get("fsdp"), StrategyRegistry.get("fsdp_cpu_offload")
     assert isinstance(plain, ShardedStrategy)
     assert isinstance(offloading, ShardedStrategy)
@@ -147,8 +147,8 @@ EMA = "{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {
 )
 def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], fix: str) -> None:
     with pytest.raises(UserError, match=fix):
-        trainer_flags(configure(["--strategy", "fsdp", *flags], "project.fit"))
-    trainer_flags(configure(["--strategy", "ddp", *flags], "project.fit"))
+        trainer_flags(configure(fit, "fit", ["--strategy", "fsdp", *flags]))
+    trainer_flags(configure(fit, "fit", ["--strategy", "ddp", *flags]))
     trainer_flags(
         configure(
             [
@@ -159,7 +159,7 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
                 "--gradient_clip_algorithm",
                 "value",
             ],
-            "project.fit",
+            "numerals.fit",
         )
     )
 
@@ -181,7 +181,7 @@ def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = summary(Path("checkpoints/mixed"))
     assert (
-        test_command.main(["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]) == 0
+        test_command.main("numerals", ["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]) == 0
     )
     assert json.loads(Path("m.json").read_text())["test/loss"] == pytest.approx(
         found["test/loss"], rel=1e-6

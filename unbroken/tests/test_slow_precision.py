@@ -135,7 +135,7 @@ def test_measuring_draws_no_random_number_and_keeps_the_threads() -> None:
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="x86 with AVX2"
 )
 def test_on_a_cpu_with_avx2_alone_half_precision_is_measured_to_be_slow() -> None:
-    code = "from project import hardware; print(hardware.cost_on_cpu('bf16-mixed'))"
+    code = "from unbroken.machine import hardware; print(hardware.cost_on_cpu('bf16-mixed'))"
     environment = {**os.environ, **AVX2}
     words = [sys.executable, "-c", code]
     told = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
@@ -163,7 +163,7 @@ def test_auto_is_half_precision_where_it_is_faster_and_what_it_is_gets_recorded(
 ) -> None:
     monkeypatch.setattr(hardware, "cpu_computes", lambda _: has_instructions)
     monkeypatch.setattr(hardware, "cost_on_cpu", lambda _: cost)
-    config = configure([*words, "--accelerator", accelerator], "project.fit")
+    config = configure(fit, "fit", [*words, "--accelerator", accelerator])
     assert config.trainer["precision"] == chosen
     assert config.resolved["trainer"]["precision"] == chosen
     assert config.notes == [f"--precision auto is {chosen} on this machine."]
@@ -173,6 +173,6 @@ def test_a_typed_precision_wins_over_auto(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("trainer: {precision: auto}")
     words = [*EXAMPLE, "--config", str(file), "--precision", "64-true"]
-    config = configure(words, "project.fit")
+    config = configure(fit, "fit", words)
     assert config.trainer["precision"] == "64-true"
     assert config.notes == []

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.checkpoint.following import Best
 from unbroken.stopping.stop import SAVE_DUE, Agreement
@@ -37,14 +37,14 @@ from tests.commands import (
 LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]
 GO_ON = (
     "saved in checkpoints/r/last.ckpt. To go on:\n"
-    "  python -m project.fit --run_name r --ckpt_path auto\n"
+    "  python -m numerals.fit --run_name r --ckpt_path auto\n"
 )
 # fit, which gets a signal in the final test pass, at its second batch
 IN_THE_TEST = """
 import os, signal, sys
 from functools import partial
 from lightning.pytorch import Callback
-from project import fit
+from numerals import fit
 from unbroken.cli import start as command
 
 class Hit(Callback):
@@ -133,7 +133,7 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
 
 def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
     after = "import os, signal; fit.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
-    imports = "from project import fit; from unbroken.cli import start"
+    imports = "from numerals.fit import job as fit; from unbroken.cli import start"
     code = f"{imports}; {after}; start.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
     ended = complete(words)

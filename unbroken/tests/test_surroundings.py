@@ -75,7 +75,7 @@ def test_a_terminal_that_cannot_show_a_character(encoding: str) -> None:
 
 def test_a_stream_that_cannot_show_a_character() -> None:
     ascii_only = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')"
-    imports = "from project import fit; from unbroken.cli import start"
+    imports = "from numerals.fit import job as fit; from unbroken.cli import start"
     script = f"{ascii_only}; {imports}; start.run(fit.main)"
     assert run("fit", *TINY, "--run_name", "r").returncode == 0
     resumed = complete([sys.executable, "-c", script, *LONGER])
@@ -118,7 +118,7 @@ def test_what_cannot_be_written_ends_with_our_own_exit_codes(line: str, code: in
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     name, *words = line.split(" ", 1)
     flags = shlex.join(TINY) if name == "fit" else ""
-    shell = f"set -o pipefail; {sys.executable} -m project.{name} {flags} {words[0]}"
+    shell = f"set -o pipefail; {sys.executable} -m numerals.{name} {flags} {words[0]}"
     done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert b"Exception" not in done.stderr
@@ -222,7 +222,7 @@ def test_ranks_of_torchrun_end_with_their_agent(tmp_path: Path) -> None:
     ]
     words += [
         "-m",
-        "project.fit",
+        "numerals.fit",
         *SMALL,
         "--max_epochs",
         "1000",
@@ -322,7 +322,7 @@ def test_an_error_beside_a_loaders_workers_ends_the_process(workplace: Path) -> 
     words = [
         sys.executable,
         "-m",
-        "project.fit",
+        "numerals.fit",
         *flags,
         "--limit_train_batches",
         "3",
@@ -331,7 +331,7 @@ def test_an_error_beside_a_loaders_workers_ends_the_process(workplace: Path) -> 
     ]
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{Path(__file__).parents[1]}:.",
+        "PYTHONPATH": f"{Path(__file__).parents[2]}:.",
         "WANDB_MODE": "disabled",
     }
     ended = complete(words, timeout=60, env=environment)

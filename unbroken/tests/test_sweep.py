@@ -70,7 +70,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 def run(words: list[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
-    command = [sys.executable, "-m", "project.sweep", *words]
+    command = [sys.executable, "-m", "numerals.sweep", *words]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT
     )
@@ -153,7 +153,7 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
     worst_start = min(row["val/accuracy"] for row in rows if row["trial"] < 3)
     assert rows[0]["val/accuracy"] > worst_start, first
     words = shlex.split(told.rstrip().splitlines()[-1])
-    assert words[:4] == ["python", "-m", "project.fit", "--config"]
+    assert words[:4] == ["python", "-m", "numerals.fit", "--config"]
     assert str(tmp_path / "my data") in words
     with Image.open(tmp_path / "lr" / "sweep.png") as picture:
         assert picture.width > 600
@@ -349,7 +349,7 @@ def write_metrics(trial: RunningTrial, *rows: str) -> None:
 
 def test_every_trial_follows_the_metric_of_the_sweep_file(trial: RunningTrial) -> None:
     words = " ".join(trial.process.command)
-    assert "-m project.fit --limit_test_batches=0 --max_epochs 2 --model.lr=" in words
+    assert "-m numerals.fit --limit_test_batches=0 --max_epochs 2 --model.lr=" in words
     assert "--monitor val/error --mode min " in words
     assert "--run_name trial-003 --ckpt_path auto" in words
 
@@ -557,14 +557,14 @@ def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
         with pytest.raises(
             UserError, match=r"--space: configs/sweep.yaml cannot be read: .* Name a file"
         ):
-            sweep.main([])
+            sweep.main("numerals", [])
     monkeypatch.setattr(sweep, "read_space", read)
     with pytest.raises(UserError, match=f"^reads {ROOT}/configs/sweep.yaml$"):
-        sweep.main([])
+        sweep.main("numerals", [])
     (workplace / "configs").mkdir()
     (workplace / "configs" / "sweep.yaml").write_text(SPACE)
     with pytest.raises(UserError, match=r"^reads configs/sweep.yaml$"):
-        sweep.main([])
+        sweep.main("numerals", [])
 
 
 @pytest.mark.parametrize(
@@ -592,7 +592,7 @@ def test_bad_options_are_told_in_one_line(
 
 def test_a_sweep_without_optuna_says_how_to_install_it() -> None:
     code = "import runpy, sys; sys.modules['optuna'] = None; "
-    code += "runpy.run_module('project.sweep', run_name='__main__')"
+    code += "runpy.run_module('numerals.sweep', run_name='__main__')"
     ended = complete([sys.executable, "-c", code], cwd=ROOT, fresh=True)
     assert ended.returncode == 2
     assert (
@@ -804,9 +804,9 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(
     }
     words = create_sweep_command(list(content["command"]))
     flags = create_sweep_command_args({"args": values})["args"]
-    assert words == ["${env}", "${interpreter}", "-m", "project.fit", trials.NO_TEST, "${args}"]
+    assert words == ["${env}", "${interpreter}", "-m", "numerals.fit", trials.NO_TEST, "${args}"]
     monkeypatch.chdir(ROOT)
-    config = configure([trials.NO_TEST, *flags], "project.fit")
+    config = configure(fit, "fit", [trials.NO_TEST, *flags])
     assert config.trainer["limit_test_batches"] == 0
     assert config.resolved["model"]["init_args"]["lr"] == values["model.lr"]["value"]
     assert config.resolved["data"]["init_args"]["batch_size"] == values["data.batch_size"]["value"]

@@ -109,16 +109,16 @@ def test_a_class_of_another_package_that_was_typed_needs_no_flag_afterwards(
             [python, "-m", *words], capture_output=True, text=True, check=False, env=environment
         )
 
-    first = run("project.fit", *flags)
+    first = run("numerals.fit", *flags)
     assert first.returncode == 0, first.stderr
-    more = run("project.fit", "--run_name", "typed", "--ckpt_path", "auto", "--max_epochs", "2")
+    more = run("numerals.fit", "--run_name", "typed", "--ckpt_path", "auto", "--max_epochs", "2")
     assert more.returncode == 0, more.stderr
-    tested = run("project.test")
+    tested = run("numerals.test")
     assert tested.returncode == 0, tested.stderr
     Path("molecule.txt").write_text("CCO")
     commands = [
-        ["project.predict", "molecule.txt"],
-        ["project.export"],
+        ["numerals.predict", "molecule.txt"],
+        ["numerals.export"],
     ]
     for command in commands:
         # Graphs are no image, and have no form in ONNX. Nobody asks whether to trust the classes.

@@ -97,6 +97,6 @@ def test_ranks_that_lightning_starts_share_the_cores(workplace: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity is Linux's")
 def test_affinity_counts() -> None:
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    code += "from project import threads; print(threads.configure())"
+    code += "from unbroken.machine import threads; print(threads.configure())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "1"

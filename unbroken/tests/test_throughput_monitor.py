@@ -31,7 +31,7 @@ from unbroken.monitors.throughput import (
     samples_in,
 )
 from unbroken.cli.shown_warnings import silence_unfounded_advice
-from project.model.networks import MLP, ConvNet
+from numerals.model.networks import MLP, ConvNet
 from unbroken.tasks.supervised import recompute_activations
 from tests.monitored import (
     FakeClock,
@@ -732,7 +732,7 @@ def test_advice_says_what_was_measured():
     assert advice(gpu_utilization_pct=30.0).startswith(
         "10.0 ms a batch, 1 % of it waiting for data, the GPU idle 70 %"
     )
-    tune = " To find the fastest batch size: python -m project.tune batch_size."
+    tune = " To find the fastest batch size: python -m numerals.tune batch_size."
     assert advice(datamodule=SimpleNamespace(batch_size=64)).endswith(tune)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tensorboard.summary.writer import event_file_writer
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.cli import trackers
 from unbroken.cli.cli import configure
 from unbroken.mirror.manifest import MIRRORED
@@ -54,7 +54,7 @@ History = dict[str, list[tuple[int, float]]]
     ],
 )
 def test_a_word_or_several_say_which_trackers_log(words: list[str], chosen: list[str]) -> None:
-    config = configure([*TASK, *words], "project.fit")
+    config = configure(fit, "fit", [*TASK, *words])
     assert config.trackers == chosen
     # What config.yaml and the checkpoint hold means the same.
     assert config.lost_in_record() == []
@@ -63,7 +63,7 @@ def test_a_word_or_several_say_which_trackers_log(words: list[str], chosen: list
 @pytest.mark.parametrize("typed", ["tensorbord", "csv,tensorbord", "nowhere.Logger"])
 def test_a_word_that_is_none_is_told_with_those_that_there_are(typed: str) -> None:
     with pytest.raises(UserError) as error:
-        configure([*TASK, "--logger", typed], "project.fit")
+        configure(fit, "fit", [*TASK, "--logger", typed])
     told = str(error.value)
     assert told.startswith(f"--logger must be any of {', '.join(trackers.TRACKERS)}")
     assert told.endswith(f"got {typed}.")
@@ -123,7 +123,7 @@ def killed_and_resumed(logger: str) -> Path:
     first = complete([sys.executable, "-m", "tests.interrupted", KILLED_AT, "SIGKILL", *words])
     assert first.returncode == -signal.SIGKILL, first.stderr
     # The checkpoint knows which loggers there were.
-    words = ["-m", "project.fit", "--run_name", "killed", "--ckpt_path", "auto"]
+    words = ["-m", "numerals.fit", "--run_name", "killed", "--ckpt_path", "auto"]
     second = complete([sys.executable, *words])
     assert second.returncode == 0, second.stderr
     return Path("checkpoints/killed").resolve()

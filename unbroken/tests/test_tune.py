@@ -117,7 +117,7 @@ def test_the_advice_says_what_a_larger_batch_costs() -> None:
     def told(samples: int, present: int) -> list[str]:
         sizes = measured(RATES, samples)
         return advice_lines(
-            sizes, "no more", present, "python -m project.tune lr --data.batch_size"
+            sizes, "no more", present, "python -m numerals.tune lr --data.batch_size"
         )
 
     lines = told(6_399, 32)
@@ -127,7 +127,7 @@ def test_the_advice_says_what_a_larger_batch_costs() -> None:
         "  --data.batch_size 64",
         "",
         "It wants another learning rate:",
-        "  python -m project.tune lr --data.batch_size 64",
+        "  python -m numerals.tune lr --data.batch_size 64",
     ]
     assert (
         told(6_399, 64)[-1]
@@ -144,7 +144,7 @@ def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def steps(workplace: Path) -> TrainingSteps:
-    config = configure([*SMALL, "--model.network", "MLP"], "project.tune")
+    config = configure(fit, "tune", [*SMALL, "--model.network", "MLP"])
     return TrainingSteps(config, one_device_flags(config))
 
 
@@ -246,7 +246,7 @@ def test_a_mistake_in_the_model_is_its_own_error_and_not_a_lack_of_memory(
 
     monkeypatch.setattr(ImageClassifier, "training_step", broken)
     with pytest.raises(ValueError, match="a mistake"):
-        tune.main(["batch_size", *SMALL, "--max_batch_size", "64"])
+        tune.main("numerals", ["batch_size", *SMALL, "--max_batch_size", "64"])
     assert is_out_of_memory(torch.OutOfMemoryError())
 
 
@@ -445,7 +445,7 @@ class PlainData(LightningDataModule):
 
 def plain(module: LightningModule, datamodule: LightningDataModule | None) -> Configuration:
     """A command line that names a user's classes."""
-    config = configure(SMALL, "project.tune")
+    config = configure(fit, "tune", SMALL)
     config.module, config.datamodule = module, datamodule
     config.resolved["model"] = {"class_path": "mine.PlainModule", "init_args": {"width": 4}}
     config.fresh_module = lambda: type(module)()  # type: ignore[method-assign]
@@ -539,7 +539,7 @@ def test_what_cannot_be_tuned_is_refused_before_any_work(
         config = plain(module, data)
         monkeypatch.setattr("unbroken.cli.cli.configure", lambda *_, config=config: config)
         with pytest.raises(UserError, match=message):
-            tune.main([what])
+            tune.main("numerals", [what])
     assert os.listdir() == []
 
 
@@ -646,7 +646,7 @@ def test_tune_refuses_to_run_under_a_launcher(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="tune measures one process on one device"):
-        tune.main(["batch_size", *SMALL])
+        tune.main("numerals", ["batch_size", *SMALL])
 
 
 @pytest.mark.gpu
@@ -654,7 +654,7 @@ def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(
     workplace: Path,
 ) -> None:
     flags = ["--data.source", "sample", "--accelerator", "gpu", "--model.network", "ConvNet"]
-    config = configure(flags, "project.tune")
+    config = configure(fit, "tune", flags)
     steps = TrainingSteps(config, one_device_flags(config))
     steps.measure(64)
     before = torch.cuda.memory_allocated()

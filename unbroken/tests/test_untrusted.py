@@ -24,7 +24,7 @@ import torchvision
 import yaml
 from torch import nn
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.commands import test as test_command
 from unbroken.cli import start as entry
 from unbroken.trust import guard as trust
@@ -439,15 +439,16 @@ def test_every_listed_name_is_there_and_is_defined_under_that_name() -> None:
 
 def again(*words: str) -> None:
     """The configuration of a typed line, read as a stranger's, makes the same."""
-    first = configure([*words], "project.fit")
+    first = configure(fit, "fit", [*words])
     trust.refuse_endless_reading(first.resolved, Path("x.ckpt"))
     with guarded(Guard(Path("x.ckpt"), file_bytes=10**9, folder=Path.cwd())):
-        second = configure([], "project.fit", first.resolved)
+        second = configure(fit, "fit", [], first.resolved)
     assert second.resolved == first.resolved
     assert str(second.module) == str(first.module)
 
 
-EXAMPLES = sorted((trust.CLONE / "configs" / "examples").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "configs" / "examples").glob("*.yaml"))
 F1 = "{f1: {class_path: torchmetrics.F1Score, init_args: {task: multiclass, num_classes: 10}}}"
 FLIP = "[{class_path: torchvision.transforms.v2.RandomHorizontalFlip, init_args: {p: 0.3}}]"
 TO_FLOAT = "[{class_path: torchvision.transforms.v2.ToDtype, init_args: {dtype: torch.float32}}]"
@@ -520,10 +521,10 @@ def test_a_class_of_an_installed_package_that_was_typed_needs_no_flag_later(
     assert fit.main([*typed, "--run_name", "mine"]) == 0
     assert fit.main(["--run_name", "mine", "--ckpt_path", "auto", "--max_epochs", "2"]) == 0
     best = "checkpoints/mine/best.ckpt"
-    assert test_command.main(["--ckpt_path", best]) == 0
+    assert test_command.main("numerals", ["--ckpt_path", best]) == 0
     assert load(Path(best)).module.network[1].out_features == 10
     shutil.copy(best, "copied.ckpt")
-    assert test_command.main(["--ckpt_path", "copied.ckpt"]) == 0
+    assert test_command.main("numerals", ["--ckpt_path", "copied.ckpt"]) == 0
 
 
 def test_on_another_machine_it_does_and_typing_it_is_enough(
@@ -537,7 +538,7 @@ def test_on_another_machine_it_does_and_typing_it_is_enough(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "empty"))
     best = ["--ckpt_path", "checkpoints/mine/best.ckpt"]
     assert "--allow_imports somebodys" in error_of(capsys, test_command.main, *best)
-    assert test_command.main([*best, "--allow_imports", "somebodys"]) == 0
+    assert test_command.main("numerals", [*best, "--allow_imports", "somebodys"]) == 0
     words = [*typed, "--run_name", "mine", "--ckpt_path", "auto", "--max_epochs", "2"]
     assert fit.main(words) == 0, "it was typed"
     assert not record(Path("checkpoints/mine/last.ckpt"))["is_own"]
@@ -645,7 +646,7 @@ def test_the_name_of_the_file_is_not_a_name_that_the_user_typed(
     assert "cleverly" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["unbroken.cli.typed.CommandLine", "project.fit.main"])
+@pytest.mark.parametrize("name", ["unbroken.cli.typed.CommandLine", "numerals.fit.main"])
 def test_rooms_of_the_clone_are_no_model(
     name: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -853,7 +854,7 @@ def test_control_characters_reach_no_terminal(
     contents = checkpoint(trained)
     contents["run"]["run_name"] = f"r{evil}"
     torch.save(contents, STRANGE)
-    assert test_command.main(["--ckpt_path", STRANGE]) == 0
+    assert test_command.main("numerals", ["--ckpt_path", STRANGE]) == 0
     assert not set(evil) & set("\x1b\x07\x9b\u202e") & set(capsys.readouterr().out)
     assert without_control_characters("a\tb\nc é 数") == "a\tb\nc é 数"
 

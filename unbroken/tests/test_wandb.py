@@ -24,7 +24,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from unbroken.run import main_job as fit
+from numerals.fit import job as fit
 from unbroken.stopping import signals
 from unbroken.checkpoint.following import Best
 from unbroken.run_folder import RunFolder as Run
@@ -167,7 +167,7 @@ def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(
 ) -> None:
     script = [
         "import sys",
-        "from project import fit",
+        "from numerals.fit import job as fit",
         "assert fit.main(sys.argv[1:]) == 0",
         "assert 'wandb' not in sys.modules",
     ]
@@ -191,7 +191,7 @@ def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(
 # A run of fit in which nothing has imported W&B Launch, and then a run for which an input is staged
 LAUNCH = """
 import sys
-from project import fit
+from numerals import fit
 
 assert fit.main([*sys.argv[1:], "--run_name", "first"]) == 0
 assert "wandb" in sys.modules
