@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 import torch
 from filelock import FileLock
-from torch.distributed import TCPStore
-
-from unbroken.results.facts import Summary
+from lightning.pytorch import Callback
 from tests.fork_server import Forked, can_fork
+from torch.distributed import TCPStore
+from unbroken.results.facts import Summary
+from unbroken.run import Job
 
 Process = subprocess.Popen[bytes] | Forked
 
@@ -272,6 +274,16 @@ def made_once(
     return root / "checkpoints" / name
 
 
+def add_callbacks(patch: pytest.MonkeyPatch, *callbacks: Callback) -> None:
+    """Let the runs of this process have these callbacks, behind all others."""
+    build = Job.build
+
+    def with_more(job: Job, config: Any, place: Any, extra: Any = ()) -> Any:
+        return build(job, config, place, [*extra, *callbacks])
+
+    patch.setattr(Job, "build", with_more)
+
+
 def finished_run() -> Path:
     """A small run on one process, with a report and W&B offline."""
     return made_once("small", *REPORTED, wandb="offline")
@@ -287,8 +299,6 @@ def two_rank_run() -> Path:
     # Every rank would draw its own shifts.
     flags += ["--data.shift_pixels", "0"]
     return made_once("two", *REPORTED, *flags, wandb="offline", on_two_ranks=True)
-
-
 
 
 def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: float = 120) -> bool:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from torch import Tensor
-
 from tests.make_digits import write_idx
+from torch import Tensor
 
 
 def spots(
@@ -38,8 +37,6 @@ def make_idx_files(folder: Path, train: int = 480, test: int = 203) -> None:
         images, labels = spots(count, 10, (1, 28, 28), seed)
         write_idx(folder / f"{prefix}-images-idx3-ubyte", images)
         write_idx(folder / f"{prefix}-labels-idx1-ubyte.gz", labels)
-
-
 
 
 def make_picture_folder(root: Path, names: list[str], train: int = 300, test: int = 101) -> None:

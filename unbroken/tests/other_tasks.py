@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
+from numerals.data import MNISTDataModule
+from numerals.model import MNISTClassifier
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -26,8 +28,6 @@ from torch.utils.data import (
 from torchmetrics import MeanAbsoluteError, SpearmanCorrCoef
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
-from numerals.data import MNISTDataModule
-from numerals.model import MNISTClassifier
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -709,8 +709,6 @@ class SlowClassifier(MNISTClassifier):
         super().__init__(lr=lr, **kwargs)
 
 
-
-
 class Notes(L.Callback):
     """A callback of one's own: writes ``word`` into a file at every epoch's end."""
 
@@ -788,5 +786,3 @@ class Balanced(MNISTDataModule):
             with open("labels.txt", "a") as file:
                 print(*labels.tolist(), file=file)
         return images, labels
-
-

@@ -15,9 +15,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from numerals.fit import job as fit
+from numerals.model import ConvNet
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
-
+from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.cli.cli import configure
+from unbroken.cli.start import exit_code
 from unbroken.commands.benchmark import in_turn, real_runs, table_devices, table_memory, timing
 from unbroken.commands.benchmark.command import TABLES, main, measure_table, read_options
 from unbroken.commands.benchmark.conditions import conditions, line_of
@@ -34,13 +38,9 @@ from unbroken.commands.benchmark.real_runs import Epoch, RunClock, run_epochs
 from unbroken.commands.benchmark.table_devices import ResNet18
 from unbroken.commands.benchmark.table_loaders import time_epoch
 from unbroken.commands.benchmark.timing import alternate, median_and_spread
-from unbroken.cli.cli import configure
-from unbroken.cli.start import exit_code
 from unbroken.data import TensorImages
-from unbroken.stopping import signals
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.errors import UserError
-from numerals.model import ConvNet
+from unbroken.stopping import signals
 
 SMALL = [
     "--data.source",
@@ -110,7 +110,7 @@ def test_a_case_that_the_table_chose_itself_is_left_out_where_it_fails(
 
 def test_a_system_that_tells_no_load_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "getloadavg")
-    facts = conditions()
+    facts = conditions(Path(__file__).parent)
     assert "load_average" not in facts
     assert "quiet" not in facts
     assert "busy" not in line_of(facts)
@@ -219,8 +219,6 @@ def test_memory_measures_the_device_that_was_asked_for(
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
 
-
-
 @pytest.mark.nightly
 def test_devices_has_a_row_per_precision_that_this_device_really_has(tmp_path: Path) -> None:
     rows = rows_of("devices", tmp_path, "--networks", "chosen", "--model.network", "MLP")
@@ -279,7 +277,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
 
     alive: list[tuple[str, int]] = []
     monkeypatch.setattr(timing, "alternate", watched)
-    found = epochs_in_turn("t", [FLOOR, FULL], [*SMALL, "--model.network", "MLP"], 2)
+    found = epochs_in_turn("numerals", "t", [FLOOR, FULL], [*SMALL, "--model.network", "MLP"], 2)
     order = [
         FLOOR,
         FULL,
@@ -303,7 +301,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
 @pytest.mark.nightly
 def test_what_a_loop_refuses_in_its_process_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^--model.lr must be above 0, got -1\.0\.$"):
-        epochs_in_turn("t", [FLOOR], [*SMALL, "--model.lr", "-1"], 1)
+        epochs_in_turn("numerals", "t", [FLOOR], [*SMALL, "--model.lr", "-1"], 1)
 
 
 @pytest.mark.nightly
@@ -316,7 +314,7 @@ def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
 
     monkeypatch.setattr(timing, "alternate", stopped)
     with pytest.raises(KeyboardInterrupt):
-        epochs_in_turn("t", [FULL, FLOOR], [*SMALL, "--model.network", "MLP"], 2)
+        epochs_in_turn("numerals", "t", [FULL, FLOOR], [*SMALL, "--model.network", "MLP"], 2)
     assert of_loops() == []
     assert capfd.readouterr() == ("", "")
 
@@ -389,7 +387,9 @@ def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.Mon
 
     waits: list[tuple[str, bool]] = []
     loader = [(torch.zeros(2, 1, 4, 4), torch.zeros(2))]
-    monkeypatch.setattr("unbroken.commands.benchmark.table_loaders.synchronize", lambda device: None)
+    monkeypatch.setattr(
+        "unbroken.commands.benchmark.table_loaders.synchronize", lambda device: None
+    )
     monkeypatch.setattr(torch.Tensor, "to", copy)
     for device in ("cuda", "mps"):
         time_epoch(loader, lambda images: images, torch.device(device), 1)
@@ -503,8 +503,8 @@ class Vectors(LightningDataModule):
 def test_data_that_a_table_cannot_use_is_one_line(
     table: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def configured(argv: list[str], prog: str) -> Any:
-        config = configure(SMALL, prog)
+    def configured(program: Any, command: str, argv: list[str]) -> Any:
+        config = configure(program, command, SMALL)
         config.datamodule = Vectors()  # type: ignore[assignment]
         if table != "loaders":
             config.datamodule.batch_size = 4

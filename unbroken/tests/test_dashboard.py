@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from unbroken.commands import dashboard
-from unbroken.cli import start as entry
-from unbroken.loggers.panels import PANELS
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
+from unbroken.cli import start as entry
+from unbroken.commands import dashboard
+from unbroken.loggers.panels import PANELS
 
 pytest.importorskip("wandb_workspaces")
 NAMES = ["--entity", "me", "--project", "mine"]
@@ -83,8 +82,6 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
     assert media == {"report"}
     assert media <= keys
     assert {key for key in keys if key.startswith(("train/", "val/", "optimizer/"))} <= shown
-
-
 
 
 @pytest.mark.usefixtures("_no_network")

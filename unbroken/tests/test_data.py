@@ -12,20 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from numerals.data import MNISTDataModule
+from numerals.data.mnist import DIGITS
 from PIL import Image
+from tests.made_data import make_idx_files
+from tests.make_digits import stratified, write_idx
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
-
 from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
-from numerals.data import MNISTDataModule
 from unbroken.data.augmentation import random_deformation
 from unbroken.data.idx_files import read_idx
-from numerals.data.mnist import DIGITS
-from unbroken.loading import ExactLoader
 from unbroken.errors import UserError
-from tests.made_data import make_idx_files
-from tests.make_digits import stratified, write_idx
+from unbroken.loading import ExactLoader
 
 
 @pytest.mark.parametrize("name", ["x-images-idx3-ubyte", "x-images-idx3-ubyte.gz"])
@@ -139,8 +138,6 @@ def test_a_mistyped_root_is_an_error_that_creates_nothing(
     with pytest.raises(UserError, match=r"dtaa/mnist.*lacks train-images"):
         module.setup("fit")
     assert list(workplace.iterdir()) == []
-
-
 
 
 # Datasets and loaders.
@@ -529,8 +526,6 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
     moved, _ = training_batch(MNISTDataModule(), images, torch.zeros(400, dtype=torch.int64))
     places = {(row, column) for _, _, row, column in moved.nonzero().tolist()}
     assert places == set(itertools.product((13, 14, 15), repeat=2))
-
-
 
 
 @pytest.mark.parametrize("shift", [1.5, -1.0, 29.0, math.inf])

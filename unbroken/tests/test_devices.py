@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from unbroken.commands import devices
-from unbroken.machine import hardware
-from unbroken.cli import start as entry
 from numerals.data import MNISTDataModule
-from unbroken.commands.devices import recommend
 from tests.commands import complete, run
+from unbroken.cli import start as entry
+from unbroken.commands import devices
+from unbroken.commands.devices import recommend
+from unbroken.machine import hardware
 
 CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}
 

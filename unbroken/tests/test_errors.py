@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
+from tests.commands import SMALL, checkpoint, finished_run, summary
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.explain import explain
 from unbroken.cli.read_checkpoint import load
 from unbroken.cli.refusals import refusals_as_errors
-from tests.commands import SMALL, checkpoint, finished_run, summary
+from unbroken.commands import test as test_command
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
@@ -135,8 +134,7 @@ def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goe
     Path("theirs.yaml").write_text("seed_everything: true\ntrainer: {max_epochs: 3}\n")
     assert configure(fit, "fit", ["--config", "theirs.yaml"]).resolved["seed_everything"] == 0
     assert (
-        configure(fit, "fit", ["--seed_everything", "false"]).resolved["seed_everything"]
-        is False
+        configure(fit, "fit", ["--seed_everything", "false"]).resolved["seed_everything"] is False
     )
 
 
@@ -191,7 +189,7 @@ def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written
 
 
 @pytest.mark.parametrize(
-    "main", [fit.main, test_command.main, lambda argv: bool(load(Path(argv[1])))]
+    "main", [fit.main, test_command.main, lambda argv: bool(load(fit, Path(argv[1])))]
 )
 def test_weights_that_the_network_lacks_are_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, main: Any

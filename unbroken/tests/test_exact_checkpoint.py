@@ -24,14 +24,14 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from torch import nn
-
-from unbroken import ExactCheckpoint, Part, Stopped
-from unbroken.checkpoint import exact_checkpoint
-from unbroken.seams import HOOKS_OF_BATCHES
-from unbroken.errors import UserError
 from tests.commands import checkpoint, differences, kill_group, start, wait_for
 from tests.plain_module import Regression, rows
+from torch import nn
+from unbroken.checkpoint import exact_checkpoint
+from unbroken.errors import UserError
+from unbroken.seams import HOOKS_OF_BATCHES
+
+from unbroken import ExactCheckpoint, Part, Stopped
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")

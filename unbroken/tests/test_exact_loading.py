@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tests.commands import complete, rows, run_ranks
+from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -41,19 +43,17 @@ from torch.utils.data import (
     random_split,
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
-
-from unbroken import ExactCheckpoint
+from unbroken.errors import UserError
 from unbroken.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
 from unbroken.loading.held_data import held_data
 from unbroken.loading.proof import fault_of_state
 from unbroken.loading.workers import workers_end_with_block
-from unbroken.stopping.ranks import of_all_ranks
-from unbroken.tensors.same_values import is_same
 from unbroken.seams import Seams
+from unbroken.stopping.ranks import of_all_ranks
 from unbroken.stopping.stop import Agreement, NextBatch
-from unbroken.errors import UserError
-from tests.commands import complete, rows, run_ranks
-from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
+from unbroken.tensors.same_values import is_same
+
+from unbroken import ExactCheckpoint
 
 
 class Numbers(Dataset[Tensor]):

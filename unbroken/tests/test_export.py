@@ -14,23 +14,23 @@ import onnxruntime
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from numerals.data import MNISTDataModule
+from numerals.fit import job as fit
+from numerals.model import MLP, ConvNet, MNISTClassifier
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.trained import trained_checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
-from numerals.data import MNISTDataModule
-from unbroken.errors import UserError
 from unbroken.commands.export import command as export
 from unbroken.commands.export.compare import compare
 from unbroken.commands.export.forward import answer
 from unbroken.commands.export.samples import Samples, find_samples
 from unbroken.commands.export.trace import trace
 from unbroken.commands.export.write import write_files, write_weights
-from numerals.model import MLP, ConvNet, MNISTClassifier
-from tests.trained import trained_checkpoint
+from unbroken.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> Loaded:
-    loaded = load(folder / "best.ckpt", ["--data.source", "sample"])
+    loaded = load(fit, folder / "best.ckpt", ["--data.source", "sample"])
     loaded.datamodule.setup("test")
     return loaded
 
@@ -625,7 +625,9 @@ def test_without_the_training_data_an_export_is_checked_on_random_images(
 def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_are_named(
     typed: list[str], source: str, tmp_path: Path, mnist_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load(trained_checkpoint(), ["--data.source", "auto", "--data.root", str(mnist_root)])
+    loaded = load(
+        fit, trained_checkpoint(), ["--data.source", "auto", "--data.root", str(mnist_root)]
+    )
     seen: list[str] = []
 
     def noted(loaded: Loaded) -> Any:
@@ -682,8 +684,9 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(
     workplace: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"--output_dir must be a folder .*its name is not UTF-8"):
-        export.main("numerals", 
-            ["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")]
+        export.main(
+            "numerals",
+            ["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")],
         )
     assert not os.listdir()
 

@@ -14,17 +14,17 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
+from numerals.data import MNISTDataModule
+from numerals.fit import job as fit
+from tests.commands import complete, summary
+from tests.trained import trained_checkpoint
 from torch import nn
-
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration
 from unbroken.cli.read_checkpoint import Loaded, load
-from numerals.data import MNISTDataModule
-from unbroken.errors import UserError
 from unbroken.commands.export import command as export
 from unbroken.commands.export.hub import CARD, FILES, card, plain, write_hub
-from tests.commands import complete, summary
-from tests.trained import trained_checkpoint
+from unbroken.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_the_folder_loads_without_our_commands_and_predicts_the_same(
     done = complete(words, cwd=hub)
     assert done.returncode == 0, done.stderr
     images = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    expected = load(trained_checkpoint()).module(images)
+    expected = load(fit, trained_checkpoint()).module(images)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
 
 
@@ -121,7 +121,7 @@ def test_any_module_has_a_card_and_a_name_is_no_markup(tmp_path: Path) -> None:
     text = card(loaded)
     assert f"# {plain('a|b `c` <i>')}" in text
     assert "<i>" not in text.split("---\n", 2)[2]
-    assert front_matter(text)["library_name"] == "project"
+    assert front_matter(text)["library_name"] == "unbroken"
     assert json.loads((tmp_path / "config.json").read_text())["model"]["class_path"]
 
 
@@ -145,7 +145,7 @@ def test_results_of_an_earlier_end_are_not_those_of_a_later_best_checkpoint(tmp_
     run = trained_checkpoint().parent
     shutil.copy(run / "best.ckpt", tmp_path)
     facts = summary(run) | {"test_loss": 0.5}
-    loaded = load(tmp_path / "best.ckpt")
+    loaded = load(fit, tmp_path / "best.ckpt")
     step = loaded.run["global_step"]
     for steps, is_there in ((step, True), (step - 1, False)):
         (tmp_path / "summary.json").write_text(json.dumps(facts | {"steps": steps}))

@@ -16,12 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, callbacks
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
 from numerals.fit import job as fit
-from unbroken.cli import start as entry
-from unbroken.checkpoint.not_exact import NOT_EXACT
 from tests.commands import (
     TIMED,
     assert_same_run,
@@ -34,6 +29,10 @@ from tests.commands import (
     without_measured,
 )
 from tests.stopped_runs import resume, train, train_until
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from unbroken.checkpoint.not_exact import NOT_EXACT
+from unbroken.cli import start as entry
 
 HERE = "tests.test_lightning_callbacks"  # as a run imports it
 

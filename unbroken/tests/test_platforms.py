@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import numerals
+import pytest
 from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT
@@ -76,8 +75,6 @@ def draw_digit(path: Path) -> None:
     picture = Image.new("L", (60, 80), "white")
     ImageDraw.Draw(picture).line((30, 10, 30, 70), fill="black", width=8)
     picture.save(path)
-
-
 
 
 def python(place: Path, *words: str) -> subprocess.CompletedProcess[str]:

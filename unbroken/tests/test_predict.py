@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from numerals.fit import job as fit
+from numerals.model import MNISTClassifier
 from PIL import Image, ImageDraw, ImageFont
-
+from tests.digit_files import WAYS
+from tests.photos import KINDS, photograph, take_photographs
+from tests.plain_module import rows
+from tests.stopped_runs import SHORT, error_of, train
+from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
-from unbroken.data.images import fit_image
-from unbroken.errors import BadImage, UserError
-from numerals.model import MNISTClassifier
 from unbroken.commands.predict import command as predict
 from unbroken.commands.predict.answers import predict_batch
 from unbroken.commands.predict.digits import find_digit, is_unclear
@@ -27,16 +30,13 @@ from unbroken.commands.predict.files import find_files
 from unbroken.commands.predict.images import read_image
 from unbroken.commands.predict.labelling import predict_files
 from unbroken.commands.predict.preparation import choose_preparation
-from tests.digit_files import WAYS
-from tests.photos import KINDS, photograph, take_photographs
-from tests.plain_module import rows
-from tests.stopped_runs import SHORT, error_of, train
-from tests.trained import trained_checkpoint
+from unbroken.data.images import fit_image
+from unbroken.errors import BadImage, UserError
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    loaded = load(trained_checkpoint())
+    loaded = load(fit, trained_checkpoint())
     loaded.datamodule.setup("test")
     return loaded
 
@@ -67,7 +67,7 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     with open("answers.csv", newline="") as file:
         found = list(csv.DictReader(file))
     assert [row["row"] for row in found] == [f"row {index % 4}" for index in range(11)]
-    module = load(Path(best[1])).module
+    module = load(fit, Path(best[1])).module
     with torch.no_grad():
         expected = module(torch.stack([row[0] for row in rows(11, 2)]))
     assert [float(row["answer"]) for row in found] == pytest.approx(expected.flatten().tolist())
@@ -76,7 +76,7 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     best = ["--ckpt_path", "checkpoints/Lists/best.ckpt"]
     assert predict.main("numerals", [*best, "--output", "answers.json"]) == 0
     found = json.loads(Path("answers.json").read_text())
-    module = load(Path(best[1])).module.double()
+    module = load(fit, Path(best[1])).module.double()
     with torch.no_grad():
         expected = module(torch.stack([row[0] for row in rows(11, 2)]).double())
     assert [row.keys() for row in found] == [{"prediction"}] * 11
@@ -631,7 +631,7 @@ def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path) -> Non
             precision,
         ]
         assert fit.main([*flags, *where]) == 0
-        loaded = load(tmp_path / precision / "best.ckpt")
+        loaded = load(fit, tmp_path / precision / "best.ckpt")
         loaded.datamodule.setup("test")
         images = loaded.datamodule.splits["test"].images
         with torch.inference_mode():

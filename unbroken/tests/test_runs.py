@@ -14,20 +14,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numerals
 import pytest
 import yaml
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
-
-import numerals
+from tests.commands import SMALL, Process, popen
+from tests.trained import trained_checkpoint
 from unbroken.cli.start import exit_code
+from unbroken.commands.runs import command as runs
+from unbroken.commands.runs import page, saved_run, seeds
 from unbroken.mirror import lease
 from unbroken.mirror.manifest import Entry, Manifest
 from unbroken.mirror.store import Store
-from unbroken.commands.runs import command as runs
-from unbroken.commands.runs import page, saved_run, seeds
-from tests.commands import SMALL, Process, popen
-from tests.trained import trained_checkpoint
 
 PACKAGE = numerals.__name__
 
@@ -442,8 +441,6 @@ def test_a_metric_with_a_single_value_is_a_number_and_no_empty_chart(root: Path)
     assert text.count("<svg") == 1
     assert "Metrics with a single value" in text
     assert text.count("0.2500") == 3
-
-
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
 from tests.commands import (
     SMALL,
     TINY,
@@ -301,8 +300,6 @@ def test_a_server_of_wandb_that_fails_costs_ten_seconds_at_most(
     finally:
         server.shutdown()
         shutil.rmtree("checkpoints", ignore_errors=True)
-
-
 
 
 def test_an_error_beside_a_loaders_workers_ends_the_process(workplace: Path) -> None:

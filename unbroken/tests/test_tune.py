@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from numerals.fit import job as fit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration, configure
-from unbroken.errors import UserError, is_out_of_memory
-from unbroken.machine.hardware import GIB
 from unbroken.commands.tune import command as tune
 from unbroken.commands.tune.advice import advice_lines, advise
 from unbroken.commands.tune.batch_size import Search
 from unbroken.commands.tune.learning_rate import RateRamp, flag_of, read_curve
 from unbroken.commands.tune.short_training import one_device_flags, train_shortly
 from unbroken.commands.tune.steps import CannotTrain, Measured, TrainingSteps
+from unbroken.errors import UserError, is_out_of_memory
+from unbroken.machine.hardware import GIB
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 

@@ -17,20 +17,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
-from torch import nn
-
-from unbroken.stopping import ranks
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, NotPlain
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
-from unbroken.lightning_internals import average_on_the_device, averaged_models
-from unbroken.checkpoint.shared_buffers import share_buffers
-from unbroken.checkpoint.snapshot import Snapshot
-from unbroken.stopping.stop import Agreement
-from unbroken.errors import UserError
-from unbroken.results.facts import git_state
-from unbroken.run.final_test import final_test, float32_products
 from tests.conftest import REPOSITORY, no_surprises
 from tests.monitored import Linear
+from torch import nn
+from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.checkpoint.shared_buffers import share_buffers
+from unbroken.checkpoint.snapshot import Snapshot
+from unbroken.errors import UserError
+from unbroken.lightning_internals import average_on_the_device, averaged_models
+from unbroken.results.facts import git_state
+from unbroken.run.final_test import final_test, float32_products
+from unbroken.stopping import ranks
+from unbroken.stopping.stop import Agreement
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, NotPlain
 
 # TF32: older and newer switches.
 

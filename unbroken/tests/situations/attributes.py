@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from tests.situations.situation import Task, add, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
-
 from unbroken.tasks.supervised import SupervisedModule
-from tests.situations.situation import Task, add, table
 
 
 class Collects(Task):
@@ -169,8 +168,6 @@ class CountingSubclass(SupervisedModule):
 
 
 add("subclass_and_its_data_module_count_in_attributes", CountingSubclass, data=CountingData)
-
-
 
 
 class Teacher(Task):

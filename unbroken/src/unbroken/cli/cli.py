@@ -149,7 +149,7 @@ class CLI(LightningCLI):
             # Only the typed limit counts.
             settings.get("trainer", {}).pop("max_epochs", None)
         for name, value in settings.items():
-            is_section = name in parser.groups and name not in ("model", "data")
+            is_section = isinstance(value, dict) and name not in ("model", "data")
             values = flat({name: value}) if is_section else {name: value}
             parser.set_defaults(values)
 

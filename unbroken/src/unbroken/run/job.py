@@ -86,7 +86,7 @@ class Run:
     @cached_property
     def progress(self) -> Callback | None:
         """A line for each epoch, with a bar on a terminal; None where it is switched off."""
-        return progress_callback(self.flags)
+        return progress_callback(self.config.program.command("fit"), self.flags)
 
     @property
     def typed_callbacks(self) -> list[Callback]:

@@ -11,7 +11,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-
 from tests.conftest import REPOSITORY
 
 # and a result of each
@@ -76,5 +75,3 @@ def test_a_part_can_be_tried_out_on_a_cpu(tmp_path: Path, part: str) -> None:
         assert (
             json.loads((tmp_path / "out" / part / PARTS[part]).read_text())["git_commit"] == "abc"
         )
-
-

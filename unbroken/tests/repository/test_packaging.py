@@ -18,10 +18,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
-
 from unbroken.cli.tracker_words import TRACKERS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LOCK = (ROOT / "requirements.lock").read_text()
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE: str = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"][0]

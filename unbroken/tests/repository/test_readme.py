@@ -14,10 +14,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numerals
 import pytest
 import torch
-
-import numerals
 from unbroken.cli.cli import configure
 from unbroken.loading import ExactLoading
 from unbroken.parts import all_parts
@@ -28,7 +27,7 @@ from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.module import PlainBuffers
 
 PACKAGE = numerals.__name__
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What people read → its text. The pages beside the README are for those who change the project.
 PAGES = {
@@ -366,8 +365,6 @@ def test_the_library_snippet_gives_the_same_logits_for_both_kinds_of_images(fold
     assert tuple(logits.shape) == (8, 3)  # type: ignore[attr-defined]
     whole = (images * 255).round().byte()  # type: ignore[operator]
     torch.testing.assert_close(module(whole), module(whole / 255))
-
-
 
 
 # Words
