@@ -227,7 +227,8 @@ class MNISTDataModule(BatchedDataModule):
             fetched = Path(scratch) / self.folder
             raw = self.raw_folder()
             raw.mkdir(parents=True, exist_ok=True)
-            for name in self.files:
+            # What is there already stays.
+            for name in self.missing():
                 shutil.move(fetched / name, raw / name)
 
 

@@ -136,6 +136,16 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
     assert Image.open(tmp_path / "out.png").size[0] > 1000
 
 
+def test_a_picture_beside_the_output_replaces_its_own_and_no_other_one(workplace: Path) -> None:
+    words = ["loaders", "--output", "out.json"]
+    draw(Path("out.png"), {"devices": []}, {"devices": "samples_per_sec"}, "nothing")
+    assert read_options(words).plot == Path("out.png")
+    Path("out.png").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"out\.png was not written by this command"):
+        read_options(words)
+    assert read_options([*words, "--plot", "out.png"]).plot == Path("out.png")
+
+
 def test_a_table_without_a_measured_value_leaves_its_panel_empty(tmp_path: Path) -> None:
     rows = [{"device": "cpu", "samples_per_sec": None}]
     draw(tmp_path / "chart.png", {"devices": rows}, {"devices": "samples_per_sec"}, "nothing")

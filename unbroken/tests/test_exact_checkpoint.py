@@ -250,6 +250,18 @@ def test_checkpoints_that_were_copied_alone_go_on_with_their_best(workplace: Pat
     assert_same_end(Path("whole"), Path("copied"))
 
 
+def test_a_checkpoint_that_another_program_has_saved_is_not_replaced(workplace: Path) -> None:
+    module = Regression()
+    trainer = Trainer(max_steps=1, logger=False, enable_progress_bar=False, accelerator="cpu")
+    trainer.fit(module)
+    trainer.save_checkpoint("mine/last.ckpt")
+    before = Path("mine/last.ckpt").read_bytes()
+    with pytest.raises(UserError, match=r"mine/last\.ckpt was not saved by a run of this folder"):
+        fit("mine")
+    assert Path("mine/last.ckpt").read_bytes() == before
+    assert os.listdir("mine") == ["last.ckpt"]
+
+
 def test_a_folder_that_another_process_writes_is_refused(workplace: Path) -> None:
     code = "import sys, time; from unbroken.run_folder import RunFolder\n"
     code += "run = RunFolder('r'); run.create(); print('held', flush=True); time.sleep(60)"

@@ -31,6 +31,7 @@ from unbroken.commands.export.samples import Samples, find_samples
 from unbroken.commands.export.trace import trace
 from unbroken.commands.export.write import write_files, write_weights
 from unbroken.errors import UserError
+from unbroken.tables import refuse_file_of_others
 
 
 @pytest.fixture(scope="module")
@@ -527,6 +528,24 @@ def test_weights_alone_need_neither_a_trace_nor_a_test_set(
     assert row["agrees"] is True
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata()["run_name"] == "trained"
+
+
+def test_a_file_that_no_export_has_written_is_not_replaced_and_an_older_export_is(
+    folder: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in export.FILES.values():
+        refuse_file_of_others(folder / name, export.MARK, "--output_dir")
+    theirs = workplace / "out/model.safetensors"
+    theirs.parent.mkdir()
+    theirs.write_text("x")
+    words = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", "out"]
+    for formats in (["--formats", "safetensors"], []):
+        assert entry.exit_code(export.main, [*words, *formats]) == 2
+        told = capsys.readouterr().err
+        assert "out/model.safetensors was not written by this command" in told
+        assert told.count("\n") == 1
+    assert theirs.read_text() == "x"
+    assert os.listdir("out") == ["model.safetensors"]
 
 
 class NoForward(LightningModule):

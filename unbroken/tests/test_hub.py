@@ -23,7 +23,7 @@ from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.export import command as export
-from unbroken.commands.export.hub import CARD, FILES, card, plain, write_hub
+from unbroken.commands.export.hub import CARD, FILES, card, check_hub, plain, write_hub
 from unbroken.errors import UserError
 
 
@@ -153,6 +153,19 @@ def test_results_of_an_earlier_end_are_not_those_of_a_later_best_checkpoint(tmp_
         assert (f"| test/accuracy | {facts['test/accuracy']:.4f} |" in text) == is_there
         assert ("| test\\_loss | 0.5000 |" in text) == is_there
         assert ("name: test_loss\n" in text) == is_there
+
+
+def test_weights_without_this_commands_card_are_not_replaced_and_its_own_are(
+    hub: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = workplace / "mine/model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("mine")
+    checkpoint = ["--ckpt_path", str(trained_checkpoint())]
+    assert entry.exit_code(export.main, ["--hub", "mine", *checkpoint]) == 2
+    assert "which holds model.safetensors." in capsys.readouterr().err
+    assert weights.read_text() == "mine"
+    assert check_hub(str(hub)) == hub
 
 
 def test_a_module_that_cannot_be_made_again_is_told_and_leaves_no_file(tmp_path: Path) -> None:

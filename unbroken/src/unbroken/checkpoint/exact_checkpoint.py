@@ -55,7 +55,7 @@ from unbroken.parts.module import PlainBuffers, Switches, give_plain_buffers
 from unbroken.parts.not_kept import NotKept
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
-from unbroken.run_folder import RunFolder, last_owner
+from unbroken.run_folder import RunFolder, last_owner, read_run_id, refuse_checkpoints_of_others
 from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import decided_by_rank_zero, of_all_ranks, say
@@ -235,7 +235,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def _bring(self) -> None:
         assert self.mirror is not None
         self.mirror.claim(self.folder, last_owner(self.folder))
-        say(*self.mirror.bring())
+        say(*self.mirror.bring(read_run_id(self.folder)))
 
     def state_dict(self) -> dict[str, Any]:
         return self.best.state_dict()
@@ -290,6 +290,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._is_rehearsal:
             return
         if self.saves and not self._id_was_given and trainer.is_global_zero:
+            refuse_checkpoints_of_others(self.folder)
             self._folder = RunFolder(self.folder, mirror=self.mirror)
             if self.mirror is not None:
                 self.mirror.claim(self.folder, last_owner(self.folder))
