@@ -57,7 +57,7 @@ TINY = ["--quick", "--n", "1", *SMALL]
 
 def rows_of(table: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
     """What a table's command writes to its JSON file."""
-    assert main([table, *TINY, "--output", str(folder / "out.json"), *flags]) == 0
+    assert main("numerals", [table, *TINY, "--output", str(folder / "out.json"), *flags]) == 0
     rows: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())["tables"][table]
     assert all(row["n"] >= 1 for row in rows)
     return rows
@@ -177,7 +177,12 @@ def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Pa
     assert "quiet" in result
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert (tmp_path / "chart.png").exists()
-    assert main(["loaders", *TINY, "--workers", "0", "--output", str(tmp_path / "out.csv")]) == 0
+    assert (
+        main(
+            "numerals", ["loaders", *TINY, "--workers", "0", "--output", str(tmp_path / "out.csv")]
+        )
+        == 0
+    )
     with open(tmp_path / "out.csv", newline="") as file:
         row = next(csv.DictReader(file))
     for column in ("table", "loader", "n", "date", "command", "git_dirty", "ms_per_batch"):
@@ -528,7 +533,9 @@ def test_data_that_a_table_cannot_use_is_one_line(
 
 def test_help_is_quick_and_names_every_table() -> None:
     code = "import sys\nfrom unbroken.commands.benchmark.command import main\n"
-    code += "try:\n    main(['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    code += (
+        "try:\n    main('numerals', ['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
     )

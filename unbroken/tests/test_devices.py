@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,7 +270,7 @@ def test_mnist_is_found_plain_or_zipped_or_said_to_be_incomplete(tmp_path: Path)
 def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.exit_code(devices.main, words) == 2
+    assert entry.exit_code(partial(devices.main, "numerals"), words) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -277,7 +278,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 @pytest.mark.gpu
 def test_devices_on_a_gpu_tells_what_it_can_do(tmp_path: Path) -> None:
-    assert entry.exit_code(devices.main, ["--output", str(tmp_path / "devices.json")]) == 0
+    assert (
+        entry.exit_code(
+            partial(devices.main, "numerals"), ["--output", str(tmp_path / "devices.json")]
+        )
+        == 0
+    )
     facts = json.loads((tmp_path / "devices.json").read_text())
     row = facts["accelerators"][0]
     assert row["name"] == torch.cuda.get_device_name(0)

@@ -183,8 +183,8 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
         (folder / name).touch()
     facts = facts_of_a_short_run("my run")
     commands = next_commands(configure(fit, "fit", []))
-    assert commands[0] == "test"
-    assert commands[1:] == ["predict IMAGE.png"]
+    assert commands[0] == "python -m numerals.test"
+    assert commands[1:] == ["python -m numerals.predict IMAGE.png"]
     lines = [
         *closing_lines(facts, folder, *commands).splitlines(),
         *stopped_lines("python -m numerals.fit", folder, 5, 5),

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "digits"
     words = ["--ckpt_path", str(trained_checkpoint()), "--hub", str(folder)]
     for _ in range(2):  # a folder of its own is written anew
-        assert entry.exit_code(export.main, words) == 0
+        assert entry.exit_code(partial(export.main, "numerals"), words) == 0
     assert sorted(os.listdir(folder)) == sorted(FILES)
     return folder
 
@@ -162,7 +163,7 @@ def test_weights_without_this_commands_card_are_not_replaced_and_its_own_are(
     weights.parent.mkdir()
     weights.write_text("mine")
     checkpoint = ["--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(export.main, ["--hub", "mine", *checkpoint]) == 2
+    assert entry.exit_code(partial(export.main, "numerals"), ["--hub", "mine", *checkpoint]) == 2
     assert "which holds model.safetensors." in capsys.readouterr().err
     assert weights.read_text() == "mine"
     assert check_hub(str(hub)) == hub
@@ -195,7 +196,7 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(
     mine.parent.mkdir()
     mine.write_text("mine")
     checkpoint = ["--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(export.main, [*words, *checkpoint]) == 2
+    assert entry.exit_code(partial(export.main, "numerals"), [*words, *checkpoint]) == 2
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1

@@ -771,6 +771,7 @@ def test_a_run_in_double_precision_is_tested_in_it() -> None:
     run = train("r", *of("Doubles", "--precision", "64-true"))
     assert (
         main(
+            "numerals",
             [
                 "--ckpt_path",
                 str(run / "best.ckpt"),
@@ -778,7 +779,7 @@ def test_a_run_in_double_precision_is_tested_in_it() -> None:
                 "cpu",
                 "--output",
                 "found.json",
-            ]
+            ],
         )
         == 0
     )

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,7 +84,9 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     answers = [row["prediction"] for row in found]
     assert answers == pytest.approx(expected.flatten().tolist(), rel=1e-12)
 
-    line = error_of(capsys, "--ckpt_path", "checkpoints/Queue/best.ckpt", main=predict.main)
+    line = error_of(
+        capsys, "--ckpt_path", "checkpoints/Queue/best.ckpt", main=partial(predict.main, "numerals")
+    )
     assert line == "error: IMAGE is missing: name files, or give Queue a predict_dataloader."
 
 
@@ -213,7 +216,7 @@ def test_several_digits_are_said_and_counted_and_noise_is_no_digit(
         "--output",
         str(output),
     ]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     told = capsys.readouterr()
     assert "television.png: nothing in it stands out like a digit" in told.err
     assert "of 5 files: 4 more than one digit" in told.out
@@ -302,7 +305,9 @@ def test_bad_files_are_named_and_skipped_and_the_exit_code_says_so(
         "--ckpt_path",
         str(trained_checkpoint()),
     ]
-    assert entry.exit_code(predict.main, [*words, "--output", str(output)]) == 2
+    assert (
+        entry.exit_code(partial(predict.main, "numerals"), [*words, "--output", str(output)]) == 2
+    )
     told = capsys.readouterr()
     assert [
         line.split(": ", 1)[0].removeprefix(f"skipped {folder}/") for line in told.err.splitlines()
@@ -335,7 +340,12 @@ def test_an_older_table_stays_where_no_file_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "text.jpg").write_text("no image at all")
     (tmp_path / "labels.json").write_text("older")
     words = [str(tmp_path / "text.jpg"), "--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(predict.main, [*words, "--output", str(tmp_path / "labels.json")]) == 2
+    assert (
+        entry.exit_code(
+            partial(predict.main, "numerals"), [*words, "--output", str(tmp_path / "labels.json")]
+        )
+        == 2
+    )
     assert (tmp_path / "labels.json").read_text() == "older"
 
 
@@ -346,7 +356,7 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
         Image.fromarray(digits[0][index]).save(tmp_path / f"{index}.png")
     words = [str(tmp_path / "[0-9].png"), "--ckpt_path", str(trained_checkpoint())]
     flags = ["--output", str(tmp_path / "out.json"), "--contact_sheet", str(tmp_path / "sheet.png")]
-    assert entry.exit_code(predict.main, [*words, *flags]) == 0
+    assert entry.exit_code(partial(predict.main, "numerals"), [*words, *flags]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())
     assert len(rows) == 7
     assert all(
@@ -381,7 +391,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(tmp_path) if word == "EMPTY" else word for word in words]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -400,9 +410,12 @@ def test_a_checkpoint_of_somebody_elses_package_is_used_only_where_that_is_allow
     torch.save(saved, tmp_path / "theirs.ckpt")
     Image.new("L", (28, 28)).save(tmp_path / "black.png")
     words = [str(tmp_path / "black.png"), "--ckpt_path", str(tmp_path / "theirs.ckpt")]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     assert "If you trust the file: --allow_imports theirs" in capsys.readouterr().err
-    assert entry.exit_code(predict.main, [*words, "--allow_imports", "theirs"]) == 2
+    assert (
+        entry.exit_code(partial(predict.main, "numerals"), [*words, "--allow_imports", "theirs"])
+        == 2
+    )
     assert "one plain colour, no digit in it" in capsys.readouterr().err
 
 
@@ -434,7 +447,7 @@ def test_an_empty_folder_among_others_is_skipped_and_named(
     every_folder = sorted(str(path) for path in (tmp_path / "scans").iterdir())
     checkpoint = ["--ckpt_path", str(trained_checkpoint())]
     for words in (every_folder, [str(tmp_path / "scans" / "*")]):
-        assert entry.exit_code(predict.main, [*words, *checkpoint]) == 0
+        assert entry.exit_code(partial(predict.main, "numerals"), [*words, *checkpoint]) == 0
         told = capsys.readouterr()
         assert "full/a.png" in told.out
         empty, texts = told.err.splitlines()
@@ -449,7 +462,7 @@ def test_the_name_of_a_file_does_not_reach_the_terminal_as_a_command(
     Image.fromarray(digits[0][0]).save(tmp_path / f"good{clears_the_screen}")
     (tmp_path / f"bad{clears_the_screen}").write_text("no image at all")
     words = [str(tmp_path), "--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     told = capsys.readouterr()
     assert r"good\x1b[2J.png" in told.out
     assert r"bad\x1b[2J.png: not an image" in told.err
@@ -596,8 +609,8 @@ def test_help_and_typing_errors_come_before_torch() -> None:
         import sys
         from numerals.predict import __main__ as predict
         from unbroken.cli.start import exit_code
-        assert exit_code(predict.main, ["--help"]) == 0
-        assert exit_code(predict.main, ["no*such.png"]) == 2
+        assert exit_code(partial(predict.main, "numerals"), ["--help"]) == 0
+        assert exit_code(partial(predict.main, "numerals"), ["no*such.png"]) == 2
         assert not {"torch", "lightning", "torchvision", "matplotlib"} & set(sys.modules)
     """
     done = subprocess.run(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,7 @@ def test_a_sweep_ends_with_a_table_a_picture_and_the_command_of_its_best_trial(
     tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*flags, "--trials", "3", "--jobs", "2", "--output", str(tmp_path / "trials.json")]
-    assert entry.exit_code(sweep.main, words) == 0
+    assert entry.exit_code(partial(sweep.main, "numerals"), words) == 0
     told = capsys.readouterr().out
     assert {t.state.name for t in open_study(tmp_path).trials} <= {"COMPLETE", "PRUNED"}, told
     assert_complete(tmp_path, told, 3)
@@ -583,7 +584,7 @@ def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
 def test_bad_options_are_told_in_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], workplace: Path
 ) -> None:
-    assert entry.exit_code(sweep.main, words) == 2
+    assert entry.exit_code(partial(sweep.main, "numerals"), words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -604,7 +605,12 @@ def test_a_sweep_without_optuna_says_how_to_install_it() -> None:
 def test_what_fit_refuses_ends_the_sweep_with_fits_own_line_and_leaves_no_folder(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.exit_code(sweep.main, [*flags, "--trials", "1", "--model.lrr", "1"]) == 2
+    assert (
+        entry.exit_code(
+            partial(sweep.main, "numerals"), [*flags, "--trials", "1", "--model.lrr", "1"]
+        )
+        == 2
+    )
     lines = capsys.readouterr().err.splitlines()
     assert (
         "unknown option --model.lrr" in [line for line in lines if line.startswith("error: ")][-1]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # The file of each format, and the packages that it needs and training does not
 FILES = {"onnx": "model.onnx", "pt2": "model.pt2", "safetensors": "model.safetensors"}
 # A key of what each file says of itself: without it, somebody else wrote the file.
-MARK = b"project_version"
+MARK = b"unbroken_version"
 PACKAGES = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "pt2": (),
