@@ -209,8 +209,9 @@ def flags(folder: Path, start_method: str = "fork") -> list[str]:
     ]
 
 
-FIT = f"{SWITCHED_ON}import sys; from numerals.fit import job as fit; sys.exit(fit.main(sys.argv[1:]))"
-TEST = f"{SWITCHED_ON}import sys; from unbroken.commands import test; sys.exit(test.main('numerals', sys.argv[1:]))"
+FIT = f"{SWITCHED_ON}import sys; from numerals.fit import job; sys.exit(job.main(sys.argv[1:]))"
+TEST = f"{SWITCHED_ON}import sys; from unbroken.commands import test as command; "
+TEST += "sys.exit(command.main('numerals', sys.argv[1:]))"
 INTERRUPTED = f"{SWITCHED_ON}from tests import interrupted; interrupted.main()"
 
 

@@ -131,7 +131,8 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
 
 
 def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
-    after = "import os, signal; from unbroken.run import main_job; main_job.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
+    after = "import os, signal; from unbroken.run import main_job; "
+    after += "main_job.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
     imports = "from numerals.fit import job as fit; from unbroken.cli import start"
     code = f"{imports}; {after}; start.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]
