@@ -607,10 +607,12 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
 def test_help_and_typing_errors_come_before_torch() -> None:
     script = """if True:
         import sys
-        from numerals.predict import __main__ as predict
+        from functools import partial
+        from unbroken.commands.predict import main
+        predict = partial(main, "numerals")
         from unbroken.cli.start import exit_code
-        assert exit_code(partial(predict.main, "numerals"), ["--help"]) == 0
-        assert exit_code(partial(predict.main, "numerals"), ["no*such.png"]) == 2
+        assert exit_code(predict, ["--help"]) == 0
+        assert exit_code(predict, ["no*such.png"]) == 2
         assert not {"torch", "lightning", "torchvision", "matplotlib"} & set(sys.modules)
     """
     done = subprocess.run(
